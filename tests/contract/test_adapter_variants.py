@@ -125,7 +125,7 @@ def jobs_of(variant: Lora, *, dropout: float = 0.0) -> list[JobSpec]:
 
 
 @pytest.mark.parametrize(("kernels", "dropout"), [("reference", 0.1), ("grouped", 0.0)])
-def test_it_trains_beside_plain_lora_as_alone(
+def test_it_trains_together_with_plain_lora_as_alone(
     variant: Lora, lab: Laboratory, kernels: str, dropout: float
 ) -> None:
     jobs = jobs_of(variant, dropout=dropout)
@@ -139,7 +139,7 @@ def test_it_trains_beside_plain_lora_as_alone(
     assert joint.losses("first")[0] == pytest.approx(joint.losses("plain")[0], rel=LOSS_TOLERANCE)
 
 
-def test_what_does_not_train_keeps_every_bit(variant: Lora, lab: Laboratory) -> None:
+def test_untrained_tensors_keep_every_bit(variant: Lora, lab: Laboratory) -> None:
     """Weight decay and clipping reach what trains, and nothing else."""
     jobs = jobs_of(variant)
     joint = lab.undisturbed(jobs, kernels="grouped")

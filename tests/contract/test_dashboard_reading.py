@@ -99,7 +99,7 @@ def test_steps_are_those_of_the_table(settings: TrackingSettings, sweep: Sweep, 
         kept.rename(file)
 
 
-def test_of_two_values_of_a_step_the_later_one_stands() -> None:
+def test_the_later_of_two_values_of_a_step_counts() -> None:
     points = [
         SimpleNamespace(step=step, value=value, timestamp=at)
         for step, value, at in ((2, 1.0, 9), (1, 3.0, 1), (2, 5.0, 4))
@@ -125,7 +125,7 @@ def test_the_report_has_every_figure_and_fetches_nothing(
     assert not re.search(r'(src|href)="(?!data:|#)', page)
 
 
-def test_without_a_name_the_newest_search_is_taken(
+def test_without_a_name_the_newest_search_is_used(
     settings: TrackingSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -133,7 +133,7 @@ def test_without_a_name_the_newest_search_is_taken(
     assert (tmp_path / "ten.html").exists()
 
 
-def test_an_unknown_name_lists_those_there_are(
+def test_an_unknown_name_lists_the_known_ones(
     settings: TrackingSettings, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", "tne", *options(settings)]) == 2
@@ -142,9 +142,7 @@ def test_an_unknown_name_lists_those_there_are(
     assert "Available: ten." in said
 
 
-def test_where_nothing_was_trained_nothing_is_made(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_is_made_if_nothing_was_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", "--root", str(tmp_path / "none")]) == 2
     assert "no search in" in capsys.readouterr().err
     assert not (tmp_path / "none").exists()

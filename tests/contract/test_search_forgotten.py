@@ -106,7 +106,7 @@ def test_what_is_being_trained_is_not_forgotten(tmp_path: Path, said: Said) -> N
     assert folder.is_dir()
 
 
-def test_of_a_store_that_others_use_only_runs_that_are_its_own_go(
+def test_in_a_shared_store_only_the_searchs_own_runs_are_deleted(
     made: Path, tmp_path: Path, said: Said
 ) -> None:
     """Somebody else may have a search of this name there; a store that is unavailable lets nothing go."""

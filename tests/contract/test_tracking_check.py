@@ -106,7 +106,7 @@ def test_a_server_that_never_answers(
     ("status", "body", "away"),
     [(200, b"<html>", False), (404, b"<html>", False), (403, b"<html>", False), (503, b"<html>", True)],
 )
-def test_what_answers_and_is_no_mlflow_is_not_away(
+def test_a_server_other_than_mlflow_does_not_count_as_unavailable(
     tmp_path: Path, status: int, body: bytes, away: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Page(BaseHTTPRequestHandler):

@@ -49,9 +49,7 @@ def crash(tracker: Tracker) -> None:
 
 
 @pytest.mark.parametrize("points", [1000, 3])
-def test_what_a_device_did_after_the_last_step_is_in_the_jobs_run(
-    settings: TrackingSettings, points: int
-) -> None:
+def test_device_time_after_the_last_step_is_in_the_jobs_run(settings: TrackingSettings, points: int) -> None:
     """An evaluation, say; once, though the process is killed before anybody is told of the end."""
     settings = replace(settings, points=points)
     killed = begin(settings)
@@ -92,7 +90,7 @@ def test_the_sum_over_the_jobs_is_the_searchs_total(settings: TrackingSettings) 
 
 @pytest.mark.parametrize("adopted", [False, True], ids=["its log", "another's log"])
 @pytest.mark.parametrize(("saved", "last"), [((), 7), ((11,), 11), ((4,), 7), ((4, 9), 9)])
-def test_a_job_that_ends_without_training_on_has_its_last_saved_step(
+def test_a_job_that_ends_without_more_training_has_its_last_saved_step(
     settings: TrackingSettings, saved: tuple[int, ...], last: int, adopted: bool
 ) -> None:
     """As `plait control NAME cancel` ends what a killed process left behind: of three points the curve has
@@ -161,7 +159,7 @@ def test_what_another_host_trained_again_meanwhile_is_not_sent_twice(
     assert [point.step for point in losses] == list(range(1, STEPS + 1))
 
 
-def test_a_job_that_goes_on_on_another_host_is_running_again_and_has_its_last_figures(
+def test_a_job_resumed_on_another_host_is_running_and_has_its_last_figures(
     settings: TrackingSettings, tmp_path: Path
 ) -> None:
     """Nothing of the event log is there, and the job's last step is trained a second time."""

@@ -372,7 +372,7 @@ class TestGoingOn:
         assert [row[:3] for row in board["data"]] == [[1, "finished", 1.0], [0, "finished", 2.0]]
         assert parent.data.metrics["train/tokens"] == 2 * 100 * STEPS
 
-    def test_a_fresh_search_of_the_same_name_starts_anew(self, tracking: TrackingSettings) -> None:
+    def test_a_fresh_search_of_the_same_name_starts_again(self, tracking: TrackingSettings) -> None:
         self.interrupt(tracking)
         with Tracker(tracking) as tracker:
             first = load_search(tracking).run_id
@@ -382,9 +382,7 @@ class TestGoingOn:
         assert result.run_id != first
         assert [item.trial for item in result.records] == [0]
 
-    def test_a_run_that_somebody_deleted_is_told_and_the_others_are_written(
-        self, tracking: TrackingSettings
-    ) -> None:
+    def test_a_deleted_run_is_reported_and_the_others_are_written(self, tracking: TrackingSettings) -> None:
         tracker = Tracker(tracking)
         tracker.start_search(facts(tracking))
         for trial in range(2):
@@ -430,7 +428,7 @@ def test_a_clock_that_is_set_back_makes_no_time_negative(sqlite: str, tmp_path: 
     assert steps == list(range(1, STEPS + 1))
 
 
-def test_an_adapter_folder_that_vanished_is_told(tmp_path: Path) -> None:
+def test_a_vanished_adapter_folder_is_reported(tmp_path: Path) -> None:
     settings = TrackingSettings(root=tmp_path)
     tracker = Tracker(settings)
     tracker.start_search(facts(settings))

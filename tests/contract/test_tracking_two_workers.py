@@ -124,7 +124,7 @@ def test_a_worker_that_is_alone_writes_nothing_twice(
     assert not written
 
 
-def test_what_a_killed_worker_left_does_not_take_the_place_of_the_whole(
+def test_records_of_a_killed_worker_do_not_replace_the_whole(
     settings: TrackingSettings, tmp_path: Path
 ) -> None:
     """The first knows one job; its last words reach the store after the other has written of the whole."""
@@ -159,7 +159,7 @@ def test_a_search_whose_last_process_was_killed_is_ended(settings: TrackingSetti
     check(settings, tmp_path)
 
 
-def test_of_trials_that_are_over_the_study_has_the_last_word_and_the_store_the_rest(
+def test_ended_trials_are_as_in_the_study_with_the_rest_from_the_store(
     settings: TrackingSettings, tmp_path: Path
 ) -> None:
     killed = worker(settings)
@@ -189,7 +189,7 @@ def test_of_trials_that_are_over_the_study_has_the_last_word_and_the_store_the_r
     assert len(steps) == len(set(steps)) > 1
 
 
-def test_the_leaderboard_shows_where_those_are_that_go_on(settings: TrackingSettings) -> None:
+def test_the_leaderboard_shows_unfinished_jobs(settings: TrackingSettings) -> None:
     tracker = worker(settings)
     for trial in (0, 1, 2):
         begin(tracker, trial)
@@ -267,7 +267,7 @@ def test_hosts_that_share_no_folder_write_the_searchs_own_curves_one_after_the_o
 
 
 @pytest.mark.parametrize(("minutes", "lost"), [(30, 0), (0, 3)], ids=["after an outage", "at once"])
-def test_what_a_killed_host_had_not_sent_doubles_no_step_of_the_searchs_own_curves(
+def test_late_points_of_a_killed_host_repeat_no_step_of_the_searchs_curves(
     settings: TrackingSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, minutes: int, lost: int
 ) -> None:
     """It is sent after another host continued the curves: behind what that host left out for it."""
@@ -309,7 +309,7 @@ def test_what_a_killed_host_had_not_sent_doubles_no_step_of_the_searchs_own_curv
     other.close()
 
 
-def test_what_a_killed_host_had_not_sent_of_a_job_doubles_no_step_of_it(
+def test_late_points_of_a_killed_host_repeat_no_step_of_a_job(
     settings: TrackingSettings, tmp_path: Path
 ) -> None:
     """Its second process resumed the job, and was killed with the store out of reach."""
@@ -355,7 +355,7 @@ def test_a_job_that_another_process_took_over_is_that_ones_to_write(settings: Tr
     assert [job.state for job in load_search(settings, "both").records] == ["finished"]
 
 
-def test_what_others_train_is_on_the_board_while_the_search_goes_on(
+def test_other_processes_jobs_are_on_the_board_while_the_search_runs(
     settings: TrackingSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("plait.tracking.tracker.READ_PAUSE", 0.01)
@@ -407,7 +407,7 @@ def test_nothing_is_read_where_no_other_process_is(
         tracker.close()
 
 
-def test_a_trial_whose_worker_is_gone_waits_whatever_the_store_says(settings: TrackingSettings) -> None:
+def test_a_trial_with_a_dead_worker_waits_whatever_the_store_says(settings: TrackingSettings) -> None:
     killed = worker(settings)
     begin(killed, 0)
     begin(killed, 1)

@@ -114,7 +114,7 @@ def test_every_command_against_a_running_sweep(
 
 
 @pytest.mark.slow
-def test_stop_lets_what_runs_end_and_the_same_command_draws_the_rest(
+def test_stop_lets_running_trials_end_and_the_same_command_suggests_the_rest(
     folder: Path, short: tuple[str, ...], trials: Trials, said: Said
 ) -> None:
     arguments = [*short, *SPACE, "search.trials=4", "search.parallel=2", "train.steps=150"]
@@ -130,7 +130,7 @@ def test_stop_lets_what_runs_end_and_the_same_command_draws_the_rest(
 
 
 @pytest.mark.slow
-def test_cancel_of_a_search_that_was_killed_ends_what_it_left_when_it_goes_on(
+def test_cancelling_a_killed_search_ends_its_trials_when_it_resumes(
     folder: Path, short: tuple[str, ...], trials: Trials, said: Said
 ) -> None:
     arguments = [*short, *SPACE, "search.trials=4", "search.parallel=2", "train.steps=100000"]

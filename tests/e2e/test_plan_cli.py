@@ -100,7 +100,7 @@ def test_the_tables_say_what_is_unknown(short: Short, capsys: pytest.CaptureFixt
         (("cluster.kind=moon",), "local or described"),
     ],
 )
-def test_what_a_search_could_not_do_is_refused(
+def test_a_plan_of_an_impossible_search_is_refused(
     short: Short,
     capsys: pytest.CaptureFixture[str],
     arguments: tuple[str, ...],

@@ -25,7 +25,7 @@ Leaderboard = Callable[..., list[dict[str, Any]]]
 Short = tuple[str, ...]
 
 
-def test_a_search_trains_tracks_and_goes_on_as_the_same(
+def test_a_search_trains_records_and_resumes_as_the_same_search(
     folder: Path, short: Short, trials: Trials, leaderboard: Leaderboard
 ) -> None:
     command = [

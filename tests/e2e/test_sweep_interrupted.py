@@ -43,7 +43,7 @@ def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 @pytest.mark.slow
-def test_the_printed_command_goes_on_to_the_losses_of_an_undisturbed_search(
+def test_the_printed_command_resumes_to_the_losses_of_an_undisturbed_search(
     folder: Path,
     short: tuple[str, ...],
     trials: Trials,

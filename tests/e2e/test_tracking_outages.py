@@ -259,7 +259,7 @@ def fill(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_disk_that_fills_up_in_the_middle_is_told_and_the_search_goes_on_when_there_is_room(
+def test_a_full_disk_is_reported_and_the_search_continues_when_there_is_space(
     short: tuple[str, ...], small_disk: Path, begin: Callable[..., Forked]
 ) -> None:
     local = f"sqlite:///{small_disk / 'mlflow.db'}"

@@ -30,7 +30,7 @@ def _few_forked_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "start_process", ForkedProcess)
 
 
-def test_figures_are_told_of_sides_that_train_alike() -> None:
+def test_figures_are_reported_if_both_sides_train_alike() -> None:
     report = bench.replicas(SETTINGS, JOBS, {"rounds": 3, "commands": 5, "loss_tolerance": 1e-5})
     figures = {figure.name: figure for figure in report.figures}
     assert figures["tokens a second, 2 processes"].ours > 0
@@ -40,7 +40,7 @@ def test_figures_are_told_of_sides_that_train_alike() -> None:
     assert "Losses differ by at most" in report.assumptions[0]
 
 
-def test_no_speed_is_told_of_sides_that_train_differently() -> None:
+def test_no_speed_is_reported_if_both_sides_train_differently() -> None:
     one, many = bench._Side(None), bench._Side(None)  # type: ignore[arg-type]
     one.losses, many.losses = {("a", 1): 2.0}, {("a", 1): 2.2}
     with pytest.raises(PlaitError, match=r"losses differ by 0\.1"):

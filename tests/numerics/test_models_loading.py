@@ -283,7 +283,7 @@ def test_a_hub_id_that_cannot_be_reached_is_refused(tmp_path: Path, monkeypatch:
     assert "model.id" in caught.value.remedy
 
 
-def test_attempts_to_reach_the_hub_are_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_attempts_to_reach_the_hub_are_reported_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     logger = logging.getLogger("huggingface_hub.utils._http")
     with quiet():
         for attempt in range(1, 6):

@@ -173,7 +173,7 @@ def test_the_windows_are_the_configured_ones_after_the_check() -> None:
 
 @pytest.mark.parametrize("clip", [0.5, 20.0])  # 20: reached by outliers alone
 @pytest.mark.parametrize("family", ["olmo", "olmoe"])
-def test_a_clamp_of_queries_and_keys_acts_and_lets_gradients_through(family: str, clip: float) -> None:
+def test_a_clamp_of_queries_and_keys_works_and_passes_gradients(family: str, clip: float) -> None:
     options = {"num_key_value_heads": 4, "clip_qkv": clip} | (EXPERTS if family == "olmoe" else {})
     whole = model_of(family, **options).requires_grad_(False)
     base = as_blocks(model_of(family, **options))

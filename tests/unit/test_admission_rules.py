@@ -82,7 +82,7 @@ def test_group_memory_counts_base_adapters_and_the_heaviest_microbatch() -> None
     st.integers(6, 20),
     st.one_of(st.none(), st.integers(1, 6)),
 )
-def test_never_over_memory_and_nobody_is_lost(
+def test_memory_is_never_exceeded_and_no_job_is_lost(
     rows: list[tuple[int, int, bool]], available: int, max_jobs: int | None
 ) -> None:
     jobs = [

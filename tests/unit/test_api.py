@@ -65,7 +65,7 @@ def test_overrides_are_those_of_the_command_line(given: Any, words: list[str]) -
 
 
 @pytest.mark.parametrize("given", ["model=tiny", ["model=tiny", 3], {"adapter.rank": object()}])
-def test_what_is_no_override_is_refused_with_an_example(given: Any) -> None:
+def test_text_that_is_not_an_override_is_refused_with_an_example(given: Any) -> None:
     with pytest.raises(ConfigError, match=r"plait\.sweep|A value is"):
         plait.sweep(given)
 

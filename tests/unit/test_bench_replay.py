@@ -129,7 +129,7 @@ def test_a_record_is_what_was_written(tmp_path):
         {"steps": [1, 2, 8, 4]},
     ],
 )
-def test_a_record_that_is_none_is_refused(tmp_path, change):
+def test_a_file_that_is_not_a_record_is_refused(tmp_path, change):
     path = tmp_path / "curves.json"
     write_curves(RecordedCurves(FALLING), path)
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
@@ -166,7 +166,7 @@ def test_the_report_has_the_spread_over_orders_of_every_rule(tmp_path):
 # ---- listed trials --------------------------------------------------------------------------------------
 
 
-def test_parameters_apart_are_those_that_differ():
+def test_distinguishing_parameters_are_those_that_differ():
     jobs = [
         JobSpec(f"j{rank}{lr}", AdapterSpec(rank=rank), TrainSpec(lr=lr))
         for rank in (2, 4)

@@ -144,7 +144,7 @@ def test_seeds_that_are_done_are_kept_for_the_same_settings_only(tmp_path):
         Kept.open(options, settings, JOBS)
 
 
-def test_seeds_of_several_versions_are_said():
+def test_seeds_of_several_versions_are_reported():
     first = {"when": "2026-01-02T03:04:05+00:00", "commit": "a" * 40}
     second = {"when": "2026-01-01T03:04:05+00:00", "commit": "b" * 40}
     assert "2 versions" not in measured_when([first, first])

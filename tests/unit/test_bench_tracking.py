@@ -25,7 +25,7 @@ def test_every_point_that_is_due_arrives_and_is_counted() -> None:
     assert figures["sqlite: shortest step of which it takes 2 %"] == pytest.approx(total / 120 / 0.02 * 1000)
 
 
-def test_a_store_without_a_point_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_lacks_a_point_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Script.kept
     monkeypatch.setattr(Script, "kept", lambda script, points: whole(script, points) | {2})
     with pytest.raises(StorageError, match="points of"):

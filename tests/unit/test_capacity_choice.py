@@ -38,7 +38,7 @@ def profile(capacity: int, token: float = 1.0) -> Profile:
     return Profile(key, "m", memory, None, capacity, (), ("q_proj",), "measured", 0.0, None)
 
 
-def test_what_is_given_counts_whatever_was_recorded_or_profiled() -> None:
+def test_a_given_value_precedes_recorded_and_profiled_ones() -> None:
     given = replace(OPEN, engine=EngineSettings(capacity=96))
     assert choose_capacity(given, facts(), profile(512), {(ADAPTER, 50)}, recorded=64) == 96
 
@@ -88,7 +88,7 @@ def settle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-
     return call
 
 
-def test_a_search_goes_on_with_the_capacity_it_was_begun_with(settle) -> None:  # type: ignore[no-untyped-def]
+def test_a_search_resumes_with_its_original_capacity(settle) -> None:  # type: ignore[no-untyped-def]
     assert settle(OPEN) == (512, ())
     fresh = replace(OPEN, search=replace(OPEN.search, fresh=True))
     assert settle(fresh) == (USUAL_CAPACITY, ())
@@ -104,7 +104,7 @@ def test_a_search_goes_on_with_the_capacity_it_was_begun_with(settle) -> None:  
         ("bfloat16", False, False, "Use model.dtype=float32."),
     ],
 )
-def test_a_type_that_the_device_emulates_is_said_to_be_slow(
+def test_a_warning_names_a_dtype_that_the_device_emulates(
     settle,  # type: ignore[no-untyped-def]
     dtype: Literal["float16", "bfloat16"],
     cuda: bool,
@@ -119,7 +119,7 @@ def test_a_type_that_the_device_emulates_is_said_to_be_slow(
     assert [line.endswith(said) for line in lines] == [True] * bool(said)
 
 
-def test_a_setting_that_differs_from_what_was_recorded_is_said(settle) -> None:  # type: ignore[no-untyped-def]
+def test_a_setting_that_differs_from_the_recorded_one_is_reported(settle) -> None:  # type: ignore[no-untyped-def]
     same = replace(OPEN, engine=EngineSettings(capacity=512, kernels="grouped"))
     assert settle(same) == (512, ())
     other = replace(OPEN, engine=EngineSettings(capacity=96, kernels="reference"))

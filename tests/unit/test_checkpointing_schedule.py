@@ -120,7 +120,7 @@ def test_an_interruption_saves_what_has_moved_and_finds_the_rest(tmp_path: Path)
     assert [event.job for event in events if isinstance(event, JobSaved)] == ["moved"]
 
 
-def test_a_full_disk_stops_nobody_and_is_said_once_for_each_attempt(tmp_path: Path) -> None:
+def test_a_full_disk_stops_no_job_and_is_reported_once_for_each_attempt(tmp_path: Path) -> None:
     made = desk(tmp_path, steps=5)
     job = live()
     made.saving.admitted(job)

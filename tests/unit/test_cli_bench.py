@@ -114,13 +114,13 @@ def test_only_a_registered_benchmark_is_run(name: object, added: str) -> None:
         assert f"Did you mean {added}?" in str(error.value)
 
 
-def test_a_package_installed_without_its_entry_points_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_installed_without_its_entry_points_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "BENCHMARKS", Registry("benchmark", key="bench.run"))
     with pytest.raises(ConfigError, match="make install"):
         find_benchmark("joint_vs_peft", "bench")
 
 
-def test_published_figures_stand_beside_ours() -> None:
+def test_published_figures_are_attached_to_ours() -> None:
     report = Report("r", (Figure("speed", 2.0, "x", "measured"), Figure("speed", 9.0, "s", "measured")))
     beside, unmatched = beside_published(
         report,
@@ -154,7 +154,7 @@ def test_a_benchmark_gets_settings_jobs_and_options(
     assert sorted(shown.values()) == ["3", "5", "7"]
 
 
-def test_a_published_figure_that_nothing_matches_is_told_after_the_table(
+def test_a_published_figure_without_a_match_is_named_after_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], added: str
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -83,7 +83,7 @@ def test_the_models_type_is_settled_before_its_files_are_looked_for(monkeypatch:
     assert seen in (["float32"], ["bfloat16"])
 
 
-def test_what_is_wrong_is_said_as_by_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_reported_as_by_sweep(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*COMMAND, "data.path=none.csv"]) == 2
     assert "no such file" in capsys.readouterr().err
     assert main([*COMMAND, "data.loss=all"]) == 2

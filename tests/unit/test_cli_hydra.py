@@ -90,14 +90,14 @@ def test_info_shows_where_things_come_from(capsys: pytest.CaptureFixture[str]) -
     assert str(sweeps_dir().parent) in out
 
 
-def test_of_the_folder_around_sweeps_nothing_else_is_a_group(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_else_in_the_folder_of_sweeps_is_a_group(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(capsys, "sweep", "--help")
     groups = out.split("Groups")[1].split("Settings")[0]
     assert "sweeps: " in groups
     assert not [line for line in groups.splitlines() if line.startswith(("  platform", "  tests", "  conf"))]
 
 
-def test_a_folder_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_given_by_the_user(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text(
         "# @package _global_\ndefaults:\n  - override /model: tiny\nadapter: {rank: 3}\n"
@@ -108,7 +108,7 @@ def test_a_folder_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert yaml.safe_load(out)["adapter"]["rank"] == 3
 
 
-def test_a_group_of_ones_own_wants_a_plus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_group_of_the_users_own_needs_a_plus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nadapter: {rank: 3}\n")
     status, _, err = run(capsys, "sweep", "--config-dir", str(tmp_path), "experiment=mine")
@@ -313,7 +313,7 @@ def test_two_different_values_are_an_error(
         merge(LINKS | sweeper, SEARCH | search, given)
 
 
-def test_only_what_somebody_set_stands_against_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_value_set_by_the_user_conflicts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody set what is as conf/ has it, whatever the dataclass says."""
     monkeypatch.setattr(sweeping, "_defaults", lambda: SEARCH | {"trials": 50})
     assert merge(LINKS | {"n_trials": 20}, SEARCH | {"trials": 50}, ())["trials"] == 20
@@ -321,7 +321,7 @@ def test_only_what_somebody_set_stands_against_it(monkeypatch: pytest.MonkeyPatc
         merge(LINKS | {"n_trials": 20}, SEARCH, ())
 
 
-def test_the_same_value_twice_is_none() -> None:
+def test_the_same_value_in_both_places_is_accepted() -> None:
     assert merge(LINKS | {"n_trials": 9}, SEARCH | {"trials": 9}, ("trials",))["trials"] == 9
 
 

@@ -96,7 +96,7 @@ def test_the_traceback_can_be_asked_for(
         (ConfigError("x" * 9_000_000, "y" * 9_000_000), "characters) …"),
     ],
 )
-def test_what_a_machine_or_a_library_refuses_is_no_traceback(
+def test_errors_of_the_system_or_a_library_show_no_traceback(
     error: Exception, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fails(_: Sequence[str]) -> int:

@@ -20,7 +20,7 @@ RECORDS = [
 ]
 
 
-def test_where_the_store_is_may_be_said_as_for_a_sweep() -> None:
+def test_the_store_may_be_given_as_for_a_sweep() -> None:
     known = store_parser("leaderboard", "").parse_args(["tracking.root=my runs", "tracking.experiment=e"])
     assert store_settings(known) == TrackingSettings(root=Path("my runs"), experiment="e")
 

@@ -49,7 +49,7 @@ def test_a_free_port_passes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("port", ["5001x", -1, 70000])
-def test_what_is_no_port_is_refused_before_a_server_starts(tmp_path: Path, port: object) -> None:
+def test_an_invalid_port_is_refused_before_a_server_starts(tmp_path: Path, port: object) -> None:
     with pytest.raises(ConfigError, match="from 1 to 65535"):
         check_port(command(tmp_path, port))
 

@@ -14,7 +14,7 @@ from plait.engine.checkpoints import HEADER
 
 
 @pytest.mark.parametrize("checkpoint_steps", [1, 3])
-def test_those_of_killed_processes_count_up_to_their_last_states(
+def test_seconds_of_killed_processes_count_up_to_their_last_checkpoints(
     tmp_path: Path, checkpoint_steps: int
 ) -> None:
     bench = Bench(

@@ -116,7 +116,7 @@ def study_orders(storage: BaseStorage, answers: int = 1_000_000) -> StudyOrders:
 
 
 @pytest.mark.parametrize("answers", [0, 1, 2, 3])
-def test_orders_stand_until_withdrawn_and_all_workers_see_them(answers: int) -> None:
+def test_orders_are_in_force_until_withdrawn_and_all_workers_see_them(answers: int) -> None:
     storage = optuna.storages.InMemoryStorage()
     optuna.create_study(storage=storage)
     mine, other = study_orders(storage, answers), study_orders(storage)
@@ -157,7 +157,7 @@ def test_a_worker_hears_of_orders_within_seconds_and_reads_one_attribute_seldom(
 @pytest.mark.parametrize(
     "content", ["paused", [], {"mode": "paused"}, {"mode": "up", "stops": [], "ended": 0, "was": "running"}]
 )
-def test_what_is_no_order_orders_nothing(content: object) -> None:
+def test_an_attribute_that_is_not_an_order_has_no_effect(content: object) -> None:
     study = optuna.create_study()
     study.set_user_attr(ORDERS, content)
     orders = StudyOrders(SharedStudy(study))
@@ -231,7 +231,7 @@ def said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Said:
 
 
 @pytest.mark.parametrize("storage", [None, "study.db"])
-def test_orders_are_in_the_study_and_what_is_ordered_already_is_said(
+def test_orders_are_in_the_study_and_existing_ones_are_named(
     tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch, storage: str | None
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -299,7 +299,7 @@ def test_orders_given_at_once_are_all_kept(
         (("pause", "--json"), "--json with pause", "Only `status`", "Leave out --json"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused_with_value_rule_and_remedy(
+def test_impossible_values_are_refused_with_value_rule_and_remedy(
     tmp_path: Path, said: Said, words: tuple[str, ...], value: str, rule: str, remedy: str
 ) -> None:
     study = killed(tmp_path)

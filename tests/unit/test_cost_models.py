@@ -112,7 +112,7 @@ def test_head_fit_sees_labelled_tokens_only() -> None:
     assert (found.fixed, found.labelled) == pytest.approx((1e-3, 4e-6))
 
 
-def test_missing_degree_names_those_there_are() -> None:
+def test_a_missing_degree_names_the_existing_ones() -> None:
     time = TimeModel(8, {1: LayerTime(1e-3, 1e-6), 4: LayerTime(1e-3, 1e-6)})
     with pytest.raises(InputError, match="1, 4"):
         ReplicaCost.of(Configuration(2, 1, 512), [256], time)

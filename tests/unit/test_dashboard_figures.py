@@ -122,7 +122,7 @@ def test_few_adapters_all_have_a_name_and_pruned_ones_are_faded() -> None:
     }
 
 
-def test_of_many_adapters_the_best_have_a_name_and_all_are_drawn() -> None:
+def test_many_adapters_are_all_drawn_and_only_the_best_named() -> None:
     sweep = sweep_of(500, 100)
     figure = curves.learning_curves(sweep, "train/loss", "nats")
     named = [trace.name for trace in figure.data if trace.name.startswith("trial")]
@@ -157,13 +157,13 @@ def test_one_diverging_curve_does_not_flatten_the_others() -> None:
 # ---- parallel coordinates and importance -------------------------------------------------------------
 
 
-def test_numbers_that_span_much_stand_by_their_logarithm() -> None:
+def test_numbers_with_a_large_range_are_shown_by_logarithm() -> None:
     axis = parameters.axis_of("lr", [1e-5, 1e-3, 1e-4])
     assert axis.places == pytest.approx((-5.0, -3.0, -4.0))
     assert axis.tick_texts == ("1e-05", "0.0001", "0.001")
 
 
-def test_words_and_nothing_stand_by_name() -> None:
+def test_words_and_none_are_shown_by_name() -> None:
     axis = parameters.axis_of("alpha", [None, 16, "auto", True, 16])
     assert axis.tick_texts == ("16", "None", "True", "auto")
     assert axis.places == (1.0, 0.0, 3.0, 2.0, 0.0)
@@ -242,7 +242,7 @@ def several(count: int, trials: int = 12) -> Sweep:
 
 
 @pytest.mark.parametrize(("count", "panels"), [(3, 3), (4, 6)])
-def test_more_than_two_objectives_stand_in_pairs_with_one_front(count: int, panels: int) -> None:
+def test_more_than_two_objectives_are_shown_in_pairs_with_one_front(count: int, panels: int) -> None:
     sweep = several(count)
     front = {item.trial for item in sweep.records if item.on_front}
     assert 0 < len(front) < 12
@@ -268,7 +268,7 @@ def test_five_objectives_are_parallel_coordinates() -> None:
     assert sum(lines.dimensions[-1]["values"]) == front
 
 
-def test_several_objectives_stand_in_table_lines_and_facts() -> None:
+def test_several_objectives_are_in_table_lines_and_facts() -> None:
     sweep = several(3)
     shown = dict(table.columns(sweep))
     assert shown["objective: m1"][0] == table.number(sweep.records[0].others[0])
@@ -295,7 +295,7 @@ def test_an_adapter_that_breaks_a_constraint_is_not_on_the_front() -> None:
     assert list(front.customdata) == [1]
 
 
-def test_two_objectives_stand_against_each_other() -> None:
+def test_two_objectives_are_plotted_against_each_other() -> None:
     loss, rank = (
         StudyObjective("eval/loss", "minimize", {0: 1.0}),
         StudyObjective("adapter.rank", "minimize", {0: 8.0}),
@@ -358,7 +358,7 @@ def test_errors_are_of_steps_that_have_both() -> None:
 
 
 @pytest.mark.parametrize("known", [{"predicted_seconds": 1.0}, {"peak_bytes": 5, "predicted_bytes": 6}])
-def test_what_was_not_predicted_is_said_on_its_side(known: dict[str, float]) -> None:
+def test_missing_predictions_are_reported_in_their_panel(known: dict[str, float]) -> None:
     sweep = Sweep("s", "finished", "minimize", "eval/loss", (), steps=(row(1, {"a": 10}, **known),))
     (said,) = packing.predictions(sweep).layout.annotations
     no_bytes = "predicted_seconds" in known
@@ -370,7 +370,7 @@ def test_what_was_not_predicted_is_said_on_its_side(known: dict[str, float]) -> 
 # ---- all together ------------------------------------------------------------------------------------
 
 
-def test_the_table_leaves_out_columns_in_which_nothing_stands() -> None:
+def test_the_table_leaves_out_empty_columns() -> None:
     names = [name for name, _ in table.columns(sweep_of(3))]
     assert names[:4] == ["place", "trial", "outcome", "objective: eval/loss"]
     assert "reason" not in names

@@ -53,7 +53,7 @@ def test_every_state_has_an_outcome() -> None:
     assert {state: outcome(record(0, state)) for state in expected} == expected
 
 
-def test_adapters_stand_dearest_first_in_the_colour_of_their_outcome() -> None:
+def test_adapters_are_sorted_by_cost_and_coloured_by_outcome() -> None:
     figure = device_seconds(
         sweep(record(0, "finished", 1.0, 3.0), record(1, "pruned", 2.0, 9.0), record(2, "finished", 3.0, 5.0))
     )
@@ -135,7 +135,7 @@ def test_a_step_counts_where_it_was_both_predicted_and_measured() -> None:
     assert packing.seconds_pairs(rows).iterations == ()
 
 
-def test_predicted_stands_across_and_measured_upwards() -> None:
+def test_predicted_values_are_horizontal_and_measured_ones_vertical() -> None:
     rows = [row(at, seconds=float(at), predicted_seconds=at + 0.5) for at in range(1, 4)]
     same, dots = packing.predictions(sweep(steps=tuple(rows))).data
     assert list(dots.x) == [1.5, 2.5, 3.5]
@@ -186,7 +186,7 @@ def test_a_table_that_was_thinned_says_of_how_many() -> None:
 # ---- parameters and facts ----------------------------------------------------------------------------
 
 
-def test_the_most_important_key_stands_at_the_top() -> None:
+def test_the_most_important_key_is_at_the_top() -> None:
     """Plotly begins at the bottom."""
     shares = {"train.lr": 0.7, "adapter.rank": 0.2, "adapter.dropout": 0.1}
     (bars,) = parameters.importance(sweep(importance=Importance(shares, 50, ""))).data
@@ -228,7 +228,7 @@ def test_the_facts_are_of_what_was_useful_and_keeps_every_constraint() -> None:
     assert dict(table.columns(sweep(broken, record(1, "finished", 1.5))))["constraints"] == ["broken", ""]
 
 
-def test_of_a_long_front_the_first_are_named_and_the_rest_counted() -> None:
+def test_a_long_front_names_the_first_and_counts_the_rest() -> None:
     def front(size: int) -> str:
         records = [record(trial, "finished", 1.0) for trial in range(size)]
         for each in records:

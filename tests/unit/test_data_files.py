@@ -193,7 +193,7 @@ def test_a_file_that_cannot_be_read_is_named(name, content, words, tmp_path):
         assert word in str(caught.value)
 
 
-def test_what_is_neither_a_file_nor_a_folder_is_refused():
+def test_a_path_that_is_neither_file_nor_folder_is_refused():
     with pytest.raises(DataError, match="neither a file nor a folder"):
         check_data(DataSpec.of("file", path="/dev/zero", format="csv"))
 

@@ -157,7 +157,7 @@ def test_a_token_is_labelled_exactly_when_it_holds_a_labelled_character(pieces, 
 
 @pytest.mark.parametrize("completion_only", [True, False])
 @pytest.mark.parametrize("added", ["<s> $A", "$A </s>", "<s> $A </s>", "$A"])
-def test_begin_and_end_that_a_tokeniser_adds_itself_stand_once(added, completion_only, tmp_path):
+def test_special_tokens_that_a_tokeniser_adds_itself_occur_once(added, completion_only, tmp_path):
     words = {word: index for index, word in enumerate(["<s>", "</s>", "▁a", "▁b", "▁c"])}
     backend = Tokenizer(models.WordLevel(words, unk_token="</s>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -247,7 +247,7 @@ def test_rows_of_which_none_is_left_are_refused_with_the_reasons(tmp_path, token
         load_data(spec, tokeniser, max_length=10, cache=tmp_path)
 
 
-def test_what_is_not_trained_on_is_said(tmp_path, tokeniser):
+def test_rows_that_are_not_trained_on_are_reported(tmp_path, tokeniser):
     rows = [{"text": "a" * 40}, {"text": ""}, {"text": "abc"}]
     spec = DataSpec.of("file", path=write(tmp_path / "r.jsonl", rows), validation=0)
     data = load_data(spec, tokeniser, max_length=10, cache=tmp_path)
@@ -424,7 +424,7 @@ def test_the_chat_template_may_be_a_file_whose_content_counts(tmp_path, tokenise
         ({"prompt": [USER, ANSWER], "completion": [USER]}, "this row has none"),
     ],
 )
-def test_where_only_the_assistant_counts_every_row_must_have_one(row, words, tmp_path, tokeniser):
+def test_every_row_needs_an_assistant_if_only_that_counts(row, words, tmp_path, tokeniser):
     with pytest.raises(DataError, match=words):
         load_rows([row], tmp_path, tokeniser, assistant_only_loss=True)
 
@@ -553,7 +553,7 @@ def test_a_task_without_written_answers_and_too_few_rows_are_refused():
         check_data(DataSpec.of("reasoning_gym", size=5))
 
 
-def test_every_task_can_be_trained_on_and_judged_or_says_why_not():
+def test_every_task_can_be_trained_on_and_scored_or_says_why_not():
     refused, accepted = {}, 0
     for task in factory.DATASETS:
         options = TaskOptions(task=task, size=1)

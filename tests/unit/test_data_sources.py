@@ -76,7 +76,7 @@ def test_its_options_are_checked_like_those_of_any_source() -> None:
         check_data(DataSpec.of("sums", validation=12))
 
 
-def test_where_no_check_is_given_every_row_is_read_before_a_model_loads() -> None:
+def test_without_a_check_every_row_is_read_before_a_model_loads() -> None:
     def broken() -> list[tuple[str, Pair]]:
         raise DataError("sums, row 3", "no sum")
 

@@ -80,7 +80,7 @@ def test_the_error_in_the_profile_is_that_of_the_benchmark(settings: RunSettings
     assert figures["all, 75 of 250 rows"].ours == pytest.approx(3.7, abs=0.05)
 
 
-def test_absent_table_is_said(settings: RunSettings, tmp_path: Path) -> None:
+def test_an_absent_table_is_reported(settings: RunSettings, tmp_path: Path) -> None:
     options = _options("lobra/time_model") | {"table": str(tmp_path / "none.csv")}
     with pytest.raises(DataError, match=r"none\.csv"):
         time_model(settings, [], options)

@@ -78,7 +78,7 @@ def test_a_message_arrives_and_a_closed_link_is_an_end(door: Door) -> None:
         near.receive()
 
 
-def test_who_has_another_key_does_not_come_in(door: Door) -> None:
+def test_a_process_with_another_key_is_refused(door: Door) -> None:
     with pytest.raises(AuthenticationError):
         connect(door.address, b"x" * 32)
     assert door.next(0.1) is None
@@ -246,7 +246,7 @@ def test_where_one_runs_out_of_memory_the_others_say_what_they_did() -> None:
     assert fleet.execute(RunSchedule((*microbatches, StepJob("a", 1, 1e-3)))) == [done, short]
 
 
-def test_where_one_cannot_attach_a_job_none_has_it() -> None:
+def test_if_one_replica_cannot_attach_a_job_none_has_it() -> None:
     short = OutOfMemory("no room", 0.25)
     fleet, processes = told({Attach: [Answer((Attached("a", Cursor()),)), Answer((short,))]})
     assert fleet.execute(Attach(JOB)) == [short]

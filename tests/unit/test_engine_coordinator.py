@@ -317,7 +317,7 @@ def test_a_job_resumes_from_its_cursor() -> None:
     assert [e.state for e in of(JobResult, events, "over")] == ["finished"]
 
 
-def test_answers_are_generated_and_judged_at_the_end() -> None:
+def test_answers_are_generated_and_scored_at_the_end() -> None:
     asked: dict[str, list[object]] = defaultdict(list)
 
     def score(spec: DataSpec, rows: Sequence[int], texts: Sequence[str]) -> Sequence[float]:

@@ -37,7 +37,7 @@ def test_a_microbatch_that_first_fit_wastes_is_saved() -> None:
     assert packer.repeats
 
 
-def test_where_nothing_is_saved_first_fit_stays() -> None:
+def test_first_fit_is_kept_if_nothing_is_saved() -> None:
     batches = [batch("a", 7, 5, 2), batch("b", 6, 3)]
     assert alone(12).pack(batches) == pack(batches, capacity=12)
 

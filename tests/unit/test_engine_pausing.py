@@ -120,7 +120,7 @@ def test_a_job_at_a_rung_gives_its_slot_to_the_next_and_comes_back(make: Any) ->
     assert worker.jobs == {}
 
 
-def test_a_job_that_is_let_past_before_the_boundary_keeps_its_slot(make: Any) -> None:
+def test_a_job_released_before_the_boundary_keeps_its_slot(make: Any) -> None:
     made, _ = make()
     made.submit(job("a"), rungs=(2,))
     events = [*made.advance(), *made.advance()]
@@ -149,7 +149,7 @@ def test_all_jobs_at_a_rung_are_evaluated_together(make: Any) -> None:
     assert made.free_slots() > 0
 
 
-def test_pausing_and_resuming_by_hand_wherever_the_job_stands(make: Any) -> None:
+def test_pausing_and_resuming_by_hand_at_any_point(make: Any) -> None:
     made, _ = make(max_jobs=1)
     made.submit(job("a"))
     made.submit(job("b", steps=2))
@@ -389,7 +389,7 @@ def test_a_job_that_does_not_fit_alone_fails_and_the_next_has_its_turn(make: Any
     )
 
 
-def test_one_of_higher_priority_for_which_there_is_no_room_takes_a_slot(make: Any) -> None:
+def test_a_job_of_higher_priority_takes_a_slot_if_there_is_no_room(make: Any) -> None:
     """It comes in when one of the others has been paused for it, and that one goes on exactly."""
     made, _ = make(attach_room=2)
     for name in "ab":
@@ -403,7 +403,7 @@ def test_one_of_higher_priority_for_which_there_is_no_room_takes_a_slot(make: An
         assert steps(events, name) == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_paused_job_that_finds_no_room_keeps_its_checkpoint_and_its_account(make: Any) -> None:
+def test_a_paused_job_without_room_keeps_its_checkpoint_and_its_account(make: Any) -> None:
     made, worker = make(attach_room=2)
     made.submit(job("a"))
     made.submit(job("b"))
@@ -432,7 +432,7 @@ def test_what_an_evaluation_at_a_rung_took_is_said_as_the_job_is_paused(make: An
     assert paused.device_seconds == pytest.approx(sum(worker.spent))
 
 
-def test_a_job_that_is_to_end_is_saved_no_more(tmp_path: Path) -> None:
+def test_a_job_that_must_end_is_not_saved_again(tmp_path: Path) -> None:
     """Another process may train it by now, since this one was out of reach: then they are that one's."""
     worker = CurveWorker(falling)
     run = RunSettings(engine=EngineSettings(capacity=16, checkpoint_steps=2, checkpoint_keep=1))

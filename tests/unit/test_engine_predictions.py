@@ -111,7 +111,7 @@ def test_what_jobs_of_the_same_targets_read_is_found_out_once(
     assert asked == [{"layers.0.q_proj"}]
 
 
-def test_seconds_and_bytes_are_learnt_and_every_fit_tells_its_error(tmp_path: Path) -> None:
+def test_seconds_and_bytes_are_learnt_and_every_fit_reports_its_error(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     machine.run(80)
     late = machine.errors[-30:]

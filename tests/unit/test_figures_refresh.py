@@ -52,7 +52,7 @@ def test_a_short_search_has_them_at_its_end_only() -> None:
         (ZeroDivisionError("division by zero"), "ZeroDivisionError: division by zero"),
     ],
 )
-def test_what_goes_wrong_is_told_and_stops_nothing(error: Exception, said: str) -> None:
+def test_errors_are_reported_and_stop_nothing(error: Exception, said: str) -> None:
     publisher = Recorded(error)
     with figures(publisher) as made:
         assert publisher.called.wait(30)

@@ -17,7 +17,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_file_takes_the_place_of_an_older_one_in_one_go(tmp_path: Path) -> None:
+def test_a_file_replaces_an_older_one_atomically(tmp_path: Path) -> None:
     path = tmp_path / "below" / "file"
     write_text(path, "old")
     with new_file(path) as file:
@@ -28,7 +28,7 @@ def test_a_file_takes_the_place_of_an_older_one_in_one_go(tmp_path: Path) -> Non
     assert names(path.parent) == ["file"]
 
 
-def test_of_one_that_fails_nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_one_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     write_text(path, "old")
     with pytest.raises(ValueError, match="half"), new_file(path) as file:
@@ -61,7 +61,7 @@ def _umask() -> int:
     return mask
 
 
-def test_a_folder_takes_the_place_of_an_older_one(tmp_path: Path) -> None:
+def test_a_folder_replaces_an_older_one(tmp_path: Path) -> None:
     path = tmp_path / "folder"
     for text in ("old", "new"):
         with new_folder(path) as folder:
@@ -71,7 +71,7 @@ def test_a_folder_takes_the_place_of_an_older_one(tmp_path: Path) -> None:
     assert names(tmp_path) == ["folder"]
 
 
-def test_of_a_folder_that_fails_nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_folder_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "folder"
     with new_folder(path) as folder:
         (folder / "old").touch()

@@ -70,7 +70,7 @@ def test_the_objective_is_that_of_the_adapter(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("killed", [3, 5, 7])
-def test_a_job_that_goes_on_knows_its_best(tmp_path: Path, killed: int) -> None:
+def test_a_resumed_job_knows_its_best(tmp_path: Path, killed: int) -> None:
     first, _ = run(tmp_path, [job("best")], stop=killed)
     assert any(isinstance(event, JobSaved) for event in first)
     events, worker = run(tmp_path, [job("best")], states={"a": tmp_path / "checkpoints" / "a"})
@@ -78,7 +78,7 @@ def test_a_job_that_goes_on_knows_its_best(tmp_path: Path, killed: int) -> None:
     assert end(events).eval_loss == 1.5
 
 
-def test_one_that_was_stopped_is_told_as_it_stands(tmp_path: Path) -> None:
+def test_a_stopped_trial_is_reported_with_its_last_values(tmp_path: Path) -> None:
     worker = CurveWorker(curve=lambda _job, step: CURVE.get(step, 9.0))
     made = Coordinator(worker, DataCatalogue(load_lengths), RunSettings(), folder=tmp_path)
     made.submit(job("best", steps=20, eval_every=4))

@@ -17,7 +17,7 @@ def line(at: int) -> bytes:
     return b'{"at":%d,"text":"%s"}\n' % (at, b"x" * at)
 
 
-def test_a_log_cut_anywhere_is_whole_up_to_the_cut_and_goes_on_from_there(tmp_path: Path) -> None:
+def test_a_log_cut_anywhere_is_complete_up_to_the_cut_and_continues_there(tmp_path: Path) -> None:
     content = b"".join(map(line, range(4)))
     ends = [len(b"".join(map(line, range(at + 1)))) for at in range(4)]
     for cut in range(len(content) + 1):

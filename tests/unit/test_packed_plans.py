@@ -60,7 +60,7 @@ def test_no_packing_is_faster_than_a_packed_cost_says(seed: int) -> None:
         assert steps[:, 0] == pytest.approx(cost.seconds_many(more))
 
 
-def test_a_step_of_short_samples_is_judged_as_it_is_packed() -> None:
+def test_a_step_of_short_samples_is_priced_as_packed() -> None:
     """Padded to 256, in microbatches of their own bucket, these samples were judged at 1.20 s."""
     profile = a100()
     costs, counts = short_step(profile)
@@ -203,7 +203,7 @@ def test_a_wrong_kind_is_named(entries: tuple[dict[str, object], ...], said: str
 
 
 @pytest.mark.parametrize("enumerated", [ENUMERATED, 0])
-def test_bounds_and_gaps_hold_beside_brute_force(enumerated: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bounds_and_gaps_agree_with_brute_force(enumerated: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A small sample of `plait bench plan_bounds`; 3 workloads have two kinds of devices.
 
     Their deployments are so few that they are enumerated; if that is forbidden, patterns alone decide.

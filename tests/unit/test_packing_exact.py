@@ -122,7 +122,7 @@ def test_solver_on_larger_instances_is_never_worse_and_repeats() -> None:
         assert first == solve_packing(lengths, capacity=capacity, tile=tile, limits=limits)
 
 
-def test_a_limit_that_struck_is_said_and_greedy_is_the_fallback() -> None:
+def test_a_reached_limit_is_reported_and_greedy_is_the_fallback() -> None:
     lengths = [[51, 49, 48, 47, 46, 35, 34, 33, 28, 27, 26, 25, 24, 23, 22, 21, 19, 17]]
     limits = PackingLimits(rounds=0, exact_samples=0, nodes=1, gap=0.0)
     packing = solve_packing(lengths, capacity=100, tile=1, limits=limits)
@@ -211,7 +211,7 @@ def test_empty_and_oversized_batches() -> None:
     assert padded(9, 8) == 16
 
 
-def test_the_clock_stays_said_when_another_limit_strikes_later(
+def test_the_clock_stays_reported_when_another_limit_is_reached_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Only the clock keeps a plan from repeating: what strikes later must not hide it."""

@@ -60,7 +60,7 @@ def test_without_a_home_folder_there_is_no_cache(monkeypatch: pytest.MonkeyPatch
         cache_dir()
 
 
-def test_names_of_other_libraries_stand_for_keys_that_there_are() -> None:
+def test_names_of_other_libraries_mean_existing_keys() -> None:
     own = {f"{group}.{each.name}" for group, spec in JOB_SPECS.items() for each in fields(spec)}
     own |= {"data.path", "data.validation_path"}
     files = (conf_dir() / "data").glob("*.yaml")

@@ -92,7 +92,7 @@ def test_the_interface_that_has_an_address() -> None:
 # ---- keys ----------------------------------------------------------------------------------------------
 
 
-def test_a_key_comes_from_the_variable_or_from_a_file_of_ones_own(tmp_path: Path) -> None:
+def test_a_key_comes_from_the_variable_or_from_a_private_file(tmp_path: Path) -> None:
     file = tmp_path / "plait.key"
     file.write_text("0123456789abcdef\n")
     file.chmod(0o600)

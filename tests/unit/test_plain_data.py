@@ -106,7 +106,7 @@ class Dial:
         check(self, "dial")
 
 
-def test_a_rule_beside_a_field_is_checked_and_told_with_value_and_default() -> None:
+def test_a_fields_rule_is_checked_and_reported_with_value_and_default() -> None:
     assert Dial(1, even=4, pair=(LARGEST, 0), free=nan_in_a_list()).even == 4
     for wrong, said in (
         ({"level": 0}, "dial.level=0\ndial.level must be above 0 and at most 1.\nThe default is 0.5."),

@@ -127,7 +127,7 @@ def test_too_few_devices_for_any_replica_name_the_table() -> None:
         fitting(on(cluster_profile(options)), None, workload(), share=0.8, together=2)
 
 
-def test_what_memory_made_of_a_capacity_is_said_and_bytes_are_predicted() -> None:
+def test_a_capacity_reduced_by_memory_is_reported_and_bytes_are_predicted() -> None:
     profile = cluster_profile(described("h100_llama31_8b"))
     found = planned(profile, RunSettings(), memory(0.02 * GIB))
     assert found.replicas[0].capacity == 1536
@@ -168,7 +168,7 @@ def test_the_link_of_a_replica_is_the_slowest_that_it_needs() -> None:
         cluster_profile(options)
 
 
-def test_where_a_job_ends_the_others_go_on_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_a_job_ends_the_others_continue_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planned phase by phase it is what planning every step gives."""
     profile = cluster_profile(described("h100_llama31_8b"))
     short, long = workload(jobs=1, steps=6), workload(jobs=2, steps=60)

@@ -35,7 +35,7 @@ def catalogue() -> DataCatalogue:
     return DataCatalogue(lambda _: TokenisedData("digest", split([4, 6]), split([10])))
 
 
-def test_the_first_steps_are_planned_and_stand_for_all() -> None:
+def test_the_first_steps_are_planned_and_represent_all() -> None:
     workload = Workload.of([job("long", steps=2 * MOST_STEPS), job("short", steps=3)], catalogue())
     assert [len(workload.batches[name]) for name in ("long", "short")] == [MOST_STEPS, 3]
     assert [phase.scale for phase in workload.phases(["long"])] == [2.0]

@@ -69,7 +69,7 @@ def test_no_line_is_wider_than_the_terminal(width: int) -> None:
     assert all(len(line) <= width or line.split()[0] == "2" for line in lines)
 
 
-def test_of_many_processes_some_are_shown() -> None:
+def test_some_of_many_processes_are_shown() -> None:
     rows = process_rows([replace(TRAINS, replica=number) for number in range(40)], TOTALS)
     assert drawn(rows, 100)[-1] == "… 32 more"
     assert processes_line(rows) == "processes busy: 0: 90 %, 1: 50 % and 32 more"

@@ -45,7 +45,7 @@ def _profile(key: ProfileKey = KEY) -> Profile:
     )
 
 
-def test_what_is_stored_comes_back(tmp_path: Path) -> None:
+def test_a_stored_profile_is_read_back(tmp_path: Path) -> None:
     save_profile(_profile(), cache=tmp_path)
     found = load_profile(KEY, cache=tmp_path)
     assert found is not None
@@ -60,7 +60,7 @@ def test_what_is_stored_comes_back(tmp_path: Path) -> None:
     assert found.memory.phases.keys() == {"forward", "loss"}
 
 
-def test_every_part_of_the_key_tells_profiles_apart(tmp_path: Path) -> None:
+def test_every_part_of_the_key_distinguishes_profiles(tmp_path: Path) -> None:
     save_profile(_profile(), cache=tmp_path)
     others: list[dict[str, Any]] = [
         {"model": "ffff"},

@@ -10,7 +10,7 @@ from plait.utils import progress
 from plait.utils.progress import Progress, part, shown
 
 
-def test_the_rest_is_told_from_the_second_piece_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_left_is_reported_from_the_second_piece_on(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     out = io.StringIO()
 
@@ -51,7 +51,7 @@ def test_a_part_of_one_piece_says_so_at_once_and_what_runs_on_says_so_again() ->
     assert out.getvalue() == ended
 
 
-def test_without_anybody_to_tell_nothing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_an_output_nothing_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     part("loading")
     part("training", 2)("a")
     assert capsys.readouterr() == ("", "")

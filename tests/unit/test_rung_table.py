@@ -32,7 +32,7 @@ def rungs(study: optuna.Study, search: SearchSettings) -> StudyRungs:
 
 
 @pytest.mark.parametrize("search", [ONE, ANOTHER, SEVERAL], ids=["objective", "another metric", "several"])
-def test_the_first_value_of_a_step_stands_and_only_finite_ones_count(search: SearchSettings) -> None:
+def test_the_first_value_of_a_step_counts_and_only_finite_ones(search: SearchSettings) -> None:
     study = made(search)
     study.ask()
     mine = rungs(study, search)
@@ -45,7 +45,7 @@ def test_the_first_value_of_a_step_stands_and_only_finite_ones_count(search: Sea
     assert shown == ({2: 1.5, 4: 1.25} if search is ONE else {})
 
 
-def test_records_are_of_those_that_were_drawn_with_their_ends_and_what_was_let_past() -> None:
+def test_records_have_suggested_trials_their_ends_and_passed_rungs() -> None:
     study = made(ONE)
     study.enqueue_trial({})
     study.enqueue_trial({})
@@ -65,7 +65,7 @@ def test_the_size_of_a_cohort_is_what_was_kept_first_for_each_rule() -> None:
     assert rungs(study, ONE).keep_cohort("halving", 2) == 8
 
 
-def test_a_patient_pruner_may_stand_alone() -> None:
+def test_a_patient_pruner_may_wrap_no_other() -> None:
     stopping = StoppingSettings(kind="optuna", pruner="PatientPruner", options={"patience": 1})
     study = made(ONE)
     trial = study.ask()

@@ -14,7 +14,7 @@ from plait.tracking.leaderboard import JobRecord, Leaderboard
 CLAIMS = SimpleNamespace(own=set(), dead_workers=list)
 
 
-def test_what_is_taken_up_in_the_same_look_is_not_orphaned() -> None:
+def test_trials_adopted_in_the_same_check_are_not_orphaned() -> None:
     """Its dead owner is told of after the trial went on here."""
     board = Leaderboard("minimize", 2)
     for number in (0, 1):
@@ -58,7 +58,7 @@ def test_trials_that_other_workers_ended_are_shown_at_once() -> None:
     assert (best.name, best.objective) == ("trial-0000", 1.5)
 
 
-def test_a_store_that_goes_away_and_comes_back_is_told_once() -> None:
+def test_an_outage_of_the_store_is_reported_once() -> None:
     answers = iter(["no answer", "no answer", "", "", "refused", "refused", ""])
     source = SimpleNamespace(revision=0, total=2, claims=CLAIMS, finished=list)
     said: list[str] = []

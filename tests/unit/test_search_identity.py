@@ -76,7 +76,7 @@ def test_the_space_and_what_is_fixed_make_the_search() -> None:
     assert identity(base=replace(BASE, data=DataSpec.of("jsonl", path="x"))).name != identity().name
 
 
-def test_the_value_that_a_searched_key_stands_at_does_not_matter() -> None:
+def test_the_base_value_of_a_searched_key_does_not_matter() -> None:
     assert identity(base=replace(BASE, adapter=AdapterSpec(rank=64))).name == identity().name
     both = ("adapter.rank=4,8", "data=reasoning_gym,jsonl")
     assert identity(both, replace(BASE, data=DataSpec.of("jsonl", path="x"))).name == identity(both).name

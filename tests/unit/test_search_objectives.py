@@ -127,7 +127,7 @@ def test_board_and_study_call_the_same_trials_best(rows: list[tuple[str, int, in
     assert all(rows[number][0] == "finished" and rows[number][3] for number in front)
 
 
-def test_of_one_objective_the_best_keeps_the_constraints() -> None:
+def test_the_best_by_one_objective_satisfies_the_constraints() -> None:
     board = Leaderboard("minimize", 2)
     board.handle(ended("finished", 1.0, job="a", violations={"x": 1.0}))
     assert board.best() is None
@@ -238,7 +238,7 @@ def settings_objectives(settings: dict[str, Any]) -> tuple[Objective, ...]:
     return SearchSettings(**settings).objectives
 
 
-def test_a_search_of_two_objectives_goes_on_as_it_would_have() -> None:
+def test_a_resumed_search_of_two_objectives_is_unchanged() -> None:
     def drawn(reopen: bool) -> list[Trial]:
         storage, found = InMemoryStorage(), []
         trials = source(storage=storage, trials=15, seed=4, **TWO)
@@ -322,7 +322,7 @@ def test_points_may_be_added_later_and_moved() -> None:
     assert (draw(trials, 1)[0].values["adapter.rank"], trials.total) == (5, 5)
 
 
-def test_a_point_added_to_a_search_that_has_all_its_trials_comes_on_top() -> None:
+def test_a_point_added_to_a_search_with_all_its_trials_is_an_extra_trial() -> None:
     storage = InMemoryStorage()
     draw(source(storage=storage, trials=3, sampler="random", name="s"), 3)
     trials = source(storage=storage, trials=3, sampler="random", enqueue=POINTS, name="s")
@@ -358,7 +358,7 @@ def distance(trials: Sequence[Trial]) -> float:
 
 
 @pytest.mark.parametrize("sampler", ["tpe", "gp", "cmaes"])
-def test_what_is_known_is_used_and_is_no_trial(sampler: str) -> None:
+def test_earlier_trials_are_used_and_do_not_count_as_trials(sampler: str) -> None:
     storage = InMemoryStorage()
     earlier(storage)
     count = 3 if sampler == "gp" else 8
@@ -371,7 +371,7 @@ def test_what_is_known_is_used_and_is_no_trial(sampler: str) -> None:
     assert distance(drawn) < 0.6 * distance(ignorant)
 
 
-def test_what_is_known_stays_the_same_whatever_becomes_of_the_earlier_study() -> None:
+def test_known_trials_stay_the_same_when_the_earlier_study_changes() -> None:
     def drawn(lost: bool) -> list[Trial]:
         storage, found = InMemoryStorage(), []
         earlier(storage)
@@ -405,7 +405,7 @@ def test_a_trial_whose_process_died_while_it_drew_gets_the_values_that_it_would_
         ("cmaes", {}, 1, None),
     ],
 )
-def test_it_is_said_when_a_sampler_begins_to_learn_from_an_earlier_search(
+def test_a_line_says_when_a_sampler_learns_from_an_earlier_search(
     sampler: str, options: dict[str, int], known: int, said: str | None
 ) -> None:
     settings = SearchSettings(sampler=sampler, sampler_options=options, prior="earlier")
@@ -419,7 +419,7 @@ def test_it_is_said_when_a_sampler_begins_to_learn_from_an_earlier_search(
 
 
 @pytest.mark.parametrize("sampler", ["tpe", "gp"])
-def test_samplers_learn_from_as_many_trials_as_is_said(sampler: str) -> None:
+def test_samplers_learn_from_as_many_trials_as_reported(sampler: str) -> None:
     """With the option that is named, the prior decides; by default the same draws are made without it."""
     storage = InMemoryStorage()
     earlier(storage, trials=6)

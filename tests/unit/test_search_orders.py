@@ -71,7 +71,7 @@ def test_a_pause_decides_no_cohort(tmp_path: Path) -> None:
     assert decided(bench) == decided(undisturbed)
 
 
-def test_those_that_trained_when_a_pause_began_go_on_after_it(tmp_path: Path) -> None:
+def test_trials_that_trained_when_a_pause_began_resume_after_it(tmp_path: Path) -> None:
     owner = from_poll(4, PAUSED, 8)
     search = halving(trials=10, parallel=3, kind="patience", rungs=(6,))
     bench = Bench(tmp_path, search, owner=owner)
@@ -87,7 +87,7 @@ def test_those_that_trained_when_a_pause_began_go_on_after_it(tmp_path: Path) ->
     assert [event.reason for event in bench.of(JobPaused)] == ["by order"] * 3
 
 
-def test_a_trial_that_is_let_past_its_rung_during_a_pause_goes_on_after_it(tmp_path: Path) -> None:
+def test_a_trial_released_during_a_pause_resumes_after_it(tmp_path: Path) -> None:
     """Both halves of the cohort are at the rung when all are paused, so it is decided in the pause."""
     search = halving(trials=4, parallel=4, cohort=4)
     bench = Bench(tmp_path, search, owner=from_poll(2, PAUSED, 6))
@@ -113,7 +113,7 @@ def test_a_search_that_was_killed_in_a_pause_stays_paused(tmp_path: Path) -> Non
 # ---- stop and cancel ---------------------------------------------------------------------------------------
 
 
-def test_stop_while_a_cohort_waits_ends_with_those_that_were_drawn(tmp_path: Path) -> None:
+def test_stop_while_a_cohort_waits_ends_with_the_suggested_trials(tmp_path: Path) -> None:
     bench = Bench(tmp_path, halving(trials=8, parallel=2, cohort=8), owner=from_poll(3, STOPPING))
     result = bench.run()
     assert result.ended_by == "stopping"
@@ -164,7 +164,7 @@ def test_a_search_that_gives_up_ends_what_an_earlier_process_began(tmp_path: Pat
     assert {ends[0], ends[2]} == {"COMPLETE", "PRUNED"}
 
 
-def test_cancel_ends_those_that_are_parked_too(tmp_path: Path) -> None:
+def test_cancel_also_ends_paused_jobs(tmp_path: Path) -> None:
     bench = Bench(tmp_path, halving(trials=8, parallel=2, cohort=8), owner=from_poll(5, CANCELLING))
     result = bench.run()
     assert result.ended_by == "cancelling"
@@ -200,7 +200,7 @@ def test_cancel_during_a_pause(tmp_path: Path) -> None:
     assert [state for state, _ in states(bench)] == [TrialState.PRUNED] * 4
 
 
-def test_one_trial_is_ended_while_it_is_parked_and_its_cohort_does_not_wait_for_it(tmp_path: Path) -> None:
+def test_a_trial_ended_while_paused_does_not_hold_up_its_cohort(tmp_path: Path) -> None:
     bench = Bench(
         tmp_path,
         halving(trials=4, parallel=1, cohort=4),
@@ -215,7 +215,7 @@ def test_one_trial_is_ended_while_it_is_parked_and_its_cohort_does_not_wait_for_
     assert all(trial.state.is_finished() for trial in others)
 
 
-def test_interrupting_a_pause_saves_all_and_goes_on_later(tmp_path: Path) -> None:
+def test_interrupting_a_pause_saves_all_and_resumes_later(tmp_path: Path) -> None:
     bench = Bench(tmp_path, halving(trials=6, parallel=3, cohort=6), owner=from_poll(3, PAUSED, 8))
     undisturbed = Bench(tmp_path / "undisturbed", bench.search)
     undisturbed.run()
@@ -268,7 +268,7 @@ def test_pauses_change_no_decision_and_no_step(
     max_jobs=st.one_of(st.none(), st.integers(1, 3)),
     added=st.sets(st.integers(0, 20), max_size=3),
 )
-def test_whatever_is_ordered_a_search_ends_and_every_trial_is_told_once(
+def test_under_any_orders_a_search_ends_and_reports_every_trial_once(
     tmp_path_factory: pytest.TempPathFactory,
     modes: list[tuple[int, Mode]],
     last: Mode,
@@ -383,7 +383,7 @@ def test_what_another_worker_decides_is_acted_on_while_this_one_trains(
 
 
 @pytest.mark.parametrize("parallel", [1, 2])
-def test_what_another_worker_took_over_is_left_to_it(
+def test_adopted_trials_are_left_to_the_other_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parallel: int
 ) -> None:
     """It could not reach this one, and gave it up: trained, told and judged there, and no longer here. One of
@@ -439,7 +439,7 @@ class FullDisk(CurveWorker):
         return super().execute(command)
 
 
-def test_a_job_that_cannot_be_parked_is_said_once_and_keeps_its_place(tmp_path: Path) -> None:
+def test_a_job_that_cannot_be_paused_is_reported_once_and_keeps_its_slot(tmp_path: Path) -> None:
     class Full(FullDisk):
         full = range(1_000)
 

@@ -48,7 +48,7 @@ def steps_of(bench: Bench, name: str) -> list[int]:
     return [event.step for event in bench.of(JobProgress) if event.job == name]
 
 
-def test_an_urgent_trial_takes_the_place_of_the_last_one_which_goes_on_later(tmp_path: Path) -> None:
+def test_an_urgent_trial_preempts_the_last_one_which_resumes_later(tmp_path: Path) -> None:
     search = halving(trials=2, parallel=2, **NONE)
     bench = Bench(tmp_path, search, owner=lambda study, poll: adds(study, poll, 0, 5, 1))
     bench.run()
@@ -84,7 +84,7 @@ def test_trials_of_the_same_priority_wait_for_a_place(tmp_path: Path) -> None:
     assert not bench.of(JobPaused)
 
 
-def test_a_killed_search_goes_on_with_the_urgent_trial_first(tmp_path: Path) -> None:
+def test_a_killed_search_resumes_with_the_urgent_trial_first(tmp_path: Path) -> None:
     bench = Bench(
         tmp_path,
         halving(trials=2, parallel=1, **NONE),
@@ -115,7 +115,7 @@ def test_an_urgent_trial_waits_out_a_pause(tmp_path: Path) -> None:
     assert [trial.state for trial in bench.trials] == [TrialState.COMPLETE] * 3
 
 
-def test_one_that_is_let_past_its_rung_takes_the_place_of_one_that_is_too(tmp_path: Path) -> None:
+def test_a_released_trial_takes_the_slot_of_another_released_one(tmp_path: Path) -> None:
     """The cohort is decided as its last member comes to the rung, which would keep its place."""
 
     def owner(study: StudyTrials, poll: int) -> Orders:

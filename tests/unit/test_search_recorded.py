@@ -44,7 +44,7 @@ def test_what_is_kept_is_found_again_and_private(tmp_path: Path) -> None:
     assert stat.S_IMODE(mode) == 0o600
 
 
-def test_going_on_is_under_the_same_name_and_not_anew(tmp_path: Path) -> None:
+def test_resuming_keeps_the_name_and_does_not_restart(tmp_path: Path) -> None:
     command = kept(tmp_path, "it's")
     assert command.words() == [
         "sweep", "adapter.rank=1,2", "search.trials=4", "+train.seed=3", "search.name='it\\'s'",
@@ -64,7 +64,7 @@ def test_going_on_is_in_the_same_store(tmp_path: Path) -> None:
     assert not any("tracking.uri" in word for word in kept(tmp_path, "two").words())
 
 
-def test_a_store_that_is_not_the_one_before_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_store_than_before_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     tracking = TrackingSettings(root=tmp_path)
     assert store_elsewhere(tracking) is None

@@ -214,7 +214,7 @@ def _hashable(result: SearchEnd) -> list[JobResult]:
     return [replace(item, run_id="") for item in result.finished]
 
 
-def test_a_failed_job_is_told_as_failed_and_the_others_go_on() -> None:
+def test_a_failed_job_is_reported_as_failed_and_the_others_continue() -> None:
     bench = Bench(engine=Engine(broken=lambda job: "loss is nan at step 2" if job.adapter.rank > 32 else ""))
     result = bench.run()
     failed = [item for item in bench.trials if item.state == TrialState.FAIL]
@@ -293,7 +293,7 @@ def test_a_search_that_drew_all_its_trials_is_finished_however_many_failed() -> 
     assert (result.failed, result.ended_by) == (12, "")
 
 
-def test_a_stopped_search_saves_every_job_and_goes_on_later() -> None:
+def test_a_stopped_search_saves_every_job_and_resumes_later() -> None:
     bench = Bench()
     polls = iter([False] * 5)
     bench.stop = lambda: next(polls, True)
@@ -456,7 +456,7 @@ def test_the_best_trial_follows_the_direction_and_ties_go_to_the_first() -> None
 # ---- objective -----------------------------------------------------------------------------------------
 
 
-def test_each_metric_is_judged_by_its_last_value() -> None:
+def test_the_last_value_of_each_metric_counts() -> None:
     seen = Observed()
     for step in (1, 2):
         seen.handle(JobProgress("a", step, 10.0 / step, 3.0 / step, 1e-3, 100 * step, 0.1, 50.0 * step))

@@ -107,7 +107,7 @@ def test_where_the_space_comes_from(
     assert list(request.fixed) == fixed
 
 
-def test_the_command_line_stands_above_the_file() -> None:
+def test_the_command_line_overrides_the_file() -> None:
     request = read_request(["train.steps=5,6"], {"train.steps": "choice(3,4)"}, DEFAULTS)
     assert request.space.dimensions[0].domain == Choice((5, 6), ("5", "6"))
 
@@ -272,9 +272,7 @@ def test_samplers_that_can_do_any_space(sampler: str) -> None:
         ({"sampler": "random", "prior": "before"}, "cmaes, gp, tpe"),
     ],
 )
-def test_a_sampler_that_cannot_do_what_is_asked_names_those_that_can(
-    given: dict[str, Any], said: str
-) -> None:
+def test_an_unsuitable_sampler_is_refused_with_the_suitable_ones(given: dict[str, Any], said: str) -> None:
     with pytest.raises(PlaitError, match=said):
         check_sampler(
             SearchSettings(**given), space_of("train.steps=interval(2,9)", "train.lr=interval(1,2)")

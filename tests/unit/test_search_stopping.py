@@ -65,7 +65,7 @@ def test_at_a_rung_those_that_keep_the_constraints_come_first(tmp_path: Path) ->
     }
 
 
-def test_a_cohort_halves_those_of_it_that_are_trained(tmp_path: Path) -> None:
+def test_a_cohort_halves_its_trained_members(tmp_path: Path) -> None:
     search = replace(halving(trials=8, parallel=4, cohort=4, rungs=(4,)), constraints={"train.lr": "<= 1e-3"})
     bench = Bench(tmp_path, search)
     assert bench.run().rejected > 0
@@ -324,7 +324,7 @@ def test_a_killed_search_decides_as_an_undisturbed_one(
 
 
 @pytest.mark.parametrize("kind", ["asha", "optuna"])
-def test_who_was_let_past_in_the_order_of_arrival_stays_past(tmp_path: Path, kind: str) -> None:
+def test_trials_released_by_order_of_arrival_stay_released(tmp_path: Path, kind: str) -> None:
     bench = Bench(tmp_path, halving(trials=8, parallel=2, kind=kind), checkpoint_steps=1)
     with pytest.raises(KilledError):
         replace(bench, alive=7).run()
@@ -349,7 +349,7 @@ def test_another_metric_is_kept_apart_from_the_intermediate_values(tmp_path: Pat
     assert {event.step for event in bench.of(JobEvaluated)} == {8}
 
 
-def test_a_diverged_trial_is_told_fail_and_has_no_value(tmp_path: Path) -> None:
+def test_a_diverged_trial_is_reported_as_failed_and_has_no_value(tmp_path: Path) -> None:
     def rising(job: JobSpec, step: int) -> float:
         return 1.0 + step if job.name == "trial-0002" else 3.0 / (step + 1)
 

@@ -216,7 +216,7 @@ def test_others_train_until_the_study_says_that_none_does(answers: int, known: P
     )
 
 
-def test_where_a_search_is_to_be_seen_shows_no_password(tmp_path: Path) -> None:
+def test_the_address_of_a_search_shows_no_password(tmp_path: Path) -> None:
     """A password may stand in any key."""
     settings = RunSettings(tracking=TrackingSettings(root=tmp_path, experiment="mssql://u:secret@h/x"))
     blank = cast(Any, SimpleNamespace(settings=settings))

@@ -97,7 +97,7 @@ def test_equal_objectives_have_no_importance(tmp_path: Path) -> None:
     )
 
 
-def test_a_study_that_is_not_there_is_told_and_not_made(tmp_path: Path) -> None:
+def test_a_missing_study_is_reported_and_not_created(tmp_path: Path) -> None:
     assert "optuna.journal was not found" in read_study(None, tmp_path, "s").importance.trouble
     assert "gone.db was not found" in read_study(str(tmp_path / "gone.db"), tmp_path, "s").importance.trouble
     assert (
@@ -109,11 +109,11 @@ def test_a_study_that_is_not_there_is_told_and_not_made(tmp_path: Path) -> None:
     assert "other is no longer in its storage" in read_study(None, tmp_path, "other").importance.trouble
 
 
-def test_an_address_without_its_password_is_told(tmp_path: Path) -> None:
+def test_an_address_without_its_password_is_reported(tmp_path: Path) -> None:
     assert "password" in read_study("postgresql://user:***@host/studies", tmp_path, "s").importance.trouble
 
 
-def test_a_database_that_does_not_answer_is_told(tmp_path: Path) -> None:
+def test_a_database_that_does_not_answer_is_reported(tmp_path: Path) -> None:
     pytest.importorskip("psycopg2", reason="psycopg2 is not installed")
     found = read_study("postgresql://user@127.0.0.1:9/studies", tmp_path, "s").importance
     assert "does not answer" in found.trouble

@@ -82,7 +82,7 @@ def test_no_sampler_draws_what_failed_over_and_over(sampler: str) -> None:
 
 
 @pytest.mark.parametrize("sampler", ["tpe", "random", "grid", "cmaes", "qmc", "nsgaii"])
-def test_a_search_that_goes_on_draws_what_it_would_have_drawn(sampler: str, tmp_path: Path) -> None:
+def test_a_resumed_search_suggests_what_it_would_have_suggested(sampler: str, tmp_path: Path) -> None:
     """Whether one process draws all, or a new one opens the study for every batch."""
 
     def draw(reopen: bool, name: str) -> list[Trial]:
@@ -302,7 +302,7 @@ def test_another_sampler_may_go_on_with_a_study() -> None:
     assert source(storage=storage, name="s", sampler="random", seed=9).claims.to_resume() == 1
 
 
-def test_fresh_starts_anew() -> None:
+def test_fresh_starts_again() -> None:
     storage = optuna.storages.InMemoryStorage()
     first = source(storage=storage, name="s")
     trial = first.ask()
@@ -381,7 +381,7 @@ def test_a_journal_of_another_kind(line: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["sqlite", "sqlite+pysqlite"])
-def test_a_database_file_is_found_whatever_else_its_address_says(scheme: str, tmp_path: Path) -> None:
+def test_a_database_file_is_found_in_any_form_of_its_address(scheme: str, tmp_path: Path) -> None:
     storage = f"{scheme}:///{tmp_path}/x.db?timeout=60"
     assert missing_file(storage, tmp_path) == tmp_path / "x.db"
     open_storage(storage, tmp_path)

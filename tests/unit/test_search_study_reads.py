@@ -47,7 +47,7 @@ def test_iterations_in_which_nothing_happens_read_nothing(
     assert found[1][0] == found[0][0]
 
 
-def test_what_is_enqueued_here_is_drawn_at_the_next_iteration(
+def test_a_point_enqueued_here_is_suggested_at_the_next_iteration(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("plait.search.run.LOOK_SECONDS", 1e9)

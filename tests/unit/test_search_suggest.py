@@ -223,7 +223,7 @@ DOMAINS = st.one_of(
 
 @settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), domains=st.lists(DOMAINS, min_size=1, max_size=3))
-def test_whatever_is_enqueued_and_added_each_point_is_drawn_once(
+def test_each_point_is_suggested_once_with_enqueued_and_added_ones(
     data: st.DataObject, domains: list[Any]
 ) -> None:
     space = Space(tuple(Dimension(f"k{at}", domain) for at, domain in enumerate(domains)))
@@ -269,7 +269,7 @@ def test_whatever_is_enqueued_and_added_each_point_is_drawn_once(
     assert len(counts) == size or len(found) >= asked
 
 
-def test_an_enqueued_point_is_drawn_by_nobody_else() -> None:
+def test_an_enqueued_point_is_suggested_to_no_other_trial() -> None:
     twice = ({"adapter.rank": 4, "adapter.dropout": 0, "train.batch_size": 2},) * 2
     trials = source(enqueue=twice)
     assert trials.total == 9
@@ -324,7 +324,7 @@ def test_workers_of_one_study_draw_no_point_twice(
 
 
 @pytest.mark.parametrize("written", [0, 1, 2, 3])
-def test_who_was_killed_in_the_middle_of_a_draw_keeps_its_point_to_itself(
+def test_a_trial_killed_while_being_suggested_keeps_its_point(
     written: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its process made the trial and wrote some of its values; others draw on before they know of its end."""
@@ -384,7 +384,7 @@ def test_a_search_that_drops_what_failed_knows_its_end(sampler: str, trials: int
     assert len(again.finished()) == expected - 1
 
 
-def test_a_space_with_fewer_points_than_trials_is_told_of() -> None:
+def test_a_space_with_fewer_points_than_trials_is_reported() -> None:
     few = too_few_points(SearchSettings(trials=12), space_of(*EIGHT))
     assert few == "Only 8 combinations exist; running 8 trials."
     one = too_few_points(SearchSettings(trials=12), Space((Dimension("k", Choice((4,), ("4",))),)))

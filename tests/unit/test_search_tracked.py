@@ -52,12 +52,12 @@ def test_any_other_does(storage: BaseStorage, name: str, uri: str, fresh: bool) 
     assert sorted(optuna.get_all_study_names(storage)) == ["mine", "new"]
 
 
-def test_an_address_that_is_not_the_searchs_own_is_told_both(storage: BaseStorage) -> None:
+def test_another_address_than_the_searchs_is_reported_with_both(storage: BaseStorage) -> None:
     with pytest.raises(AwayError, match=f"Use tracking.uri={HERE}.*or start {THERE}"):
         tracked_run(storage, "mine", settings(THERE), AWAY)
 
 
-def test_what_is_said_names_address_and_folder(tmp_path: Path) -> None:
+def test_the_message_names_address_and_folder(tmp_path: Path) -> None:
     here = settings(HERE)
     here = replace(here, tracking=replace(here.tracking, root=tmp_path))
     said = without_store(AWAY, here, "mine")

@@ -124,7 +124,7 @@ def test_cohorts_over_two_processes_decide_as_in_one(
 
 
 @pytest.mark.parametrize("processes", [["leaves"]], indirect=True)
-def test_who_leaves_gives_its_trials_to_the_others(
+def test_a_leaving_worker_frees_its_trials_for_the_others(
     processes: tuple[Process, Process], undisturbed: Bench, tmp_path: Path
 ) -> None:
     """At the first Ctrl-C: saved, told to nobody, and gone on with by the other, to the same end."""

@@ -147,7 +147,7 @@ def test_a_living_process_keeps_its_trials_and_a_killed_one_gives_them_back(
     trials.close()
 
 
-def test_what_was_left_over_at_the_beginning_is_no_news(tmp_path: Path) -> None:
+def test_trials_left_at_the_beginning_are_not_reported_as_new(tmp_path: Path) -> None:
     """It is in the first line that a search prints."""
     first = opened(tmp_path)
     first.ask()
@@ -158,7 +158,7 @@ def test_what_was_left_over_at_the_beginning_is_no_news(tmp_path: Path) -> None:
     second.close()
 
 
-def test_what_was_taken_from_a_process_is_not_its_to_tell(tmp_path: Path) -> None:
+def test_a_process_does_not_report_trials_that_were_adopted_from_it(tmp_path: Path) -> None:
     """It was thought dead: stopped for a long time, or out of reach."""
     first = opened(tmp_path)
     trial = first.ask()
@@ -193,7 +193,7 @@ def test_what_was_taken_from_a_process_is_not_its_to_tell(tmp_path: Path) -> Non
     second.close()
 
 
-def test_nobody_takes_a_trial_while_another_holds_the_study(tmp_path: Path, address: str | None) -> None:
+def test_no_trial_is_taken_while_another_process_locks_the_study(tmp_path: Path, address: str | None) -> None:
     """Drawing waits for the lock, in another process."""
     trials = opened(tmp_path, address)
     with ThreadPoolExecutor(1) as pool:
@@ -276,7 +276,7 @@ class Beats:
         return self.workers.dead(self.far, {BEATS + "far": self.number})
 
 
-def test_a_worker_on_another_host_is_given_up_when_its_beats_stand_still(tmp_path: Path) -> None:
+def test_a_worker_on_another_host_is_dead_when_its_beats_stop(tmp_path: Path) -> None:
     beats = Beats(tmp_path)
     for _ in range(100):  # however long it takes, as long as it beats
         beats.now += BEAT_SECONDS
@@ -290,7 +290,7 @@ def test_a_worker_on_another_host_is_given_up_when_its_beats_stand_still(tmp_pat
     beats.workers.close()
 
 
-def test_nobody_is_given_up_after_a_storage_was_away(tmp_path: Path) -> None:
+def test_no_worker_counts_as_dead_after_an_outage_of_the_storage(tmp_path: Path) -> None:
     """Nobody could beat meanwhile: one look long after the last says nothing."""
     beats = Beats(tmp_path)
     assert not beats.gone()
@@ -355,7 +355,7 @@ def test_beats_rise_outlive_a_storage_that_was_away_and_end_with_their_worker(
     assert numbers == sorted(set(numbers))
 
 
-def test_own_trials_are_not_gone_and_unsigned_ones_are(tmp_path: Path) -> None:
+def test_own_trials_are_not_orphaned_and_unsigned_ones_are(tmp_path: Path) -> None:
     workers = Workers(tmp_path / "workers", lambda *_: None)
     assert not workers.dead(workers.own, {})
     assert workers.dead(None, {})
@@ -391,7 +391,7 @@ def begin(path: Path, kind: str) -> subprocess.Popen[str]:
     )
 
 
-def test_a_killed_holder_lets_go(tmp_path: Path) -> None:
+def test_a_killed_holder_releases_its_lock(tmp_path: Path) -> None:
     life = tmp_path / "workers" / "life"
     process = hold(life, "LifeLock")
     assert holder_lives(life)
@@ -414,7 +414,7 @@ def test_a_killed_holder_lets_go(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-def test_a_file_that_goes_before_it_is_locked_is_made_anew(
+def test_a_file_removed_before_it_is_locked_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: bool
 ) -> None:
     path, flock, times = tmp_path / "life", fcntl.flock, iter([True])
@@ -522,7 +522,7 @@ def test_a_line_that_a_kill_cut_short_is_as_if_it_had_never_been_written(tmp_pat
 
 
 @pytest.mark.parametrize("text", ["my notes", "my notes\n", "{\n"])
-def test_a_file_of_somebody_else_is_no_journal_and_stays_as_it_is(tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_not_a_journal_is_left_unchanged(tmp_path: Path, text: str) -> None:
     path = tmp_path / "notes.txt"
     path.write_text(text)
     with pytest.raises(StorageError, match=r"notes\.txt"):
@@ -593,7 +593,7 @@ def test_what_could_not_be_done_is_done_when_the_storage_is_back() -> None:
     assert 9 * FIRST_DELAY < sum(slept) <= 9 * LONGEST_DELAY
 
 
-def test_who_asks_to_stop_does_not_wait() -> None:
+def test_a_stop_request_ends_the_waiting() -> None:
     said: list[str] = []
     patience = Patience(said.append, stop=lambda: len(said) > 0, sleep=lambda _: None)
 

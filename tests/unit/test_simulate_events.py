@@ -85,7 +85,7 @@ def test_orders_that_wait_for_each_other_are_refused() -> None:
         simulate({0: pipeline})
 
 
-def test_noops_let_the_list_go_on() -> None:
+def test_noops_let_the_list_continue() -> None:
     metrics, run = measure({0: equal([work("a", 0), Work(), work("a", 1)], 2, OneFOneB([3]))})
     assert run.makespan == 2 * (1 + 1 + 2 + 2)
     assert (metrics.microbatches, metrics.noops) == (2, 1)
@@ -131,7 +131,7 @@ def test_every_run_obeys_the_pipeline(sizes: list[int], stages: int, name: str) 
     assert parts.total == pytest.approx(parts.fill_and_drain + parts.imbalance + parts.raggedness)
 
 
-def test_idle_time_is_told_apart_by_cause() -> None:
+def test_idle_time_is_divided_by_cause() -> None:
     equal_stages = measure({0: equal([work("a", 0)] * 4, 2, OneFOneB([4]))})[0].bubble
     assert equal_stages.fill_and_drain == pytest.approx(1 / 5)
     assert equal_stages.imbalance == equal_stages.raggedness == 0

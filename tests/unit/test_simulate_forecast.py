@@ -78,7 +78,7 @@ def test_the_same_jobs_give_the_same_plan() -> None:
     assert first.plan == second.plan
 
 
-def test_what_cannot_be_planned_is_refused() -> None:
+def test_searches_that_cannot_be_planned_are_refused() -> None:
     with pytest.raises(CapacityError, match=r"sample \d+ of job job0"):
         forecast(jobs(1), [Replica()], TIME, PlanOptions({0: 100}))
     with pytest.raises(ConfigError, match="0 jobs on 1 replicas"):

@@ -34,7 +34,7 @@ def test_global_batches_number_samples_on() -> None:
     assert batches[0].loss_weight == 1 / 8
 
 
-def test_a_trace_comes_back_from_its_file(tmp_path: Path) -> None:
+def test_a_trace_is_read_back_from_its_file(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"jobs": {"a": [[3, 5], [2]]}}))
     assert read_trace(path) == {"a": [[3, 5], [2]]}

@@ -92,7 +92,7 @@ class Search:
         self.tell(JobProgress(Trial(number).name, step, loss, 0.1, 1e-3, 10 * step, 0.1, 100.0))
 
 
-def test_who_was_let_past_a_rung_is_asked_about_at_the_next_one_only() -> None:
+def test_a_released_trial_is_decided_again_only_at_the_next_rung() -> None:
     search = Search(Scripted(CONTINUE))
     search.trains(0, 1)
     assert search.stopper.decisions(lambda: 2) == []
@@ -108,7 +108,7 @@ def test_who_was_let_past_a_rung_is_asked_about_at_the_next_one_only() -> None:
     assert search.rule.asked == [(0, 2, 2), (0, 4, 2)]
 
 
-def test_who_waits_is_asked_about_again_when_something_happened_and_not_before() -> None:
+def test_waiting_trials_are_decided_again_only_after_something_happened() -> None:
     search = Search()
     search.trains(0, 2)
     assert search.stopper.decisions(lambda: 2) == []
@@ -139,14 +139,14 @@ def test_nothing_is_read_where_there_is_nothing_to_decide() -> None:
     assert len(reads) == 1, "nothing happened since"
 
 
-def test_where_no_more_are_drawn_the_rule_hears_so() -> None:
+def test_the_rule_learns_that_no_more_trials_are_suggested() -> None:
     search = Search()
     search.trains(0, 2)
     search.stopper.decisions(lambda: None)
     assert search.rule.asked == [(0, 2, None)]
 
 
-def test_an_end_takes_a_trial_from_its_rung() -> None:
+def test_an_ended_trial_leaves_its_rung() -> None:
     search = Search(Scripted(STOP))
     search.trains(0, 2)
     search.trains(1, 2)
@@ -164,14 +164,14 @@ def test_a_trial_that_another_worker_had_is_asked_about_again_at_a_rung_that_it_
     assert [trial.number for trial, _ in search.stopper.decisions(lambda: 2)] == [0], "else it waits for ever"
 
 
-def test_decisions_come_by_number_whoever_came_first() -> None:
+def test_decisions_are_sorted_by_number_not_by_arrival() -> None:
     search = Search(Scripted(STOP))
     search.trains(1, 2)
     search.trains(0, 2)
     assert [trial.number for trial, _ in search.stopper.decisions(lambda: 2)] == [0, 1]
 
 
-def test_only_what_is_measured_at_a_rung_is_kept_and_judged() -> None:
+def test_only_values_measured_at_a_rung_are_stored_and_compared() -> None:
     search = Search(Scripted(STOP), metric="eval/loss")
     assert search.stopper.measured
     search.trains(0, 1)

@@ -212,7 +212,7 @@ def test_a_rule_from_outside_has_a_name_and_options_of_its_own(above_limit: str)
 # ---- cohorts -------------------------------------------------------------------------------------------
 
 
-def test_the_best_half_of_a_cohort_goes_on_ties_by_number() -> None:
+def test_the_best_half_of_a_cohort_continues_ties_by_number() -> None:
     made = rule(kind="successive_halving", rungs=(4, 8), cohort=4)
     first = {0: {4: 2.0}, 1: {4: 1.0}, 2: {4: 2.0}, 3: {4: 3.0}}
     assert actions(made, range(4), 4, table(first, 8)) == {0: "continue", 1: "continue", 2: "stop", 3: "stop"}
@@ -223,7 +223,7 @@ def test_the_best_half_of_a_cohort_goes_on_ties_by_number() -> None:
 
 
 @pytest.mark.parametrize("kind", ["successive_halving", "asha", "median"])
-def test_who_keeps_every_constraint_goes_before_who_breaks_one(kind: str) -> None:
+def test_trials_that_satisfy_every_constraint_come_first(kind: str) -> None:
     cohort = {} if kind == "asha" else {"cohort": 4}
     made = rule(kind=kind, rungs=(4,), **cohort)
     broken = frozenset({4})
@@ -263,7 +263,7 @@ def test_one_member_is_always_left() -> None:
     assert made.decide(3, 4, failed).action == "continue"
 
 
-def test_who_was_beyond_a_rung_before_there_were_rungs_is_let_be() -> None:
+def test_trials_beyond_a_rung_before_rungs_were_set_continue() -> None:
     made = rule(kind="successive_halving", rungs=(4, 8), cohort=2)
     values = table({0: {6: 1.0, 8: 1.0}, 1: {4: 2.0, 8: 2.0}}, 2)
     assert actions(made, (0, 1), 8, values) == {0: "continue", 1: "stop"}
@@ -291,7 +291,7 @@ def test_decisions_of_cohorts_do_not_depend_on_the_order_of_arrival(data: st.Dat
 
 @settings(max_examples=100)
 @given(data=st.data())
-def test_where_no_more_are_drawn_nobody_waits_for_numbers_in_between(data: st.DataObject) -> None:
+def test_without_further_suggestions_no_trial_waits_for_missing_numbers(data: st.DataObject) -> None:
     """Trials of higher priority are drawn before those that wait with lower numbers."""
     kind = data.draw(st.sampled_from(["successive_halving", "hyperband", "median", "asha"]))
     drawn = data.draw(st.sets(st.integers(0, 30), min_size=1))
@@ -398,7 +398,7 @@ def test_asha_ends_who_cannot_come_among_the_best_any_more_and_leaves_one() -> N
 
 
 @pytest.mark.parametrize("trials", [1, 2, 3])
-def test_of_fewer_than_eta_trials_asha_lets_the_best_continue_and_no_other(trials: int) -> None:
+def test_asha_continues_only_the_best_of_fewer_than_eta_trials(trials: int) -> None:
     made = rule(kind="asha", rungs=(4,), eta=4, trials=trials)
     values = {number: {4: 1.0 + number} for number in range(trials)}
     found = actions(made, range(trials), 4, table(values, trials))
@@ -419,7 +419,7 @@ def test_patience_counts_rungs_without_improvement() -> None:
     assert [made.decide(1, step, values).action for step in (1, 2, 3)] == ["continue", "continue", "stop"]
 
 
-def test_a_trial_beyond_those_expected_is_judged_with_its_cohort() -> None:
+def test_a_trial_beyond_the_expected_ones_is_compared_with_its_cohort() -> None:
     """As when a search goes on with fewer trials than it had drawn."""
     made = rule(kind="successive_halving", rungs=(1,), cohort=4)
     assert made.decide(3, 1, table({0: {1: 2.0}, 1: {1: 3.0}, 3: {1: 1.0}}, 2)).action == "continue"
@@ -432,7 +432,7 @@ def test_patience_holds_a_value_against_the_best_and_not_against_the_last() -> N
     assert [made.decide(0, step, values).action for step in (1, 2, 3)] == ["continue", "continue", "stop"]
 
 
-def test_a_pruner_is_not_asked_again_about_whom_it_let_past() -> None:
+def test_a_pruner_is_not_asked_again_about_a_trial_it_let_pass() -> None:
     asked: list[int] = []
     made = OptunaPrunerRule((2, 4), lambda number: asked.append(number) is None, "MedianPruner")
     records = RungTable({0: RungRecord({2: 1.0}, passed=2), 1: RungRecord({2: 1.0})}, 2)
@@ -455,7 +455,7 @@ def test_a_threshold_ends_what_leaves_it() -> None:
     assert made.decide(2, 1, values).reason == "eval/loss 2.5 is above 2 at rung 1"
 
 
-def test_divergence_fails_beside_any_rule() -> None:
+def test_divergence_fails_a_trial_under_any_rule() -> None:
     best = rule(kind="divergence", rungs=(1, 2, 3), divergence=2.0)
     values = table({0: {1: 3.0, 2: 1.0, 3: 2.5}, 1: {1: 1.0, 2: 2.0, 3: 1.9}}, 2)
     assert best.decide(0, 3, values) == Decision(

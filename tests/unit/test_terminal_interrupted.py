@@ -78,7 +78,7 @@ def test_ctrl_c_is_answered_in_a_line_where_there_is_no_live_view(capfd: pytest.
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_ctrl_c_with_nobody_left_who_reads_is_no_error(
+def test_ctrl_c_without_a_reader_of_the_output_is_no_error(
     terminal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader, writer = os.pipe()

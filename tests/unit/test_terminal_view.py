@@ -119,7 +119,7 @@ def test_plain_output_has_one_line_for_each_event_of_importance() -> None:
     ]
 
 
-def test_plain_progress_comes_by_the_clock_and_not_by_the_step() -> None:
+def test_plain_progress_is_printed_by_the_clock_not_by_the_step() -> None:
     stage = Stage(board_of(1), terminal=False)
     with stage.view:
         stage.play(JobAdmitted(spec(0), 0, 100, "g0"))
@@ -133,7 +133,7 @@ def test_plain_progress_comes_by_the_clock_and_not_by_the_step() -> None:
     ]
 
 
-def test_plain_progress_tells_the_losses_and_the_best_so_far() -> None:
+def test_plain_progress_shows_the_losses_and_the_best_so_far() -> None:
     board = board_of(4)
     for trial, loss in ((0, 2.5), (1, 2.0), (2, 4.0)):
         board.handle(JobAdmitted(spec(trial), 0, 10, "g0"))
@@ -150,7 +150,7 @@ def test_plain_progress_tells_the_losses_and_the_best_so_far() -> None:
     )
 
 
-def test_of_several_that_end_together_the_best_alone_is_told() -> None:
+def test_only_the_best_of_several_that_end_together_is_reported() -> None:
     stage = Stage(board_of(4), terminal=False)
     with stage.view:
         for trial, loss in ((0, 2.0), (1, 1.5), (2, 1.0)):
@@ -353,7 +353,7 @@ def test_time_left_is_exact_at_a_constant_pace_where_all_come_to_their_ends(
 
 @settings(max_examples=20)
 @given(st.lists(st.sampled_from([5, 10, 20, 40]), min_size=12, max_size=40), st.integers(1, 6))
-def test_time_left_is_no_more_than_if_nobody_were_pruned(lengths: list[int], parallel: int) -> None:
+def test_time_left_is_no_more_than_without_pruning(lengths: list[int], parallel: int) -> None:
     """It may rise: a trial that comes further than all before it tells that the others may, too."""
     played = Played(lengths, parallel, 40)
     played.run()
@@ -396,7 +396,7 @@ def test_time_left_of_jobs_far_longer_than_the_time_so_far() -> None:
 
 
 @pytest.mark.parametrize("others", [0, 1])
-def test_time_in_which_nobody_trained_is_no_pace(others: int) -> None:
+def test_time_without_training_does_not_count_for_the_pace(others: int) -> None:
     """Whatever other processes train meanwhile."""
     stage = Stage(board_of(1 + others), terminal=False)
     if others:
@@ -417,7 +417,7 @@ def test_time_in_which_nobody_trained_is_no_pace(others: int) -> None:
     assert stage.view.seconds_left == pytest.approx(60.0)
 
 
-def test_time_left_of_a_search_that_goes_on_leaves_out_what_is_done() -> None:
+def test_time_left_of_a_resumed_search_leaves_out_what_is_done() -> None:
     board = board_of(2)
     board.jobs["trial-0000"].state = JobState.FINISHED  # by an earlier process; its last step is known
     board.jobs["trial-0000"].step = board.jobs["trial-0000"].steps = 10
@@ -432,7 +432,7 @@ def test_time_left_of_a_search_that_goes_on_leaves_out_what_is_done() -> None:
     assert stage.view.seconds_left == pytest.approx(60.0)
 
 
-def test_trials_that_are_not_asked_yet_count_as_work_to_do() -> None:
+def test_trials_not_yet_suggested_count_as_work_to_do() -> None:
     board = board_of(2, trials=8)
     for job in board.jobs.values():
         job.state = JobState.FINISHED
@@ -467,7 +467,7 @@ def test_rungs_are_shown_and_what_is_waited_for() -> None:
     assert "rung" not in status_line(board, None)
 
 
-def test_of_many_cohorts_that_wait_two_are_named() -> None:
+def test_two_of_many_waiting_cohorts_are_named() -> None:
     board = board_of(400)
     asked: list[int] = []
 
@@ -532,7 +532,7 @@ def test_settings_are_short() -> None:
     assert [setting(value) for value in (2e-4, 16, ["q", "v"], None)] == ["0.0002", "16", "q,v", "None"]
 
 
-def test_a_priority_is_told_of_those_that_have_one() -> None:
+def test_a_priority_is_shown_for_trials_that_have_one() -> None:
     board = board_of(2)
     board.add(JobRecord("trial-0002", 2, dict(spec(2).parameters()) | {"train.priority": 5}))
     assert [settings_line(job, board.varying()) for job in board.jobs.values()] == [
@@ -559,7 +559,7 @@ def test_the_summary_says_what_was_found_and_what_failed() -> None:
     ]
 
 
-def test_an_earlier_evaluation_that_was_better_is_told_at_the_end() -> None:
+def test_a_better_earlier_evaluation_is_reported_at_the_end() -> None:
     stage = Stage(board_of(1), terminal=False)
     for step, loss in ((20, 3.7849), (40, 3.8664)):
         stage.play(JobEvaluated("trial-0000", step, loss, 80))

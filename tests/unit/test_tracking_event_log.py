@@ -86,7 +86,7 @@ def test_a_line_comes_back_as_it_went(line: Line) -> None:
 @pytest.mark.parametrize(
     "text", [b"", b"{}", b"[]", b'["points"]', b'["status","a","b",1,2]', b'["what"]', b"\0" * 40, b"7"]
 )
-def test_what_is_no_line_is_an_error(text: bytes) -> None:
+def test_text_that_is_not_a_line_is_an_error(text: bytes) -> None:
     with pytest.raises(ValueError, match="not a line of an event log"):
         decode(text)
 
@@ -94,7 +94,7 @@ def test_what_is_no_line_is_an_error(text: bytes) -> None:
 # ---- one log ---------------------------------------------------------------------------------------------
 
 
-def test_a_log_cut_anywhere_is_read_up_to_the_cut_and_goes_on_from_there(tmp_path: Path) -> None:
+def test_a_log_cut_anywhere_is_read_up_to_the_cut_and_continues_there(tmp_path: Path) -> None:
     whole = open_event_log(tmp_path, HEAD)
     ends = [whole.path.stat().st_size]
     for step in range(1, 5):
@@ -151,7 +151,7 @@ def test_a_file_of_another_kind_is_left_as_it_is(tmp_path: Path, text: bytes, sa
     assert path.read_bytes() == text
 
 
-def test_what_was_sent_is_not_sent_again_and_what_was_not_is(tmp_path: Path) -> None:
+def test_sent_records_are_not_sent_again_and_unsent_ones_are(tmp_path: Path) -> None:
     log = open_event_log(tmp_path, HEAD)
     for step in range(1, 6):
         log.append(point("a", step))
@@ -176,7 +176,9 @@ def test_lost_count_of_what_was_sent_sends_all_again(tmp_path: Path) -> None:
     again.close()
 
 
-def test_what_the_store_gets_is_on_the_disk_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_are_on_the_disk_before_the_store_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else a loss of power leaves points in the store of which the log does not know that they are
     written."""
     synced: dict[int, int] = {}
@@ -276,7 +278,7 @@ def test_what_is_appended_while_the_disk_is_written_to_is_not_given_yet(
     log.close()
 
 
-def test_a_full_disk_is_told_and_keeps_what_was_there(
+def test_a_full_disk_is_reported_and_old_content_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = open_event_log(tmp_path, HEAD)
@@ -359,7 +361,7 @@ def test_a_log_is_behind_until_the_store_has_the_last_record_that_ended_processe
     log.close()
 
 
-def test_who_adopts_a_log_has_its_texts_too(tmp_path: Path) -> None:
+def test_adopting_a_log_includes_its_texts(tmp_path: Path) -> None:
     mine, other = open_event_log(tmp_path, HEAD), open_event_log(tmp_path, HEAD)
     for path in ("leaderboard.json", "plan.json"):
         other.text(HEAD.parent, path, f"their {path}")

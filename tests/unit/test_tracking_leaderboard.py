@@ -56,7 +56,7 @@ def board_of(rows: list[tuple[str, float | None]], direction: str) -> Leaderboar
 
 
 @given(st.lists(st.tuples(states, objectives)), st.sampled_from(["minimize", "maximize"]))
-def test_the_best_is_the_first_of_the_order_and_nobody_is_better(
+def test_the_best_is_the_first_of_the_order_and_none_is_better(
     rows: list[tuple[str, float | None]], direction: str
 ) -> None:
     board = board_of(rows, direction)
@@ -316,7 +316,7 @@ def test_a_curve_has_first_and_last_and_few_others(length: int, most: int) -> No
         assert kept == list(range(1, length + 1))
 
 
-def test_a_step_that_diverges_is_written_whatever_its_number() -> None:
+def test_a_diverging_step_is_always_written() -> None:
     curve = Curve(100, 10)
     assert [curve.takes(progress(step)) for step in (9, 10)] == [False, True]
     assert curve.left_out is None

@@ -224,7 +224,7 @@ def test_a_store_counts_as_away_after_several_attempts_and_until_it_takes_someth
     made.close()
 
 
-def test_what_is_refused_does_not_hold_up_the_rest_and_is_told_once(writer: Make, log: EventLog) -> None:
+def test_refused_records_do_not_block_the_rest_and_are_reported_once(writer: Make, log: EventLog) -> None:
     sender = Recorder(lambda request: RefusedError("b: no such run") if request.run == "b" else None)
     kept = writer(sender)
     for run in ("a", "b", "c"):
@@ -236,7 +236,7 @@ def test_what_is_refused_does_not_hold_up_the_rest_and_is_told_once(writer: Make
     assert kept.close()
 
 
-def test_a_waiting_record_goes_out_by_itself(writer: Make, log: EventLog) -> None:
+def test_a_waiting_record_is_sent_without_a_flush(writer: Make, log: EventLog) -> None:
     arrived = threading.Event()
     kept = writer(Recorder(lambda _: arrived.set()), flush_seconds=0.01)
     log.append(SetTags("a", {"t": "v"}))

@@ -139,7 +139,7 @@ class ShortPeers:
 
 
 @pytest.mark.parametrize("here", [False, True])
-def test_where_memory_runs_out_on_one_replica_none_steps_and_all_take_part(
+def test_if_one_replica_runs_out_of_memory_none_steps_and_all_recover(
     laboratory: Any, monkeypatch: pytest.MonkeyPatch, here: bool
 ) -> None:
     lab = laboratory("llama")

@@ -99,7 +99,7 @@ def test_survivors_of_a_search_with_rungs_end_where_they_would_have_ended_alone(
         assert searched.history.difference(history, name) <= 1e-4
 
 
-def test_those_that_were_pruned_came_as_far_as_they_would_have_come_alone(searched: Searched) -> None:
+def test_pruned_trials_came_as_far_as_they_would_have_alone(searched: Searched) -> None:
     pruned = [trial.number for trial in searched.trials if trial.state == TrialState.PRUNED][:2]
     for number in pruned:
         job = searched.job(number)

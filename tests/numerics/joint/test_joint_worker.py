@@ -152,7 +152,7 @@ def test_the_exported_adapter_gives_the_same_logits_in_peft(laboratory: Any, tmp
     assert history.evaluations(job.name)[-1] == pytest.approx(total / count, rel=1e-5)
 
 
-def test_a_folder_that_cannot_be_written_is_said(laboratory: Any) -> None:
+def test_a_folder_that_cannot_be_written_is_reported(laboratory: Any) -> None:
     """The finished job waits for its adapter's folder, until the run is stopped."""
     lab = laboratory("llama")
     job = lab.group(steps=2)[0]

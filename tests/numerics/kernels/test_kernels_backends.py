@@ -44,7 +44,7 @@ def test_only_a_deterministic_one_that_runs_there_is_a_candidate(monkeypatch):
         assert choose_backend("cpu", dtype=torch.float32).backend == "grouped"
 
 
-def test_what_a_backend_needs_is_said_where_it_does_not_run():
+def test_the_needs_of_a_backend_are_named_if_it_does_not_run():
     register(
         replace(BACKENDS["grouped"], name="mine", runs=lambda _, dtype: dtype == torch.float16, needs="half")
     )

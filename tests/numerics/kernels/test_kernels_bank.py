@@ -44,7 +44,7 @@ def test_views_have_each_sites_shapes_and_are_disjoint():
         assert (tensor == index + 1).all()
 
 
-def test_attaching_and_detaching_moves_nobody():
+def test_attaching_and_detaching_moves_no_other_adapter():
     bank = _bank()
     _attach(bank, "one")
     address = bank.weights("one")["q"][0].data_ptr()

@@ -51,7 +51,7 @@ def test_the_check_finds_a_wrong_backend(monkeypatch, dropout):
     assert not check(made, "grouped").right
 
 
-def test_a_run_out_of_time_goes_on_from_its_file_and_a_failure_stays_alone(tmp_path, monkeypatch, capsys):
+def test_a_run_out_of_time_resumes_from_its_file_and_a_failure_stays_alone(tmp_path, monkeypatch, capsys):
     path = tmp_path / "result.json"
     arguments = ["--device", "cpu", "--layers", "smollm2-135m o", "--tokens", "24", "--dropout", "0"]
     arguments += ["--repeats", "1", "--backends", "grouped", "--json", str(path), "--ranks", "16"]

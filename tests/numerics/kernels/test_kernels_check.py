@@ -63,7 +63,7 @@ def test_what_is_wrong_is_found(monkeypatch, spoil, expected):
     assert any(expected in wrong for wrong in found.wrong), found.wrong
 
 
-def test_an_error_is_a_finding_and_the_rest_goes_on(monkeypatch):
+def test_an_error_is_a_finding_and_the_rest_continues(monkeypatch):
     def fail(*_):
         raise RuntimeError("out of luck")
 
