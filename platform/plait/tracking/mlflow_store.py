@@ -302,8 +302,10 @@ class StoreSender:
         written: it may have continued the curves while this one had the store out of reach, or was dead."""
         points = list(request.points)
         first = min((point.step for point in points if names.SEARCH_SECONDS in point.values), default=None)
+        if first is None:
+            return points
         newest = newest_point(store.client.get_run(self._parent_id), names.SEARCH_SECONDS)
-        if first is None or newest.step < first:
+        if newest.step < first:
             return points
         times = store.times(self._parent_id, names.SEARCH_SECONDS)
         return [point for point in points if times.get(point.step, point.time_ms) == point.time_ms]
