@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from plait.core.errors import ConfigError, StorageError
-from plait.core.settings import EngineSettings
+from plait.core.settings import ClusterSettings, EngineSettings, ModelSettings, RunSettings
 from plait.cost.memory import MemoryModel, MemoryObservation, MemoryShape
 from plait.cost.profile_store import (
     CapacityChoice,
@@ -21,6 +21,7 @@ from plait.cost.profile_store import (
     save_profile,
 )
 from plait.cost.time import HeadTime, LayerTime, TimeModel
+from plait.engine import build, devices
 
 KEY = ProfileKey("0123abcd", "some processor", "bfloat16", "auto", False, 2)
 
@@ -125,3 +126,32 @@ def test_threads_count_on_the_cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None
     assert ProfileKey.of("x", "float32", "cpu", EngineSettings(), on_cpu=True).threads == 3
     assert ProfileKey.of("x", "float32", "cpu", EngineSettings(threads=2), on_cpu=True).threads == 2
     assert ProfileKey.of("x", "float32", "a GPU", EngineSettings(threads=2), on_cpu=False).threads == 0
+
+
+def test_processes_that_share_a_processor_need_a_profile_with_their_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(devices, "usual_threads", lambda: 6)
+    monkeypatch.setenv("OMP_NUM_THREADS", "6")
+    engine, model = EngineSettings(device="cpu"), ModelSettings(dtype="float32")
+
+    def settings(processes: int, threads: int | None = None) -> RunSettings:
+        cluster = ClusterSettings(processes=processes)
+        return RunSettings(model=model, engine=replace(engine, threads=threads), cluster=cluster)
+
+    kind = devices.device_kind("cpu")
+    whole = ProfileKey.of("0123abcd", "float32", kind, engine, on_cpu=True)
+    save_profile(_profile(whole), cache=tmp_path)
+    alone, shared = (build.stored_profile(settings(number), "0123abcd") for number in (1, 3))
+    assert alone is not None
+    assert alone.time is not None
+    assert shared is not None
+    assert (shared.time, shared.time_error) == (None, None)
+    assert shared.memory.observations == alone.memory.observations
+    assert build.stored_profile(settings(3, threads=4), "0123abcd") is None
+    save_profile(_profile(replace(whole, threads=2)), cache=tmp_path)
+    own = build.stored_profile(settings(3), "0123abcd")
+    assert own is not None
+    assert own.time is not None
+    assert own.key.threads == 2

@@ -8,6 +8,7 @@ from typing import Literal
 
 SpanKind = Literal[
     "waiting",
+    "load",
     "attach",
     "microbatch",
     "exchange",

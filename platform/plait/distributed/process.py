@@ -172,6 +172,7 @@ def serve(address: Address, key: bytes, number: int, local: int | None = None) -
             with recorder.request():
                 if isinstance(request, Load):
                     replica = Replica(channel, number if local is None else local, request, recorder)
+                    recorder.lap("load")
                     answer = Answer()
                 else:
                     assert replica is not None
