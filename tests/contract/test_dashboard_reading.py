@@ -92,7 +92,7 @@ def test_importance_is_of_the_study(sweep: Sweep) -> None:
 def test_steps_are_those_of_the_table(settings: TrackingSettings, sweep: Sweep, tmp_path: Path) -> None:
     file = search_folder(settings.root, "ten") / GROUP_STEPS_FILE
     assert list(sweep.steps) == read_group_steps(file)
-    kept = file.rename(tmp_path / "table")  # as where the store is read from another machine
+    kept = file.rename(tmp_path / "table")  # as when the store is read from another machine
     try:
         assert read_sweep(settings).steps == sweep.steps
     finally:

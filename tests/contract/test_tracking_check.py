@@ -171,7 +171,7 @@ def test_what_is_only_read_may_be_write_protected(tmp_path: Path, monkeypatch: p
 
 
 def test_a_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lock that is only a file would stay when its holder is killed, and everybody would wait for ever."""
+    """A lock that is only a file would outlive a killed holder, and all others would wait forever."""
 
     def missing(*_: object) -> None:
         raise OSError(errno.ENOSYS, "Function not implemented")

@@ -292,7 +292,7 @@ class TestWholeSearch:
 class TestGoingOn:
     @pytest.fixture(autouse=True)
     def _patient(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """What is asked here is what the store is told, however slow the machine is at it."""
+        """What is checked here is what the store receives, however slow the machine is at it."""
         monkeypatch.setattr("plait.tracking.tracker.LAST_SECONDS", 60.0)
 
     def interrupt(self, tracking: TrackingSettings) -> None:
@@ -399,7 +399,7 @@ class TestGoingOn:
 
 
 def test_a_clock_that_is_set_back_makes_no_time_negative(sqlite: str, tmp_path: Path) -> None:
-    """By a day between two steps, and by another before the search goes on."""
+    """By a day between two steps, and by another before the search continues."""
     tracking = TrackingSettings(uri=sqlite, root=tmp_path, experiment="clocks")
     wall, rising = 2_000_000_000.0, 10.0
 

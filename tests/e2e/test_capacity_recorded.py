@@ -1,4 +1,5 @@
-"""A search goes on with the capacity and kernels that it was begun with, whatever would be chosen by now."""
+"""A search continues with the capacity and kernels that it was begun with, whatever would be chosen by
+now."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`plait control` and a real sweep that runs beside it, in a process of its own."""
+"""`plait control` and a real sweep that runs at the same time, in a separate process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Said = Callable[..., str]
 
 @contextmanager
 def running(arguments: Sequence[str]) -> Iterator[Forked]:
-    """A sweep as a process of its own, killed at the end if it still runs."""
+    """A sweep as a separate process, killed at the end if it still runs."""
     sweep = Forked(["sweep", *arguments])
     try:
         yield sweep
@@ -99,7 +99,7 @@ def test_every_command_against_a_running_sweep(
         sweep.until(lambda: "trial-0004" in steps(said("status")))
         sweep.until(lambda: "1 paused" in said("status"))  # trial 3 was preempted
         assert "train.lr=0.02  (outside the search space)" in said("status")
-    # killed: what is asked for now is done when it goes on
+    # killed: what is asked for now is done when it resumes
     assert "is not running" in said("status")
     assert "no such trial" in said("stop", "9", status=2)
     assert "is not running" in said("stop", "1")
@@ -109,7 +109,7 @@ def test_every_command_against_a_running_sweep(
         assert "end after the current step" in said("cancel")
         assert sweep.end() == 0, sweep.output
     assert [item.state for item in trials(folder)] == [TrialState.PRUNED] * 5
-    assert "plait sweep" in Path("sweep.log").read_text()  # the command that goes on
+    assert "plait sweep" in Path("sweep.log").read_text()  # the command that resumes it
     assert "Pending" not in said("status")
 
 

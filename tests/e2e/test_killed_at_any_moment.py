@@ -1,4 +1,4 @@
-"""kill -9: the same command goes on, and in the end all is as if nothing had happened.
+"""kill -9: the same command resumes the search, and the result is as if nothing had happened.
 
 ``PLAIT_FAULTS=50`` kills a search fifty times; without it a few kills must do.
 """
@@ -215,7 +215,8 @@ def test_a_search_that_is_killed_again_and_again_ends_as_one_that_is_not(
 
 @pytest.mark.slow
 def test_a_first_start_that_is_killed_while_the_store_is_made(tmp_path: Path) -> None:
-    """MLflow makes its tables in dozens of steps: killed in the midst of them, the same command goes on."""
+    """MLflow makes its tables in dozens of steps: killed in the midst of them, the same command resumes
+    it."""
     (tmp_path / "plait-runs").mkdir()
     arguments = command("search.trials=2", "train.steps=2")
     draft = tmp_path / "plait-runs" / ".mlflow.db.new"
@@ -240,7 +241,7 @@ PHASES = {
 
 @pytest.mark.slow
 def test_kills_in_each_phase(place: Callable[[str], Path]) -> None:
-    """Of a search whose trials wait for nobody, gone on with by name alone."""
+    """Of a search whose trials wait for nobody, resumed by name alone."""
     whole, broken = place("whole"), place("broken")
     arguments = command("search.trials=4")
     whole_life(arguments, whole)

@@ -18,7 +18,7 @@ Trials = Callable[..., list[FrozenTrial]]
 
 
 def interrupted(arguments: Sequence[str]) -> list[str]:
-    """Run `plait sweep` as a process of its own, with a SIGINT when training begins; the words of the command
+    """Run `plait sweep` as a separate process, with a SIGINT when training begins; the words of the command
     line that it prints to resume with."""
     sweep = Forked(["sweep", *arguments])
     sweep.until("trial-0001 started")
@@ -119,7 +119,7 @@ def test_study_and_runs_in_postgresql_go_on_after_an_interruption(
 
 
 def _check_passwords(folder: Path) -> None:
-    """On disk they are where going on needs them, and nobody else may read them there."""
+    """On disk they are where resuming needs them, and nobody else may read them there."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     hydra = [path for path in files if path.parent.name == ".hydra" or path.name == "multirun.yaml"]
     assert len(hydra) == 2 * (1 + 2 * 3) + 3  # two commands with two trials each, and a single job

@@ -106,7 +106,7 @@ def test_a_server_that_comes_and_goes_and_a_search_that_is_killed(
     first = begin(arguments)
     first.until("trial-0000 finished")
     server.kill()
-    first.until("trial-0001 finished")  # the search goes on without it
+    first.until("trial-0001 finished")  # the search continues without it
     first.signal(signal.SIGKILL)
     assert first.end() == -signal.SIGKILL
     assert waiting(folder) > STEPS
@@ -191,7 +191,7 @@ def test_a_second_interrupt_ends_at_once_though_the_server_died_in_mid_request(
 def test_a_database_that_is_stopped_and_started_holds_up_nothing_and_misses_nothing(
     folder: Path, short: tuple[str, ...], begin: Callable[..., Forked], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It has the runs. Training goes on without it; what it did not get, it gets from the same command."""
+    """It has the runs. Training continues without it; what it did not get, it gets from the same command."""
     with postgresql_server() as server:
         address = server.new_database()
         arguments = search(short, address)

@@ -1,4 +1,4 @@
-"""Searches in processes of their own, forked from one that has imported everything: imports take longest."""
+"""Searches in separate processes, forked from one that has imported everything: imports take longest."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _run(
 
 
 class Forked:
-    """`plait ...` in a process of its own, with its output in a file that others may have written to.
+    """`plait ...` in a separate process, with its output in a file that others may have written to.
 
     Args:
         arguments: what follows `plait` on the command line.

@@ -1,4 +1,4 @@
-"""A real MLflow server in a process of its own, that can be stopped, hung, killed and started again."""
+"""A real MLflow server in a separate process, that can be stopped, hung, killed and started again."""
 
 from __future__ import annotations
 

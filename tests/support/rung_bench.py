@@ -49,7 +49,7 @@ def make_job(trial: Trial, steps: int = 8) -> JobSpec:
 
 @dataclass
 class Notes:
-    """Keeps what it is told."""
+    """Keeps what is reported to it."""
 
     events: list[Event] = field(default_factory=list)
     judged: dict[str, tuple[str, str]] = field(default_factory=dict)

@@ -1,4 +1,5 @@
-"""The tracking benchmark, small: what it counts and checks is real, a store that lacks something is told."""
+"""The tracking benchmark, small: what it counts and checks is real, a store that lacks something is
+reported."""
 
 from pathlib import Path
 

@@ -53,7 +53,7 @@ class Mortal(CurveWorker):
 def made(
     folder: Path, lives: Sequence[tuple[int, bool]], restarts: int = 1000, **engine: int | None
 ) -> Coordinator:
-    """A coordinator whose workers live for so many commands, the last one for ever."""
+    """A coordinator whose workers live for so many commands, the last one forever."""
     left = iter(lives)
 
     def worker() -> Mortal:

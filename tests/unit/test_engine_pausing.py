@@ -390,7 +390,7 @@ def test_a_job_that_does_not_fit_alone_fails_and_the_next_has_its_turn(make: Any
 
 
 def test_a_job_of_higher_priority_takes_a_slot_if_there_is_no_room(make: Any) -> None:
-    """It comes in when one of the others has been paused for it, and that one goes on exactly."""
+    """It comes in when one of the others has been paused for it, and that one continues exactly."""
     made, _ = make(attach_room=2)
     for name in "ab":
         made.submit(job(name))

@@ -52,7 +52,8 @@ def live(name: str, rank: int, lengths: Sequence[int], admit: Admission) -> Live
 
 
 class Machine:
-    """Iterations of two jobs on a device whose seconds and bytes follow a rule that nobody is told."""
+    """Iterations of two jobs on a device whose seconds and bytes follow a rule that is not given to
+    anything."""
 
     def __init__(self, folder: Path, admit: Admission | None = None) -> None:
         self.admission = admit or admission()

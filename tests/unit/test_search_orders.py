@@ -152,7 +152,7 @@ def test_nor_one_in_which_too_many_fail(tmp_path: Path) -> None:
 
 
 def test_a_search_that_gives_up_ends_what_an_earlier_process_began(tmp_path: Path) -> None:
-    """Its cohort would wait for it for ever."""
+    """Its cohort would wait for it forever."""
     search = replace(halving(trials=12, parallel=3, cohort=6), max_failure_rate=0.0)
     bench = Bench(tmp_path, search, worker={"fault": step_fault(lambda job, _: job == "trial-0001")})
     with pytest.raises(KilledError):
@@ -339,7 +339,7 @@ def test_a_worker_ends_with_the_others_when_the_last_withdraws_the_order(tmp_pat
     assert bench.run().ended_by == mode
     assert len(bench.trials) == 2
     bench.owner = lambda study, _poll: study.orders.read()
-    assert not bench.run().ended_by  # the same command goes on
+    assert not bench.run().ended_by  # the same command resumes it
     assert len(bench.trials) == 8
 
 

@@ -1,4 +1,5 @@
-"""Trials of higher priority in a search whose places are taken: they come in at once, others go on later."""
+"""Trials of higher priority in a search whose places are taken: they come in at once, others continue
+later."""
 
 from __future__ import annotations
 

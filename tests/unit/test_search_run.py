@@ -110,7 +110,7 @@ def ended(name: str, state: str, step: int, reason: str, loss: float | None = No
 
 @dataclass
 class Notes:
-    """Keeps what it is told."""
+    """Keeps what is reported to it."""
 
     started: list[str] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)

@@ -127,7 +127,7 @@ def test_cohorts_over_two_processes_decide_as_in_one(
 def test_a_leaving_worker_frees_its_trials_for_the_others(
     processes: tuple[Process, Process], undisturbed: Bench, tmp_path: Path
 ) -> None:
-    """At the first Ctrl-C: saved, told to nobody, and gone on with by the other, to the same end."""
+    """At the first Ctrl-C: saved, told to nobody, and resumed by the other, to the same end."""
     leaving, staying = processes
     assert [each.last for each in processes] == ["interrupted", "done"]
     check(shared(tmp_path), undisturbed, processes)

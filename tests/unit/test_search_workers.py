@@ -140,7 +140,7 @@ def test_a_living_process_keeps_its_trials_and_a_killed_one_gives_them_back(
         "1 (from step 20) resume when a slot is free"
     ]
     assert trials.claims.orphaned == {"trial-0000", "trial-0001"}
-    assert (trials.claims.adopted(), trials.claims.dead_workers()) == (set(), [])  # told once
+    assert (trials.claims.adopted(), trials.claims.dead_workers()) == (set(), [])  # reported once
     assert (trials.claims.to_resume(), trials.claims.others) == (2, 0)
     assert not trials.claims.wait()
     assert [trial.number for _ in range(3) if (trial := trials.ask())] == [0, 1]
@@ -169,7 +169,7 @@ def test_a_process_does_not_report_trials_that_were_adopted_from_it(tmp_path: Pa
     assert taken is not None
     assert taken.number == trial.number
     assert (first.claims.adopted(), second.claims.adopted()) == ({trial.number}, set())
-    assert first.claims.adopted() == set()  # told once
+    assert first.claims.adopted() == set()  # reported once
     first.tell(trial, ended("finished", 1.0))
     assert second.finished() == []
 
@@ -630,7 +630,7 @@ def test_what_is_wrong_with_a_request_is_not_waited_for() -> None:
     wrapped.__cause__ = gone
     assert passes(wrapped)
     lost = PendingRollbackError("Can't reconnect until invalid transaction is rolled back.")
-    lost.__context__ = gone  # as where Optuna asks again in the transaction whose connection is lost
+    lost.__context__ = gone  # as when Optuna asks again in the transaction whose connection is lost
     pending = StorageInternalError("x")
     pending.__cause__ = lost
     assert passes(pending)

@@ -253,7 +253,7 @@ def test_closing_twice_does_nothing_more(writer: Make) -> None:
 def test_an_interrupt_while_the_store_hangs_does_not_wait_for_it(
     writer: Make, log: EventLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The store answers only when the test is over: whoever waited for it would wait for ever."""
+    """The store answers only when the test is over: whoever waited for it would wait forever."""
     answer = threading.Event()
     kept = writer(Recorder(lambda _: None if answer.wait(30) else TimeoutError()), flush_seconds=0.0)
     log.append(point("a", 1))

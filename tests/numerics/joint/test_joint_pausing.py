@@ -159,7 +159,7 @@ def test_a_job_that_runs_out_of_memory_as_it_is_attached_comes_later(
     planted: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Before its block is there, or when it is: nothing of it stays, and the others go on."""
+    """Before its block is there, or when it is: nothing of it stays, and the others continue."""
     whole, planted_for = getattr(Bank, planted), {jobs[2].name}
 
     def failing(*arguments: Any, **more: Any) -> Any:

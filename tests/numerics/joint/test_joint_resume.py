@@ -1,4 +1,4 @@
-"""A saved state goes on exactly, knows no layout, and is refused if it is not as it was written."""
+"""A saved state continues exactly, knows no layout, and is refused if it is not as it was written."""
 
 from __future__ import annotations
 

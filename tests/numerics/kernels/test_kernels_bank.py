@@ -90,7 +90,7 @@ def test_neighbours_of_one_width_form_one_matrix():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_kept_diagonal_of_b_follows_every_refresh(dtype):
-    """`grouped` multiplies by it: a stale one trains on the weights of the first step for ever."""
+    """`grouped` multiplies by it: a stale one trains on the weights of the first step forever."""
     bank = _bank(dtype)
     _attach(bank, "one")
     block = bank.block("one")
