@@ -77,13 +77,23 @@ class Layout:
         return cls(specs, found, tuple(ranges), ends[True], ends[False])
 
 
+def parts_of(size: int, count: int) -> tuple[slice, ...]:
+    """A vector cut into parts of equal length, aligned; the last ones may be shorter, or empty."""
+    length = _aligned(-(-size // count))
+    return tuple(
+        slice(min(number * length, size), min((number + 1) * length, size)) for number in range(count)
+    )
+
+
 @dataclass
 class Block:
     """One adapter's memory and constants.
 
-    `state` has four rows for the trained tensors, `frozen` the weights of the others; `copy` and
-    `frozen_copy` are both in the compute dtype. `local` has the offsets of A and B at all the bank's sites,
-    (sites, 2) int64, ABSENT if the adapter does not target the site or is not plain LoRA.
+    `state` has rows of the trained tensors, `frozen` the weights of the others; `copy` and `frozen_copy` are
+    both in the compute dtype. `moments` has two rows of the part `parts[own]` of the trained tensors. If that
+    is all of it, they are the last two of the four rows of `state`; else `state` has two, weights and
+    gradients, and `whole` holds all moments while they are needed. `local` has the offsets of A and B at all
+    the bank's sites, (sites, 2) int64, ABSENT if the adapter does not target the site or is not plain LoRA.
     """
 
     adapter: str
@@ -98,6 +108,10 @@ class Block:
     frozen: Tensor
     frozen_copy: Tensor
     local: Tensor
+    moments: Tensor
+    parts: tuple[slice, ...]
+    own: int = 0
+    whole: Tensor | None = None
     generation: int = 0  # counts refreshes: a graph of one generation has no backward in the next
     _views: dict[tuple[str, int], Tensors] = field(default_factory=dict)
     _diagonals: dict[tuple[tuple[str, int], ...], Tensor] = field(default_factory=dict)
@@ -105,8 +119,22 @@ class Block:
     def tensors(self) -> Iterator[Tensor]:
         """All tensors of the block: the state, its compute copy, and cached ones derived from them."""
         yield from (self.state, self.copy, self.local, *self._diagonals.values())
+        if len(self.parts) > 1:
+            yield self.moments
         if self.layout.frozen:
             yield from (self.frozen, self.frozen_copy)
+
+    def spread(self) -> None:
+        """Make room for all moments, with those of its own part in it."""
+        if len(self.parts) > 1:
+            self.whole = torch.zeros(2, self.layout.trained, device=self.state.device)
+            self.whole[:, self.parts[self.own]] = self.moments
+
+    def keep_own(self) -> None:
+        """Keep of all moments those of its own part."""
+        if self.whole is not None:
+            self.moments.copy_(self.whole[:, self.parts[self.own]])
+            self.whole = None
 
     @property
     def aliased(self) -> bool:
@@ -122,14 +150,18 @@ class Block:
         found = self._views.get(key)
         if found is None:
             placed = zip(self.layout.specs[site.name], self.layout.offsets[site.name], strict=True)
-            found = self._views[key] = tuple(
+            found = tuple(
                 self._row(spec, row)[offset : offset + math.prod(spec.shape)].view(spec.shape)
                 for spec, offset in placed
                 if spec.trains or row in (COMPUTE, WEIGHTS)
             )
+            if self.whole is None:
+                self._views[key] = found
         return found
 
     def _row(self, spec: TensorSpec, row: int) -> Tensor:
+        if spec.trains and self.whole is not None and row >= FIRST_MOMENT:
+            return self.whole[row - FIRST_MOMENT]
         if spec.trains:
             return self.copy if row == COMPUTE else self.state[row]
         return self.frozen_copy if row == COMPUTE else self.frozen
@@ -199,19 +231,26 @@ class Bank:
     Args:
         sites: every layer that an adapter may target, in the order of the layers' execution; sites that read
             the same input (q, k, v) are next to each other.
-            device: device of the buffers.
-            compute_dtype: dtype of the activations; master weights, gradients and moments are always float32.
+        device: device of the buffers.
+        compute_dtype: dtype of the activations; master weights, gradients and moments are always float32.
+        part: number of this bank and count of those that keep the same adapters, each the moments of a part.
 
     Raises:
         KernelError: two sites with one name, or a size below 1.
     """
 
     def __init__(
-        self, sites: Sequence[Site], *, device: torch.device | str, compute_dtype: torch.dtype
+        self,
+        sites: Sequence[Site],
+        *,
+        device: torch.device | str,
+        compute_dtype: torch.dtype,
+        part: tuple[int, int] = (0, 1),
     ) -> None:
         self.sites = tuple(sites)
         self.device = torch.device(device)
         self.compute_dtype = compute_dtype
+        self._part = part
         self.site_index = {site.name: index for index, site in enumerate(self.sites)}
         self.blocks: dict[str, Block] = {}
         # Autograd records an operation only if an input needs a gradient; the input of the first layer
@@ -258,7 +297,12 @@ class Bank:
         chosen = [site for site in self.sites if site.name in set(sites)]
         layout = Layout.of(variant, chosen, rank)
         _check_variant(variant, layout, chosen, rank)
-        state = torch.zeros(4, layout.trained, dtype=torch.float32, device=self.device)
+        own, count = self._part
+        parts = parts_of(layout.trained, count)
+        state = torch.zeros(4 if count == 1 else 2, layout.trained, dtype=torch.float32, device=self.device)
+        moments = state[FIRST_MOMENT:]
+        if count > 1:
+            moments = torch.zeros(2, parts[own].stop - parts[own].start, device=self.device)
         frozen = torch.zeros(layout.frozen, dtype=torch.float32, device=self.device)
         copy, frozen_copy = state[WEIGHTS], frozen
         if self.compute_dtype != torch.float32:
@@ -277,6 +321,9 @@ class Bank:
             frozen=frozen,
             frozen_copy=frozen_copy,
             local=self._local(layout.offsets if variant.fused else {}),
+            moments=moments,
+            parts=parts,
+            own=own,
         )
 
     def _local(self, offsets: dict[str, tuple[int, ...]]) -> Tensor:

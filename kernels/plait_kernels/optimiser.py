@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from plait_kernels.bank import FIRST_MOMENT, GRADIENTS, SECOND_MOMENT, WEIGHTS, Bank, Block
+from plait_kernels.bank import GRADIENTS, WEIGHTS, Bank, Block
 from plait_kernels.errors import KernelError
 
 
@@ -49,11 +49,16 @@ class StepResult:
     skipped: bool
 
 
-def adamw_step(bank: Bank, steps: Sequence[AdapterStep]) -> list[StepResult]:
+def adamw_step(
+    bank: Bank, steps: Sequence[AdapterStep], complete: Callable[[Sequence[Block]], None] = lambda _: None
+) -> list[StepResult]:
     """Step every named adapter as torch's AdamW would, and set its gradient to zero.
 
     An adapter whose gradient's norm is not finite is skipped: weights and moments stay. No other adapter's
     memory is read or written. Compute-dtype copies follow.
+
+    Args:
+        complete: takes the other parts' weights from their banks, where this bank steps only a part.
 
     Raises:
         KernelError: an adapter is not attached or named twice, or a step is below 1.
@@ -72,7 +77,9 @@ def adamw_step(bank: Bank, steps: Sequence[AdapterStep]) -> list[StepResult]:
             _step(block, step, norm)
         results.append(StepResult(step.adapter, norm, not finite))
     bank.zero_gradients(names)
-    bank.refresh([result.adapter for result in results if not result.skipped])
+    stepped = [result.adapter for result in results if not result.skipped]
+    complete([bank.block(name) for name in stepped])
+    bank.refresh(stepped)
     return results
 
 
@@ -82,17 +89,21 @@ def _step(block: Block, step: AdapterStep, norm: float) -> None:
         if factor < 1.0:
             block.state[GRADIENTS].mul_(factor)
     rates = {"a": step.lr_a, "b": step.lr_b}
+    own = block.parts[block.own]
     for part, rate in block.layout.ranges:
-        _adamw(block.state[:, part], step, rates[rate])
+        start, stop = max(part.start, own.start), min(part.stop, own.stop)
+        if start < stop:
+            moments = block.moments[:, start - own.start : stop - own.start]
+            _adamw(block.state[:, start:stop], moments, step, rates[rate])
 
 
-def _adamw(state: Tensor, step: AdapterStep, lr: float) -> None:
+def _adamw(state: Tensor, moments: Tensor, step: AdapterStep, lr: float) -> None:
     count = torch.tensor(float(step.step - 1), device=state.device)
     adamw(
         [state[WEIGHTS]],
         [state[GRADIENTS]],
-        [state[FIRST_MOMENT]],
-        [state[SECOND_MOMENT]],
+        [moments[0]],
+        [moments[1]],
         [],
         [count],
         fused=True,

@@ -17,6 +17,7 @@ from plait.core.jobs import AdapterSpec
 from plait.models.targets import LinearInfo
 from plait.utils.registry import Registry
 from plait_kernels import Bank, Layout, Site, TensorSpec, Variant
+from plait_kernels.bank import parts_of
 
 PREFIX = "base_model.model."  # begins every tensor's name in a PEFT folder
 MASTER_BYTES = 4  # float32
@@ -46,16 +47,22 @@ VARIANTS: Registry[AdapterVariant] = Registry(
 )
 
 
-def adapter_bytes(spec: AdapterSpec, sites: Iterable[LinearInfo], element_bytes: int) -> int:
+def adapter_bytes(
+    spec: AdapterSpec, sites: Iterable[LinearInfo], element_bytes: int, *, parts: int = 1
+) -> int:
     """The exact number of bytes of an adapter while it trains.
 
     It has float32 weights, gradients and two moments of the trained tensors, float32 weights of the others
     and, if the arithmetic is not float32, a copy of all weights in its type.
+
+    Args:
+        parts: into which the moments are cut, of which it has one.
     """
     placed = [Site(site.name, 0, site.in_features, site.out_features) for site in sites]
     layout = Layout.of(VARIANTS.get(spec.variant), placed, spec.rank)
     copy = 0 if element_bytes == MASTER_BYTES else element_bytes
-    return layout.trained * (4 * MASTER_BYTES + copy) + layout.frozen * (MASTER_BYTES + copy)
+    moments: int = 2 * MASTER_BYTES * parts_of(layout.trained, parts)[0].stop
+    return moments + layout.trained * (2 * MASTER_BYTES + copy) + layout.frozen * (MASTER_BYTES + copy)
 
 
 def attach(

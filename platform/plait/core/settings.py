@@ -122,6 +122,8 @@ class ClusterSettings:
         port: the first of two TCP ports there, if the processes are on several hosts.
         interface: network interface for gradients; None: the one that leads to the first process's host.
         key_file: file with the key that lets processes of other hosts in; None: PLAIT_KEY has it.
+        optimiser: "repeated": every process keeps all moments; "sharded": each keeps those of its own part,
+            and weights are exchanged after each step.
         join_seconds: longest wait for all processes to start and to connect to each other.
         silence_seconds: a process without a sign of life for this long counts as dead.
         restarts: most losses of processes within an hour that a search makes up for by itself.
@@ -139,6 +141,7 @@ class ClusterSettings:
     port: Annotated[int, between(1, 65534)] = 29610
     interface: str | None = None
     key_file: str | None = None
+    optimiser: Annotated[str, one_of("repeated", "sharded")] = "repeated"
     join_seconds: Annotated[float, above(0)] = 60.0
     silence_seconds: Annotated[float, at_least(5)] = 60.0
     restarts: Annotated[int, at_least(0)] = 5

@@ -67,9 +67,14 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """Make the engine's worker: with kernels that the first process has chosen, so that all have the same."""
+    """Make the engine's worker: with kernels that the first process has chosen, so that all have the same.
+
+    Attributes:
+        sharded: whether it keeps the moments of its own part of every adapter alone.
+    """
 
     engine: EngineSettings
+    sharded: bool = False
 
 
 @dataclass(frozen=True, slots=True)

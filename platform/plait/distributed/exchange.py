@@ -6,6 +6,7 @@ the processes, so their bits do not depend on who was first.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import TypeVar
@@ -33,6 +34,9 @@ class Exchange:
         store: in which they find each other; a part of its own for each group.
         seconds: longest wait for the others.
         recorder: of the process's spans.
+
+    Attributes:
+        processes: how many there are.
     """
 
     def __init__(
@@ -53,7 +57,7 @@ class Exchange:
         )
         self._recorder = recorder
         self._process = process
-        self._processes = processes
+        self.processes = processes
         self._device = device
         self._thread = ThreadPoolExecutor(1, "exchange", initializer=self._on_own_stream)
         self._begun: list[Future[None]] = []
@@ -96,7 +100,7 @@ class Exchange:
             for part in parts[1:]:
                 piece.add_(part)
         self._synchronise()
-        self._recorder.add_beside("exchange", began, work, (self._processes - 1) * vector.nbytes)
+        self._recorder.add_beside("exchange", began, work, (self.processes - 1) * vector.nbytes)
 
     def _any(self, own: bool) -> bool:
         said = self._all(torch.tensor([own], dtype=torch.uint8, device=self._device))
@@ -104,11 +108,27 @@ class Exchange:
 
     def _all(self, own: Tensor) -> list[Tensor]:
         """This tensor of each process, in their order."""
-        parts = [torch.empty_like(own) for _ in range(self._processes)]
+        parts = [torch.empty_like(own) for _ in range(self.processes)]
         dist.all_gather(parts, own)
         return parts
 
     # ---- copies ------------------------------------------------------------------------------------------
+
+    def fill(self, vectors: Sequence[tuple[Tensor, Sequence[slice]]]) -> None:
+        """Take each part of these vectors from the process whose number it has.
+
+        Raises:
+            ProcessError: as :meth:`finish`.
+        """
+        self._synchronise()
+        self._result(self._thread.submit(self._fill, vectors))
+
+    def _fill(self, vectors: Sequence[tuple[Tensor, Sequence[slice]]]) -> None:
+        for vector, parts in vectors:
+            for owner, part in enumerate(parts):
+                if part.start < part.stop:
+                    dist.broadcast(vector[part], src=owner)
+        self._synchronise()
 
     def share(self, tensor: Tensor) -> None:
         """Copy a tensor of the first process to all others.

@@ -60,6 +60,7 @@ class Fleet:
         self._data = data
         self._provided: set[DataSpec] = set()
         self._jobs: set[str] = set()
+        self._sharded = cluster.optimiser == "sharded"
         self.facts = self._build(engine, memory_bytes, cluster)
 
     def _build(
@@ -68,7 +69,7 @@ class Fleet:
         """Make all workers; the first one's choice of kernels holds for all. The facts that all share."""
         capacities = dict(enumerate(cluster.capacities))
         own = {
-            number: Build(replace(engine, capacity=capacities.get(number, engine.capacity)))
+            number: Build(replace(engine, capacity=capacities.get(number, engine.capacity)), self._sharded)
             for number in range(len(self.processes))
         }
         answers = self.processes.ask({0: own.pop(0)})
@@ -76,7 +77,10 @@ class Fleet:
         assert chosen is not None
         kernels = chosen.chosen["kernels"]
         answers |= self.processes.ask(
-            {number: Build(replace(each.engine, kernels=kernels)) for number, each in own.items()}
+            {
+                number: replace(each, engine=replace(each.engine, kernels=kernels))
+                for number, each in own.items()
+            }
         )
         built = [answer.facts for answer in answers.values() if answer.facts is not None]
         for process, facts in zip(self.processes.all, built, strict=True):
@@ -140,6 +144,8 @@ class Fleet:
                 return self._evaluate(command)
             case Generate():
                 return self._generate(command)
+            case SaveCheckpoint() if self._sharded:
+                return self.processes.ask_all(command)[0].events
             case SaveCheckpoint() | Export():
                 return self.processes.ask({0: command})[0].events
             case Detach() | KeepWeights():

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from plait.core.errors import EXIT_BAD_INPUT, EXIT_DONE, PlaitError
 from plait.core.jobs import DataSpec
-from plait.core.messages import Attach, Command
+from plait.core.messages import Attach, Command, SaveCheckpoint
 from plait.core.samples import TokenisedData
 from plait.distributed.channel import (
     Answer,
@@ -97,10 +97,13 @@ class Replica:
             case Join():
                 self._made_exchange = self._join(request)
                 return Answer()
-            case Build(engine):
+            case Build(engine, sharded):
                 data = DataCatalogue(self._data.__getitem__)
                 exchange, recorder = self._exchange, self._recorder
-                self._worker = LocalWorker(self._model, data, engine, recorder=recorder, peers=exchange)
+                part = (self.number, exchange.processes) if sharded else (0, 1)
+                self._worker = LocalWorker(
+                    self._model, data, engine, recorder=recorder, peers=exchange, part=part
+                )
                 return Answer(facts=self.worker.facts)
             case Measure():
                 return Answer(rate=product_rate(self._device, self._model.dtype))
@@ -110,9 +113,14 @@ class Replica:
             case Share(job, best):
                 for tensor in self.worker.adapters.whole(job, best=best):
                     self._exchange.share(tensor)
+                self.worker.bank.block(job).keep_own()
                 self.worker.bank.refresh([job])
                 self._recorder.lap("attach", ((job, 0),))
                 return Answer(seconds=time.perf_counter() - started)
+            case SaveCheckpoint(job) if self.number > 0:
+                self.worker.gather_moments(job)  # the first one writes them
+                self.worker.bank.block(job).whole = None
+                return Answer()
             case Attach() if self.number > 0:
                 request = Attach(request.job)  # what it resumes from comes from the first process
         assert not isinstance(request, Load)

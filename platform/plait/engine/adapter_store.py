@@ -34,8 +34,8 @@ class AdapterStore:
     checkpoints are those of ``train.keep=last``; a checkpoint also contains the copy.
     """
 
-    def __init__(self, model: BaseModel) -> None:
-        self.bank = Bank(model.sites, device=model.device, compute_dtype=model.dtype)
+    def __init__(self, model: BaseModel, part: tuple[int, int] = (0, 1)) -> None:
+        self.bank = Bank(model.sites, device=model.device, compute_dtype=model.dtype, part=part)
         self._model = model
         self._specs: dict[str, AdapterSpec] = {}
         self._origins: dict[str, Origin] = {}
@@ -59,6 +59,7 @@ class AdapterStore:
         sites = resolve_targets(job.adapter.target_modules, self._model.linears)
         weight_of = self._model.frozen_weight
         attach(self.bank, job.name, job.adapter, sites, seed=job.train.seed, weight_of=weight_of)
+        self.bank.block(job.name).spread()  # until all have their own part
         found = newest_checkpoint(resume_from, origin)
         if found.directory is not None:
             self._restore(job.name, found)
@@ -114,7 +115,8 @@ class AdapterStore:
         if best and job not in self._best:
             self.keep(job)
         kept = self._best[job] if best else {}
-        return [block.state, block.frozen, *(kept[name] for name in sorted(kept))]
+        moments = [] if block.whole is None else [block.whole]
+        return [block.state, *moments, block.frozen, *(kept[name] for name in sorted(kept))]
 
     @contextmanager
     def at_best(self, jobs: Sequence[str]) -> Iterator[None]:

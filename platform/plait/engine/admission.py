@@ -58,6 +58,7 @@ class Admission:
         self._capacity = settings.engine.capacity_or_usual
         self._memory_share = settings.planner.memory_share
         self._rooms = {(self._capacity, 0)}  # of replicas: capacity, and bytes beyond the least one's budget
+        self._sharded = settings.cluster.optimiser == "sharded"
         self._profile = profile
         self._learnt: MemoryModel | None = None
         self._overhead = 1.0  # static bytes for each byte of the adapters themselves
@@ -187,7 +188,8 @@ class Admission:
     def _adapter_bytes(self, adapter: AdapterSpec, sites: Iterable[LinearInfo]) -> int:
         from plait.adapters.variants import adapter_bytes  # imports torch, which the coordinator does not
 
-        return adapter_bytes(adapter, sites, self._facts.shape.element_bytes)
+        parts = len(self._facts.devices) if self._sharded else 1
+        return adapter_bytes(adapter, sites, self._facts.shape.element_bytes, parts=parts)
 
 
 def activation_bytes(model: ActivationShape, *, capacity: int, longest: int, checkpointing: bool) -> int:

@@ -53,7 +53,7 @@ from plait.engine.worker import ActivationShape, WorkerFacts
 from plait.models.base import BaseModel
 from plait.models.generate import Prompt, batch_size, generate
 from plait_kernels import AdapterStep, Bank, adamw_step
-from plait_kernels.bank import GRADIENTS
+from plait_kernels.bank import GRADIENTS, WEIGHTS, Block
 
 
 class Peers(Protocol):
@@ -61,6 +61,9 @@ class Peers(Protocol):
 
     def add_up(self, gradients: Tensor, job: str, step: int) -> None:
         """Begin to put the sum over all of them into this vector of a job; all do so in one order."""
+
+    def fill(self, vectors: Sequence[tuple[Tensor, Sequence[slice]]]) -> None:
+        """Take each part of these vectors from the worker whose number it has."""
 
     def finish(self, *, short: bool) -> bool:
         """Wait for the sums that were begun; whether one of them is ``short`` of memory."""
@@ -72,6 +75,7 @@ class LocalWorker:
     Args:
         recorder: of the process's spans; None: one of its own.
         peers: what it adds up gradients with; None: it trains alone.
+        part: its number and the count of peers, if each keeps the moments of a part of every adapter.
     """
 
     def __init__(
@@ -83,9 +87,10 @@ class LocalWorker:
         clock: Callable[[], float] = time.perf_counter,
         recorder: SpanRecorder | None = None,
         peers: Peers | None = None,
+        part: tuple[int, int] = (0, 1),
     ) -> None:
         torch.set_num_threads(settings.threads or usual_threads())
-        self.adapters = AdapterStore(model)
+        self.adapters = AdapterStore(model, part)
         self.bank = self.adapters.bank
         self._backend = choose_kernels(settings.kernels, model.device, model.dtype)
         model.install(backend=self._backend)
@@ -156,7 +161,11 @@ class LocalWorker:
                 return self._generate(command)
             case SaveCheckpoint(job, directory, cursor):
                 started = self._clock()
-                self.adapters.save(job, directory, cursor)
+                self.gather_moments(job)
+                try:
+                    self.adapters.save(job, directory, cursor)
+                finally:
+                    self.bank.block(job).whole = None
                 self._recorder.lap("checkpoint", ((job, cursor.step),))
                 return [Saved(job, self._clock() - started)]
             case Export(job, directory, kept_step):
@@ -301,7 +310,7 @@ class LocalWorker:
     def _step(self, steps: Sequence[StepJob]) -> list[WorkerEvent]:
         """One call of the optimiser for all these jobs; its time is shared out by adapter size."""
         started = self._clock()
-        results = adamw_step(self.bank, [self._adapter_step(step) for step in steps])
+        results = adamw_step(self.bank, [self._adapter_step(step) for step in steps], self._complete)
         seconds = self._clock() - started
         self._recorder.lap("step", _work(steps))
         sizes = {step.job: self.bank.block(step.job).state.numel() for step in steps}
@@ -310,6 +319,19 @@ class LocalWorker:
             StepDone(step.job, step.step, result.grad_norm, own[step.job])
             for step, result in zip(steps, results, strict=True)
         ]
+
+    def _complete(self, stepped: Sequence[Block]) -> None:
+        """Take the weights that peers have stepped."""
+        parts = [(block.state[WEIGHTS], block.parts) for block in stepped if len(block.parts) > 1]
+        if parts and self._peers is not None:
+            self._peers.fill(parts)
+
+    def gather_moments(self, job: str) -> None:
+        """Gather all moments of a job, with all peers, if each has those of a part."""
+        block = self.bank.block(job)
+        block.spread()
+        if block.whole is not None and self._peers is not None:
+            self._peers.fill([(row, block.parts) for row in block.whole])
 
     def _adapter_step(self, step: StepJob) -> AdapterStep:
         train = self._jobs[step.job].train

@@ -57,6 +57,14 @@ def test_replicas_train_as_one_process_does(
         first = run()
         weights = {job.name: stored_pairs(first.ended(job.name).adapter) for job in jobs}
         second = run()
+        again = {job.name: stored_pairs(second.ended(job.name).adapter) for job in jobs}
+    if count == 3:
+        with fleet(count, TINY, ENGINE, tmp_path / "sharded", optimiser="sharded") as worker:
+            sharded = run(worker=worker)
+        assert losses(sharded) == losses(first)
+        for job in jobs:
+            own = stored_pairs(sharded.ended(job.name).adapter)
+            assert distance(weights[job.name], own) == 0.0
     assert largest.keys() == set(range(count))
     assert all(
         tokens <= (cluster or {"capacities": [160] * 4})["capacities"][r] for r, tokens in largest.items()
@@ -68,8 +76,7 @@ def test_replicas_train_as_one_process_does(
         assert first.norms(job.name) == pytest.approx(alone.norms(job.name), rel=1e-4)
         assert first.evaluations(job.name) == pytest.approx(alone.evaluations(job.name), rel=LOSS_TOLERANCE)
         assert_same(first, alone, job, weights)
-        again = stored_pairs(second.ended(job.name).adapter)
-        assert distance(weights[job.name], again) == 0.0
+        assert distance(weights[job.name], again[job.name]) == 0.0
 
 
 def test_jobs_that_join_finish_and_diverge_leave_the_others_as_they_were(
@@ -99,14 +106,17 @@ def test_jobs_that_join_finish_and_diverge_leave_the_others_as_they_were(
         assert_same(found, alone, job, weights)
 
 
-def test_interrupted_and_resumed_on_another_number_of_processes(laboratory: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimiser", ["repeated", "sharded"])
+def test_interrupted_and_resumed_on_another_number_of_processes(
+    laboratory: Any, tmp_path: Path, optimiser: str
+) -> None:
     lab = laboratory("llama")
     jobs = lab.group(dropout=0.1, steps=STEPS)[:4]
     alone = lab.run(jobs, kernels="grouped")
     parts: list[History] = []
     resume: dict[str, Path] = {}
     for count, stop in ((2, 3), (3, None)):
-        with fleet(count, TINY, ENGINE, tmp_path / str(count)) as worker:
+        with fleet(count, TINY, ENGINE, tmp_path / str(count), optimiser=optimiser) as worker:
             cluster = ClusterSettings(processes=count)
             parts.append(
                 lab.run(jobs, worker=worker, resume_from=resume, between=stopping(stop), cluster=cluster)
@@ -126,12 +136,14 @@ class ShortPeers:
     """Peers of which another one runs out of memory in the second round; it notes what was begun."""
 
     def __init__(self) -> None:
-        self.received = 0
-        self.begun: list[Tensor] = []
+        self.begun: list[tuple[str, int]] = []
         self.asked: list[bool] = []
 
-    def add_up(self, gradients: Tensor) -> None:
-        self.begun.append(gradients)
+    def add_up(self, _: Tensor, job: str, step: int) -> None:
+        self.begun.append((job, step))
+
+    def fill(self, _: object) -> None:
+        raise AssertionError("each has all moments")
 
     def finish(self, *, short: bool) -> bool:
         self.asked.append(short)
@@ -165,7 +177,7 @@ def test_if_one_replica_runs_out_of_memory_none_steps_and_all_recover(
     assert any(isinstance(event, OutOfMemory) for event in events) == here
     assert not any(isinstance(event, StepDone) for event in events)
     assert peers.asked == [False, here]
-    assert len(peers.begun) == 2 * len(jobs)
+    assert peers.begun == [(job.name, step) for step in (1, 2) for job in jobs]
     for job, before in zip(jobs, weights, strict=True):
         state = worker.bank.block(job.name).state
         assert torch.equal(state[WEIGHTS], before)

@@ -9,6 +9,8 @@ from typing import Any
 import peft
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from plait.adapters.variants import adapter_bytes
@@ -35,6 +37,7 @@ from plait.engine.steps import DataOrder, training_batch
 from plait.models.generate import generate
 from plait.models.load import transformers_model
 from plait.planner.packing import pack
+from plait_kernels.bank import parts_of
 
 TINY = ModelSettings(kind="tiny", dtype="float32", seed=3)
 
@@ -55,6 +58,20 @@ def test_predicted_adapter_bytes_are_what_the_bank_holds(laboratory: Any) -> Non
     state = worker.bank.block(job.name).state
     assert adapter_bytes(job.adapter, sites, lab.model.dtype.itemsize) == state.numel() * 4
     assert worker.facts.shape.weight_bytes == lab.model.weight_bytes
+    sharded = LocalWorker(lab.model, DataCatalogue(lambda _: lab.data(job)), EngineSettings(), part=(0, 3))
+    sharded.execute(Attach(job))
+    sharded.bank.block(job.name).keep_own()
+    own = sharded.bank.block(job.name)
+    held = 4 * (own.state.numel() + own.moments.numel())
+    assert adapter_bytes(job.adapter, sites, lab.model.dtype.itemsize, parts=3) == held < state.numel() * 4
+
+
+@given(st.integers(0, 3000), st.integers(1, 9))
+def test_parts_hold_every_number_once_and_begin_aligned(size: int, count: int) -> None:
+    parts = parts_of(size, count)
+    assert [number for part in parts for number in range(part.start, part.stop)] == list(range(size))
+    assert len(parts) == count
+    assert all(part.start % 16 == 0 for part in parts if part.start < part.stop)
 
 
 def test_only_labelled_rows_reach_the_head_and_weights_are_those_of_the_global_batch(laboratory: Any) -> None:
