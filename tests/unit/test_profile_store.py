@@ -155,3 +155,5 @@ def test_processes_that_share_a_processor_need_a_profile_with_their_threads(
     assert own is not None
     assert own.time is not None
     assert own.key.threads == 2
+    elsewhere = replace(settings(3), cluster=ClusterSettings(processes=3, per_host=1))
+    assert build.threads_each(elsewhere) == 6

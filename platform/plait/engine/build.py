@@ -229,10 +229,10 @@ def threads_each(settings: RunSettings) -> int | None:
     """``engine.threads`` of each process: of several on a processor an equal part; None: as many as usual."""
     from plait.engine.devices import choose_device, usual_threads
 
-    engine, processes = settings.engine, settings.cluster.processes
-    if engine.threads or processes == 1 or choose_device(engine.device).type != "cpu":
+    engine, cluster = settings.engine, settings.cluster
+    if engine.threads or cluster.processes == 1 or choose_device(engine.device).type != "cpu":
         return engine.threads
-    return max(1, usual_threads() // processes)
+    return max(1, usual_threads() // (cluster.per_host or cluster.processes))
 
 
 def build_coordinator(
