@@ -30,10 +30,10 @@ class LiveJob:
         earlier: seconds from submission to the last checkpoint in earlier processes.
         eval_loss: of the last evaluation.
         cancelled: the state in which it is to end, and why; None while it may train.
-        rungs: steps after which it waits until it is let past.
+        rungs: steps after which it waits until it is released.
         measured: whether the validation loss is wanted at every rung.
         reached: the last rung at which it waited.
-        passed: the last rung that it was let past.
+        passed: the last rung that it passed.
         holds: why it may not train now; empty while it may.
         evaluated: step of the last evaluation.
         warm_from: folder of the weights that it starts with; None for fresh ones.

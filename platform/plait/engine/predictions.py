@@ -49,7 +49,7 @@ class Expected:
     Attributes:
         seconds: None if nothing is known yet.
         bytes: highest peak, weights and adapters included.
-        by_rule: ``bytes`` are an upper bound from the model's shape, for want of observations.
+        by_rule: ``bytes`` is an upper bound from the model's shape, because nothing was observed yet.
         terms: the sums that seconds depend on, in the order of ``TERMS``, by replica.
         shapes: what the memory of each microbatch depends on, by its index.
         busy_seconds: of each replica by its number; they differ by its microbatches. Empty where nothing is

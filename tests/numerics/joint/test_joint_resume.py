@@ -1,4 +1,4 @@
-"""A saved state continues exactly, knows no layout, and is refused if it is not as it was written."""
+"""A checkpoint resumes exactly, is independent of the layout, and is refused if it was altered."""
 
 from __future__ import annotations
 
