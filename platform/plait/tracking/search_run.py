@@ -338,21 +338,14 @@ class SearchRun:
         for record in board.jobs.values():
             record.run_id = run_id(record.name)
         rows = [replace(record, run_id=run_reference(record.name)) for record in board.ordered()]
-        self._log.text(self._key, names.LEADERBOARD_FILE, to_split_json(rows))
-        if board.others:
-            self._write_front(rows)
-        note = {names.TAG_NOTE: found} if (found := best_so_far(board)) else {}
-        self._log.tags(self._key, self._table_tag() | note)
-        self._next = started + max(REFRESH_SECONDS, (time.monotonic() - started) / REFRESH_SHARE)
-
-    def _write_front(self, rows: Sequence[JobRecord]) -> None:
-        """The Pareto front as a table, and as a tag of each job that is or was on it."""
-        front = {row.name: row for row in rows if row.on_front}
-        keys = varying(rows)
-        self._log.text(self._key, names.PARETO_FILE, to_split_json(list(front.values()), keys))
-        for name in sorted(front.keys() ^ self.front):
+        for path, text in tables(board, rows).items():
+            self._log.text(self._key, path, text)
+        front = {row.name for row in rows if row.on_front}
+        for name in sorted(front ^ self.front):
             self._log.tags(name, {names.TAG_PARETO: str(name in front).lower()})
-        self.front = set(front)
+        self.front = front
+        self._log.tags(self._key, self._table_tag() | note(board))
+        self._next = started + max(REFRESH_SECONDS, (time.monotonic() - started) / REFRESH_SHARE)
 
     def _table_tag(self) -> dict[str, str]:
         """The tag that tells MLflow's pages which artifacts are tables."""
@@ -377,6 +370,21 @@ def search_values(board: Leaderboard, seconds: float) -> dict[str, float]:
     if board.others:
         values[names.SEARCH_FRONT] = len(board.front())
     return values
+
+
+def tables(board: Leaderboard, rows: Sequence[JobRecord]) -> dict[str, str]:
+    """The leaderboard and, of several objectives, the Pareto front, as artifacts that MLflow shows as tables;
+    ``rows``: the board's, best first."""
+    found = {names.LEADERBOARD_FILE: to_split_json(rows)}
+    if board.others:
+        front = [row for row in rows if row.on_front]
+        found[names.PARETO_FILE] = to_split_json(front, varying(rows))
+    return found
+
+
+def note(board: Leaderboard) -> dict[str, str]:
+    """The tag with what the search has found; none before there is anything to tell."""
+    return {names.TAG_NOTE: found} if (found := best_so_far(board)) else {}
 
 
 def best_so_far(board: Leaderboard) -> str:
@@ -434,15 +442,12 @@ def write_final(store: Store, run_id: str, results: Sequence[JobResult]) -> Lead
     for result in results:
         board.take_result(result)
     rows = board.ordered()
-    store.log_text(run_id, names.LEADERBOARD_FILE, to_split_json(rows))
-    if board.others:
-        front = [row for row in rows if row.on_front]
-        keys = varying(rows)
-        store.log_text(run_id, names.PARETO_FILE, to_split_json(front, keys))
-        for row in rows:
-            was = row.trial in children and children[row.trial].data.tags.get(names.TAG_PARETO) == "true"
-            if row.run_id and was != row.on_front:
-                store.update(row.run_id, (), {names.TAG_PARETO: str(row.on_front).lower()})
+    for path, text in tables(board, rows).items():
+        store.log_text(run_id, path, text)
+    for row in rows if board.others else ():
+        was = row.trial in children and children[row.trial].data.tags.get(names.TAG_PARETO) == "true"
+        if row.run_id and was != row.on_front:
+            store.update(row.run_id, (), {names.TAG_PARETO: str(row.on_front).lower()})
     newest = newest_point(run, names.SEARCH_SECONDS)
     values = finite(search_values(board, newest.value))
     last = (
@@ -450,6 +455,5 @@ def write_final(store: Store, run_id: str, results: Sequence[JobResult]) -> Lead
         if values.items() <= run.data.metrics.items()
         else [LogPoints(run_id, newest.step + 1, time_ms(), values)]
     )
-    note = {names.TAG_NOTE: found} if (found := best_so_far(board)) else {}
-    store.update(run_id, last, note)
+    store.update(run_id, last, note(board))
     return board
