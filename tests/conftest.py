@@ -27,9 +27,8 @@ def memory_folder() -> str | None:
     return None if os.statvfs(folder).f_flag & os.ST_NOEXEC else str(folder)
 
 
-# The tests' many stores wait for the disk at every commit, on a real one for milliseconds.
-os.environ.setdefault("TMPDIR", memory_folder() or tempfile.gettempdir())
-tempfile.tempdir = None
+# Pytest's folders: the tests' many stores wait for the disk at every commit, on a real one for milliseconds.
+os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", memory_folder() or tempfile.gettempdir())
 
 # What a machine under load takes for an example says nothing about Plait.
 hypothesis.settings.register_profile("plait", deadline=None)
