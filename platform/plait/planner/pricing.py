@@ -109,7 +109,7 @@ class Pricing:
         return levels[cost.ramp * levels < self._tau]
 
     def _find_alone(self) -> Int64:
-        """Most sequences of each bucket by itself within τ."""
+        """Most sequences of each bucket alone within τ."""
         most = np.zeros(len(self._counts), dtype=np.int64)
         for j in range(self._cost.supported):
             d = np.arange(1, int(self._counts[j]) + 1)
