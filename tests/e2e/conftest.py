@@ -52,6 +52,18 @@ def folder(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch) -
     return tmp_path
 
 
+@pytest.fixture
+def place(tmp_path: Path, empty_store: Path) -> Callable[[str], Path]:
+    """Makes a folder with an empty store."""
+
+    def make(name: str) -> Path:
+        (tmp_path / name / "plait-runs").mkdir(parents=True)
+        shutil.copy(empty_store, tmp_path / name / "plait-runs")
+        return tmp_path / name
+
+    return make
+
+
 @pytest.fixture(scope="session")
 def trials() -> Trials:
     """The trials of the only study in a storage; by default, of the searches of a folder."""

@@ -72,6 +72,8 @@ class Forked:
             ``operations`` of the folder has their number.
     """
 
+    run = staticmethod(_run)
+
     def __init__(
         self,
         arguments: Sequence[str],
@@ -87,9 +89,14 @@ class Forked:
         self._start = self._read = self.log.stat().st_size if self.log.exists() else 0
         variables = os.environ | (environment or {})
         self._process: Any = FORKS.Process(
-            target=_run, args=(list(arguments), str(folder), log, dict(variables), last)
+            target=self.run, args=(list(arguments), str(folder), log, dict(variables), last)
         )
         self._process.start()
+
+    @property
+    def pid(self) -> int:
+        """Of its process."""
+        return int(self._process.pid)
 
     @property
     def output(self) -> str:

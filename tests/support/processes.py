@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from forked import FORKS
+import psutil
+from forked import FORKS, Forked
 from laboratory import random_data
 
 from plait.core.settings import ClusterSettings, EngineSettings, ModelSettings, RunSettings
-from plait.distributed import process
+from plait.distributed import launch, process
 from plait.distributed.fleet import Fleet
 from plait.distributed.launch import Launcher
 from plait.distributed.places import Address
@@ -54,6 +55,25 @@ def _serve(address: Address, key: bytes, number: int, log: str, ahead: float) ->
     os.dup2(output, 2)
     process.SpanRecorder = partial(SpanRecorder, lambda: time.monotonic() + ahead)  # type: ignore[misc]
     process.serve(address, key, number)
+
+
+def _run_forking(*given: Any) -> None:
+    launch.start_process = ForkedProcess  # type: ignore[assignment]
+    Forked.run(*given)
+
+
+class ForkedSearch(Forked):
+    """A search of several processes, each forked, too."""
+
+    run = staticmethod(_run_forking)
+
+    def processes(self) -> list[psutil.Process]:
+        """Those of the run that live, as far as they have started: children of the coordinator's own
+        process that forks."""
+        with suppress(psutil.NoSuchProcess):
+            forking = psutil.Process(self.pid).children()
+            return [each for one in forking for each in one.children()]
+        return []
 
 
 @contextmanager

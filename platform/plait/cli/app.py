@@ -203,13 +203,16 @@ def complete(arguments: Sequence[str], verbs: Mapping[str, bool]) -> int:
         if names or not verbs.get(verb):
             print(" ".join(name for name in names if name.startswith(words[-1])))
             return EXIT_DONE
-        rest = [f"+sweeps={words[2]}", *words[3:]] if verb == "bench" else words[2:]
+        rest = words[3:] if verb == "launch" else words[2:]
+        rest = [f"+sweeps={words[2]}", *words[3:]] if verb == "bench" else rest
         os.environ["COMP_LINE"] = " ".join([words[0], *rest])
     return run("plait", arguments)
 
 
 def _names(verb: str) -> list[str]:
-    """The first words after a verb: names of searches or benchmarks; none for other verbs."""
+    """The first words after a verb: names of searches, benchmarks or batch systems; none for other verbs."""
+    if verb == "launch":
+        return ["slurm"]
     if verb == "bench":
         folder = sweeps_dir()
         return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml"))

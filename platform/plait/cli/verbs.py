@@ -190,6 +190,12 @@ Examples
     Verb("ui", "plait.cli.results:ui", "open the results in MLflow"),
     Verb("leaderboard", "plait.cli.results:leaderboard", "print a search's adapters, best first"),
     Verb("trace", "plait.cli.trace:main", "write what the processes of a search did as a timeline"),
+    Verb(
+        "launch",
+        "plait.cli.launch:main",
+        "write a batch script that runs a search on several hosts",
+        hydra=True,
+    ),
     Verb("forget", "plait.cli.results:forget", "delete a search: folder, study and MLflow runs"),
     Verb("export", "plait.cli.results:export", "export an adapter as a PEFT folder"),
 )

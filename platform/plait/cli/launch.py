@@ -1,0 +1,167 @@
+"""`plait launch slurm`: writes a batch script that runs a search on several hosts.
+
+A seam: loaded only for this verb.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from plait.config.build import key_of
+from plait.core.errors import EXIT_DONE, EXIT_INTERRUPTED, ConfigError, StorageError, choices
+from plait.core.settings import TrackingSettings
+from plait.search.recorded import given, known_command
+from plait.utils.files import PRIVATE, write_text
+from plait.utils.paths import user_path
+from plait.utils.spelling import did_you_mean
+
+SYSTEMS = ("slurm",)
+LAUNCHED = ("cluster.processes", "cluster.per_host")  # srun says how many there are
+SAVE_SECONDS = 120  # before the end of its time the search is asked to save and end
+SCRIPT = """#!/usr/bin/env bash
+#SBATCH --job-name={job}
+{options}
+#SBATCH --output={name}-%j.log
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=TERM@{seconds}
+# Written by `plait launch slurm`. Each task of srun runs the same command: the first coordinates, all train.
+# A job that is preempted, or comes to the end of its time, is queued again and resumes.
+set -uo pipefail
+cd {directory} || exit 1
+PLAIT_KEY=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')  # lets the tasks find each other, and no one else
+export PLAIT_KEY
+srun --kill-on-bad-exit=0 {command}
+status=$?
+if [ "$status" -eq {interrupted} ]; then
+    scontrol requeue "$SLURM_JOB_ID" && exit 0
+fi
+exit "$status"
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the script and say what to do with it."""
+    known = _parser().parse_intermixed_args(arguments)
+    if known.system not in SYSTEMS:
+        meant = did_you_mean(known.system, SYSTEMS, before="plait launch ")
+        raise ConfigError(
+            f"plait launch {known.system}",
+            "No script is known for it.",
+            f"{meant}Available: {choices(SYSTEMS)}. torchrun and DeepSpeed need none: docs/cluster.md.",
+        )
+    words, directory = _command(known.words)
+    name = re.sub(r"[^\w.-]", "_", _checked(words))
+    path = known.to or Path(f"{name}.sbatch")
+    try:
+        write_text(path, _script(name, words, directory, known), mode=PRIVATE)
+    except OSError as error:
+        raise StorageError(f"{path}: {error.strerror}", "The script cannot be written there.") from error
+    print(f"{path}: nodes {known.nodes}, processes {known.nodes * known.tasks_per_node}")
+    print(f"Submit it with: sbatch {shlex.quote(str(path))}")
+    print(f"{directory} must be on a file system that all nodes share.")
+    return EXIT_DONE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="plait launch",
+        usage="plait launch slurm [options] NAME | KEY=VALUE ...",
+        description="Write a batch script that runs a search on several hosts: that of a name, which it "
+        "resumes, or the one that `plait sweep` would run with these settings.",
+    )
+    parser.add_argument("system", metavar="slurm", help="the system that runs batch scripts")
+    parser.add_argument("words", nargs="*", metavar="NAME | KEY=VALUE", help="the search")
+    parser.add_argument("--nodes", type=_count, default=1, help="default: 1")
+    parser.add_argument("--tasks-per-node", type=_count, default=1, metavar="N", help="default: 1")
+    parser.add_argument(
+        "--gpus-per-task", type=_number, default=1, metavar="N", help="default: 1; 0 on nodes without"
+    )
+    parser.add_argument("--cpus-per-task", type=_count, metavar="N", help="default: the partition's")
+    parser.add_argument(
+        "--time", type=_word, metavar="LIMIT", help="[DAYS-]HOURS:MINUTES:SECONDS; default: the partition's"
+    )
+    parser.add_argument("--partition", type=_word, metavar="NAME", help="default: the cluster's")
+    parser.add_argument("--to", type=Path, metavar="FILE", help="default: NAME.sbatch")
+    return parser
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is no whole number")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    if (found := _number(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return found
+
+
+def _word(text: str) -> str:
+    if not re.fullmatch(r"[\w.,:-]+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not what Slurm takes")
+    return text
+
+
+def _command(words: Sequence[str]) -> tuple[list[str], Path]:
+    """The command of a search that is to run, and its folder.
+
+    Raises:
+        SearchError: no search has the name.
+        ConfigError: there are several names, or neither a name nor settings.
+    """
+    names = [word for word in words if "=" not in word]
+    overrides = [word for word in words if "=" in word]
+    if len(names) > 1:
+        raise ConfigError(shlex.join(names), "One search is launched.", "Settings are KEY=VALUE.")
+    for word in overrides:
+        if key_of(word) in LAUNCHED:
+            raise ConfigError(word, "srun starts the processes.", "Use --nodes and --tasks-per-node instead.")
+    if not names:
+        return ["sweep", *overrides], Path.cwd()
+    root = user_path(given(overrides, "tracking.root") or TrackingSettings().root).absolute()
+    recorded = known_command(root, names[0])
+    arguments = recorded.words([f"tracking.root={root}", *overrides])
+    return [word for word in arguments if key_of(word) not in LAUNCHED], Path(recorded.directory)
+
+
+def _checked(words: Sequence[str]) -> str:
+    """Compose the search, so that what is wrong with it is said before it waits in a queue; its name.
+
+    Raises:
+        PlaitError: as `plait sweep`.
+    """
+    from plait.cli.app import compose
+    from plait.cli.sweeping import search_command
+    from plait.search.identity import identify
+
+    search = compose(words[1:])
+    command, _ = search_command(search.config, search.loader, search.arguments, ("plait", *words))
+    settings = command.settings
+    return settings.search.name or identify(command.space, command.base, settings).name
+
+
+def _script(name: str, words: Sequence[str], directory: Path, known: argparse.Namespace) -> str:
+    options = {
+        "nodes": known.nodes,
+        "ntasks-per-node": known.tasks_per_node,
+        "gpus-per-task": known.gpus_per_task or None,
+        "cpus-per-task": known.cpus_per_task,
+        "time": known.time,
+        "partition": known.partition,
+    }
+    return SCRIPT.format(
+        job=f"plait-{name}",
+        options="\n".join(f"#SBATCH --{key}={value}" for key, value in options.items() if value is not None),
+        name=name,
+        seconds=SAVE_SECONDS,
+        directory=shlex.quote(str(directory)),
+        command=shlex.join([sys.executable, "-m", "plait", *words]),
+        interrupted=EXIT_INTERRUPTED,
+    )

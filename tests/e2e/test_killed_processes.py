@@ -1,0 +1,132 @@
+"""kill -9 to processes of a search that has three, to its coordinator, and to all of them: in the end all is
+as if nothing had happened.
+
+``PLAIT_FAULTS=60`` kills sixty times, a third of each; without it each once.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from processes import ForkedSearch
+from twins import compare
+
+KILLS = int(os.environ.get("PLAIT_FAULTS", "3"))
+KINDS = ("a process", "the coordinator", "all")
+SEED = 20261123
+MOST = 25  # kills of one search
+TOGETHER = ("3 processes\n", "train again after")  # printed once the processes have come together
+
+
+def command() -> list[str]:
+    return [
+        "sweep", "model=tiny", "data.task=chain_sum", "data.size=24", "data.validation=4",
+        "train.batch_size=2", "train.steps=32", "train.eval_every=8", "adapter.dropout=0.1",
+        "adapter.rank=1,2,3,4", "search.sampler=grid", "search.trials=4", "search.parallel=2",
+        "search.name=mine", "engine.checkpoint_steps=3", "engine.threads=1", "tracking.points=100000",
+        "search/stopping=successive_halving", "search.stopping.cohort=4", "engine.kernels=grouped",
+        "cluster.processes=3", "cluster.per_host=3", "cluster.restarts=1000", "cluster.join_seconds=120",
+    ]  # fmt: skip
+
+
+class Disturbed:
+    """A search that is killed, or loses processes, again and again.
+
+    Attributes:
+        came_back: seconds from a kill until the processes were together again.
+    """
+
+    def __init__(self, folder: Path, draw: random.Random, apart: float) -> None:
+        self._folder, self._draw, self._apart = folder, draw, apart
+        self.kills: Counter[str] = Counter()
+        self.came_back: dict[str, list[float]] = {kind: [] for kind in KINDS}
+        self._search = self._begin()
+        self._seen = 0
+
+    def _begin(self) -> ForkedSearch:
+        self._seen = 0
+        return ForkedSearch(command(), self._folder)
+
+    def _together(self) -> bool:
+        return any(text in self._search.output[self._seen :] for text in TOGETHER)
+
+    def _wait(self, kind: str, killed: float) -> None:
+        """Until the processes are together or the search has ended."""
+        self._search.until(lambda: self._search.status() is not None or self._together())
+        if self._together() and kind:
+            self.came_back[kind].append(time.monotonic() - killed)
+
+    def run(self, kinds: list[str]) -> None:
+        """Kill in this order until the search ends, or the kills do."""
+        self._wait("", 0.0)
+        while kinds and sum(self.kills.values()) < MOST and self._search.status() is None:
+            time.sleep(self._draw.uniform(0.0, self._apart))
+            kind = kinds[0]
+            self._seen = len(self._search.output)
+            if not self._kill(kind):
+                continue
+            kinds.pop(0)
+            self.kills[kind] += 1
+            killed = time.monotonic()
+            if kind != "a process":
+                self._search.end()
+                self._search = self._begin()
+            if self._draw.random() < 0.75:  # else perhaps while the processes come together
+                self._wait(kind, killed)
+        assert self._search.end() == 0, self._search.output
+
+    def _kill(self, kind: str) -> bool:
+        """Kill one or all; whether there was something to kill."""
+        found = self._search.processes()
+        if not found or self._search.status() is not None:
+            return False
+        if kind != "the coordinator":
+            for each in found if kind == "all" else [self._draw.choice(found)]:
+                with suppress(psutil.NoSuchProcess):
+                    each.send_signal(signal.SIGKILL)
+        if kind != "a process":
+            return self._search.kill() == -signal.SIGKILL
+        return True
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600 if KILLS > 3 else 300)
+def test_a_search_whose_processes_are_killed_ends_as_one_whose_are_not(
+    place: Callable[[str], Path],
+) -> None:
+    whole = place("whole")
+    undisturbed = ForkedSearch(command(), whole)
+    undisturbed.until("3 processes")
+    began = time.monotonic()
+    assert undisturbed.end() == 0, undisturbed.output
+    training = time.monotonic() - began
+    draw = random.Random(SEED)
+    kinds = [KINDS[number % 3] for number in range(KILLS)]
+    draw.shuffle(kinds)
+    kills: Counter[str] = Counter()
+    came_back: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    points = searches = 0
+    while kinds:
+        searches += 1
+        folder = place(f"broken-{searches}")
+        disturbed = Disturbed(folder, draw, training / min(KILLS, MOST))
+        disturbed.run(kinds)
+        # A job at a rung is attached once more by the next coordinator: what that takes is written nowhere.
+        points += compare(folder, whole, adds_up=False)
+        kills += disturbed.kills
+        for kind, seconds in disturbed.came_back.items():
+            came_back[kind] += seconds
+    back = "; ".join(
+        f"after {kind} {sorted(each)[len(each) // 2]:.1f} s" for kind, each in came_back.items() if each
+    )
+    print(f"{dict(kills)} in {searches} searches; together again in the median {back}; {points} points equal")
+    assert sum(kills.values()) == KILLS

@@ -1,0 +1,88 @@
+"""The batch script of `plait launch slurm`, run with a stand-in for srun that starts the tasks here."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plait.cli.main import main
+
+# Starts so many tasks of what follows its options, with the variables that Slurm sets; the highest status.
+SRUN = """#!{python}
+import os, subprocess, sys
+command = [word for word in sys.argv[1:]]
+while command[0].startswith("--"):
+    command.pop(0)
+tasks = int(os.environ["TASKS"])
+own = dict(SLURM_STEP_NUM_TASKS=str(tasks), SLURM_STEP_ID="0", SLURM_NODEID="0", SLURM_JOB_ID="{job}",
+           SLURM_STEP_NODELIST="here[1-2]", SLURM_STEP_TASKS_PER_NODE=str(tasks))
+started = [subprocess.Popen(command, env=os.environ | own | dict(SLURM_PROCID=str(n), SLURM_LOCALID=str(n)))
+           for n in range(tasks)]
+sys.exit(max(each.wait() for each in started))
+"""
+SEARCH = ("adapter.rank=1,2,3", "search.sampler=grid", "search.name=mine")
+
+
+def stand_in(folder: Path, name: str, text: str) -> None:
+    file = folder / name
+    file.write_text(text)
+    file.chmod(file.stat().st_mode | stat.S_IXUSR)
+
+
+@pytest.mark.slow
+def test_the_script_runs_the_search_in_the_tasks_of_srun(
+    folder: Path, short: tuple[str, ...], leaderboard: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--tasks-per-node", "2", "--gpus-per-task", "0", "--time", "1:00:00", "--partition", "cpu"]
+    assert main(["launch", "slurm", *options, *short, *SEARCH]) == 0
+    assert "Submit it with: sbatch mine.sbatch" in capsys.readouterr().out
+    subprocess.run(["bash", "-n", "mine.sbatch"], check=True)
+    script = (folder / "mine.sbatch").read_text()
+    asked = {line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH")}
+    assert {"nodes=1", "ntasks-per-node=2", "time=1:00:00", "partition=cpu", "requeue"} <= asked
+    assert not any("gpus" in each for each in asked)
+    stand_in(folder, "srun", SRUN.format(python=sys.executable, job=os.getpid()))
+    environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "TASKS": "2"}
+    run = subprocess.run(
+        ["bash", "mine.sbatch"], env=environment, capture_output=True, text=True, timeout=280
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "2 processes" in run.stdout
+    assert len(leaderboard()) == 3
+
+
+def test_an_interrupted_search_is_queued_again(folder: Path, short: tuple[str, ...]) -> None:
+    assert main(["launch", "slurm", *short, *SEARCH, "--to", "again.sbatch"]) == 0
+    for status, queued in ((130, "requeue 77\n"), (3, None)):
+        stand_in(folder, "srun", f"#!/bin/sh\nexit {status}\n")
+        stand_in(folder, "scontrol", '#!/bin/sh\necho "$@" > queued\n')
+        environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "77"}
+        run = subprocess.run(["bash", "again.sbatch"], env=environment, check=False)
+        assert run.returncode == (0 if queued else status)
+        assert (Path("queued").read_text() if queued else None) == queued
+        Path("queued").unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["slrum"], "Did you mean plait launch slurm?"),
+        (["slurm", "nothing"], "no such search"),
+        (["slurm", "one", "two"], "One search is launched"),
+        (["slurm", "cluster.processes=4"], "--nodes and --tasks-per-node"),
+        (["slurm", "adapter.rnak=3"], "adapter.rnak"),
+    ],
+)
+@pytest.mark.usefixtures("folder")
+def test_what_is_wrong_is_said_before_it_waits_in_a_queue(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launch", *words]) == 2
+    assert said in capsys.readouterr().err
+    assert not list(Path.cwd().glob("*.sbatch"))
