@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Sequence
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 
@@ -30,10 +31,10 @@ JOB = JobSpec("a", AdapterSpec(2), TrainSpec(steps=2, batch_size=6, eval_every=1
 
 def _check_trace(events: Sequence[Event], folder: Path) -> None:
     """The trace has a track for each process, without overlaps, and covers every iteration."""
-    log = SpanLog(folder, "worker")
-    for event in events:
-        if isinstance(event, SpansTaken):
-            log.add(event)
+    with closing(SpanLog(folder, "worker")) as log:
+        for event in events:
+            if isinstance(event, SpansTaken):
+                log.add(event)
     tracks = tracks_of(write_trace(folder) or "")
     assert list(tracks) == [(1, 1), (1, 2), (2, 1), (2, 2)]  # the process's own thread, and the exchange's
     assert [overlaps(spans) for spans in tracks.values()] == [[]] * 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -22,10 +23,18 @@ def taken(replica: int, *spans: Span, offset: float = 0.0) -> SpansTaken:
     return SpansTaken((ReplicaSpans(replica, "host", 10 + replica, "cpu", spans, offset, 1e-4),))
 
 
+def keep(folder: Path, *events: SpansTaken, worker: str = "worker") -> None:
+    with closing(SpanLog(folder, worker)) as log:
+        for event in events:
+            log.add(event)
+
+
 def test_a_span_has_its_jobs_and_its_tokens(tmp_path: Path) -> None:
-    log = SpanLog(tmp_path, "worker")
-    log.add(taken(0, Span("waiting", 7.0, 8.0), Span("microbatch", 8.0, 8.5, WORK, tokens=64)))
-    log.add(taken(1, Span("exchange", 8.0, 8.25, WORK[:1], bytes=12), offset=0.125))
+    keep(
+        tmp_path,
+        taken(0, Span("waiting", 7.0, 8.0), Span("microbatch", 8.0, 8.5, WORK, tokens=64)),
+        taken(1, Span("exchange", 8.0, 8.25, WORK[:1], bytes=12), offset=0.125),
+    )
     text = write_trace(tmp_path)
     assert text is not None
     (waiting, microbatch), (exchange,) = tracks_of(text).values()
@@ -38,9 +47,11 @@ def test_a_span_has_its_jobs_and_its_tokens(tmp_path: Path) -> None:
 
 
 def test_spans_do_not_overlap_where_an_offset_is_measured_again(tmp_path: Path) -> None:
-    log = SpanLog(tmp_path, "worker")
-    log.add(taken(0, Span("microbatch", 1.0, 2.0)))
-    log.add(taken(0, Span("step", 1.9, 3.0), Span("waiting", 3.0, 4.0)))
+    keep(
+        tmp_path,
+        taken(0, Span("microbatch", 1.0, 2.0)),
+        taken(0, Span("step", 1.9, 3.0), Span("waiting", 3.0, 4.0)),
+    )
     (track,) = tracks_of(write_trace(tmp_path) or "").values()
     assert overlaps(track) == []
     assert sum(span["dur"] for span in track) == pytest.approx(3e6)
@@ -48,16 +59,15 @@ def test_spans_do_not_overlap_where_an_offset_is_measured_again(tmp_path: Path) 
 
 def test_each_worker_of_a_search_has_its_own_tracks(tmp_path: Path) -> None:
     for worker in ("one", "other"):
-        SpanLog(tmp_path, worker).add(taken(0, Span("microbatch", 1.0, 2.0)))
+        keep(tmp_path, taken(0, Span("microbatch", 1.0, 2.0)), worker=worker)
     assert len(tracks_of(write_trace(tmp_path) or "")) == 2
 
 
 def test_the_newest_spans_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept, "MOST_BYTES", 2_000)
     monkeypatch.setattr(kept, "MOST_SPANS", 7)
-    log = SpanLog(tmp_path, "worker")
-    for at in range(100):
-        log.add(taken(0, Span("microbatch", at, at + 1.0, (("a", at),))))
+    monkeypatch.setattr(kept, "MOST_WAITING", 100)
+    keep(tmp_path, *(taken(0, Span("microbatch", at, at + 1.0, (("a", at),))) for at in range(100)))
     sizes = [(tmp_path / name).stat().st_size for name in (SPANS_FILE, BEFORE_FILE)]
     assert all(size < 2_500 for size in sizes)
     text = write_trace(tmp_path)
@@ -67,7 +77,7 @@ def test_the_newest_spans_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_full_disk_ends_no_search(tmp_path: Path) -> None:
-    SpanLog(tmp_path / "missing", "worker").add(taken(0, Span("microbatch", 1.0, 2.0)))
+    keep(tmp_path / "missing", taken(0, Span("microbatch", 1.0, 2.0)))
     assert write_trace(tmp_path / "missing") is None
 
 
@@ -85,7 +95,7 @@ def test_the_verb_writes_a_file(
     assert main(["trace", "mine"]) == 2
     folder.mkdir(parents=True)
     assert main(["trace", "mine"]) == 2
-    SpanLog(folder, "worker").add(taken(0, Span("microbatch", 1.0, 2.0)))
+    keep(folder, taken(0, Span("microbatch", 1.0, 2.0)))
     assert main(["trace", "mine"]) == 0
     assert "mine-trace.json" in capsys.readouterr().out
     assert tracks_of((tmp_path / "mine-trace.json").read_text())

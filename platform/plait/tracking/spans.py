@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Semaphore
 from typing import Any
 
 from plait.core.errors import StorageError
@@ -26,13 +28,14 @@ BEFORE_FILE = "spans-before.jsonl"
 SPAN_FILES = (BEFORE_FILE, SPANS_FILE)
 MOST_BYTES = 32 * 2**20  # of each file
 MOST_SPANS = 200_000  # newest ones in a trace: viewers take as many well
+MOST_WAITING = 64  # events that the disk has not taken yet
 MOST_NAMED = 3  # jobs in the name of a span; its arguments have all
 BEGINS = b'{"spans": '
 DIGITS = 6  # of seconds
 
 
 class SpanLog:
-    """Keeps spans as they come.
+    """Keeps spans as they come, in a thread: of many replicas that takes milliseconds.
 
     Args:
         folder: of the search, which exists.
@@ -43,9 +46,20 @@ class SpanLog:
         self._path, self._before = folder / SPANS_FILE, folder / BEFORE_FILE
         self._worker = worker
         self._zero = time.time() - time.monotonic()  # of the coordinator's clock, since 1970
+        self._thread = ThreadPoolExecutor(1, "spans")  # starts none before it is used
+        self._room = Semaphore(MOST_WAITING)
 
     def add(self, event: SpansTaken) -> None:
-        """Append an event."""
+        """Append an event; where the disk does not keep up, some are left out."""
+        if self._room.acquire(blocking=False):
+            self._thread.submit(self._write, event)
+
+    def close(self) -> None:
+        """Return when everything is written."""
+        self._thread.shutdown()
+
+    def _write(self, event: SpansTaken) -> None:
+        self._room.release()
         jobs: dict[str, int] = {}
         rows = [
             [*(getattr(each, name) for name in _HEAD), [_row(span, jobs) for span in each.spans]]

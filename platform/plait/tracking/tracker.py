@@ -502,6 +502,7 @@ class Tracker:
             return
         log = started.log
         started.run.clock.close()
+        started.spans.close()
         closed = started.writer.close(patience)
         self.notices += started.writer.troubles()
         if closed and self._state == JobState.FINISHED and not log.waiting:
