@@ -11,7 +11,7 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -198,8 +198,8 @@ class Adapter:
 
     trial: int
     folder: Path
-    _search: SearchResult
-    _settings: TrackingSettings
+    _search: SearchResult = field(repr=False)
+    _settings: TrackingSettings = field(repr=False)
 
     def __fspath__(self) -> str:
         return str(self.folder)

@@ -201,6 +201,7 @@ def test_without_its_runs_a_search_has_the_adapters_in_its_folder_and_no_others(
     monkeypatch.setattr("plait.tracking.export", lambda *_: pytest.fail("there is no run to export"))
     adapter = _result(tmp_path, "").adapter(0)
     assert adapter.folder == tmp_path
+    assert repr(adapter) == f"Adapter(trial=0, folder={tmp_path!r})"  # a notebook shows it
     with pytest.raises(StorageError, match=r"base model of search 'mine'.*\n.*\n.*plait\.open\('mine'\)"):
         adapter.load()
     with pytest.raises(StorageError, match=r"trial-0000 of search 'mine'.*\n.*\n.*plait\.open\('mine'\)"):
