@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter, sleep
@@ -19,7 +19,7 @@ from plait.cost.profiles import ClusterProfile
 from plait.planner.buckets import dynamic_buckets
 from plait.planner.deployment import deploy, relaxation_bound
 from plait.planner.dispatch import ReplicaKind, dispatch, spread
-from plait.planner.dispatch_step import Replicas, StepPlan, plan_step
+from plait.planner.dispatch_step import Replicas, plan_step
 from plait.planner.solver import Limits
 from plait.utils.benchmarks import BENCHMARKS
 from plait.utils.progress import part
@@ -152,51 +152,22 @@ def _dispatch_figures(profile: ClusterProfile, batches: Int64, rows: Rows) -> li
     ]
 
 
-class StepPlanner:
-    """Plans the next step in another process while this one trains.
-
-    Args:
-        executor: where plans are made; the caller shuts it down.
-    """
-
-    def __init__(self, replicas: Replicas, executor: Executor) -> None:
-        self._replicas = replicas
-        self._executor = executor
-        self._ahead: tuple[tuple[int, ...], Future[StepPlan]] | None = None
-
-    def prepare(self, lengths: Sequence[int]) -> None:
-        """Start on the next step's samples."""
-        key = tuple(lengths)
-        self._ahead = key, self._executor.submit(plan_step, key, self._replicas)
-
-    def take(self, lengths: Sequence[int]) -> StepPlan:
-        """The plan of these samples: the prepared one where they are the same, else made now.
-
-        Raises:
-            CapacityError: a sample fits into no replica.
-        """
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead[0] == tuple(lengths):
-            return ahead[1].result()
-        return plan_step(lengths, self._replicas)
-
-
 def _ahead_figures(profile: ClusterProfile, batches: Int64, rows: Rows, step_seconds: float) -> list[Figure]:
-    """Median and longest milliseconds that a step waits for its plan: made when it begins, and made ahead."""
+    """Median and longest milliseconds that a step waits for its plan: made when it begins, and made ahead.
+
+    Ahead is in a thread, as the engine does it.
+    """
     costs = costs_of(profile, limits(profile), _devices(rows))
     kinds = ((kind.cost.configuration, profile.time, kind.count) for kind in replicas(costs, rows))
     to = Replicas(tuple(kinds))
     steps = [[int(length) for length in batch] for batch in batches]
     now, ahead = [], []
-    with ProcessPoolExecutor(1) as executor:
-        planner = StepPlanner(to, executor)
-        planner.prepare(steps[0])
-        planner.take(steps[0])  # the process starts, which is no step's time
+    with ThreadPoolExecutor(1) as executor:
         for lengths in steps:
-            planner.prepare(lengths)
+            plan = executor.submit(plan_step, lengths, to)
             sleep(step_seconds)  # the step before trains
             begin = perf_counter()
-            planner.take(lengths)
+            plan.result()
             ahead.append(perf_counter() - begin)
             begin = perf_counter()
             plan_step(lengths, to)

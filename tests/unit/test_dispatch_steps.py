@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from plait.planner.deployment import best_equal_replicas, deploy
 from plait.planner.dispatch import device_seconds
 from plait.planner.dispatch_step import Replicas, plan_step
 from plait_bench.lobra import Assumption, Task, compare, costs_of, expected_counts
-from plait_bench.planning_time import StepPlanner
 
 ROOT = Path(__file__).resolve().parents[2]
 TIME = TimeModel(32, {tp: LayerTime(2.5e-3, 5e-6 / tp**0.8, 1e-10) for tp in (1, 2, 8)})
@@ -91,16 +89,6 @@ def test_every_sample_goes_to_a_replica_that_takes_it(lengths: list[int]) -> Non
 def test_sample_over_every_capacity_is_named() -> None:
     with pytest.raises(CapacityError, match="20000 tokens"):
         plan_step([100, 20_000], REPLICAS)
-
-
-def test_plan_made_ahead_in_another_process_is_the_plan_made_now() -> None:
-    lengths = [int(length) for length in np.random.default_rng(0).integers(10, 9000, 50)]
-    with ProcessPoolExecutor(1) as executor:
-        planner = StepPlanner(REPLICAS, executor)
-        planner.prepare(lengths)
-        assert planner.take(lengths) == plan_step(lengths, REPLICAS)
-        planner.prepare(lengths)
-        assert planner.take(lengths[:20]) == plan_step(lengths[:20], REPLICAS)
 
 
 def test_published_deployment_is_found_or_within_ten_percent() -> None:
