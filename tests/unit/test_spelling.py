@@ -41,6 +41,7 @@ def test_one_edit_is_one(word: str, at: int, letter: str) -> None:
         ("MODEL", ["model"]),
         ("data.ta", ["data.task"]),
         ("train.see", ["train.seed"]),
+        ("train.task", ["data.task"]),
         ("nonsense", []),
         ("", []),
     ],

@@ -31,8 +31,8 @@ def alike(word: str, known: Iterable[str], *, cutoff: float = ALIKE) -> list[str
 
     First come names that end in the word, with only their group left out (``lr``: ``train.lr``), all of them.
     Then those with the fewest edits; among equals, a swap of neighbours precedes a missing or extra letter
-    (``modle``: ``model``, not ``mode``). If none is near enough, names that begin with the word, and then
-    those that difflib finds.
+    (``modle``: ``model``, not ``mode``). If none is near enough, keys of that name in other groups
+    (``train.rank``: ``adapter.rank``), names that begin with the word, and those that difflib finds.
 
     Args:
         word: what was written.
@@ -47,6 +47,8 @@ def alike(word: str, known: Iterable[str], *, cutoff: float = ALIKE) -> list[str
     nearest = min(names, key=lambda name: _rank(word, name), default=None)
     if nearest is not None and _rank(word, nearest)[0] <= _allowed(word, nearest):
         return [nearest]
+    if elsewhere := [name for name in names if _last(name) == _last(word)]:
+        return elsewhere
     begun = [name for name in names if name.startswith(word) and len(_last(word)) >= LEAST_BEGUN]
     return begun[:1] or get_close_matches(word, names, n=1, cutoff=cutoff)
 
