@@ -1,6 +1,6 @@
 """One worker process of a search on curves, on a study that others may share.
 
-Takes the folder as its argument, then "leaves" if it is to get a Ctrl-C after its first step, or
+:func:`main` takes the folder, then "leaves" if it is to get a Ctrl-C after its first step, or
 "steered=NAME" if its part of the search lies in another folder, has one slot, and obeys orders. Prints
 "ready", waits for a line, searches, and prints each step that it trained as a line "JOB STEP".
 """
@@ -69,14 +69,14 @@ def steered(folder: Path, name: str) -> Bench:
     return made
 
 
-if __name__ == "__main__":
+def main(folder: str, *words: str) -> None:
     quiet()
-    names = [word.removeprefix("steered=") for word in sys.argv if word.startswith("steered=")]
-    own = steered(Path(sys.argv[1]), names[0]) if names else bench(Path(sys.argv[1]))
+    names = [word.removeprefix("steered=") for word in words if word.startswith("steered=")]
+    own = steered(Path(folder), names[0]) if names else bench(Path(folder))
     print("ready", flush=True)
     sys.stdin.readline()
     with Interrupts(lambda: None) as interrupts:
-        own.notes = Told(leaves="leaves" in sys.argv)
+        own.notes = Told(leaves="leaves" in words)
         own.interrupted = lambda: interrupts.requested
         result = own.run()
     print("interrupted" if result.interrupted else "done", flush=True)

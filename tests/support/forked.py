@@ -32,6 +32,57 @@ FORKS.set_forkserver_preload(  # there is one such process, and one list: a seco
 )
 
 
+class Talking:
+    """A function in a process of its own, whose standard input and output are in the caller's hands.
+
+    Args:
+        target: a function of a module of tests/support.
+        arguments: what it is called with.
+    """
+
+    def __init__(self, target: Callable[..., None], *arguments: str) -> None:
+        near, far = multiprocessing.Pipe()
+        self._process: Any = FORKS.Process(target=_talk, args=(far, target, arguments))
+        self._process.start()
+        far.close()
+        self.stdout = os.fdopen(os.dup(near.fileno()), "r")
+        self.stdin = os.fdopen(os.dup(near.fileno()), "w", buffering=1)
+        near.close()
+
+    def wait(self) -> int:
+        """Its exit status, once it has ended."""
+        self._process.join(HANGS)
+        status: int | None = self._process.exitcode
+        assert status is not None, "it hangs"
+        return status
+
+    def kill(self) -> None:
+        """End it whatever it does."""
+        self._process.kill()
+        self.wait()
+        self.stdout.close()
+        self.stdin.close()
+
+
+def _talk(link: Any, target: Callable[..., None], arguments: tuple[str, ...]) -> None:
+    """What happens in the process; never returns."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for descriptor in (0, 1):
+        os.dup2(link.fileno(), descriptor)
+    link.close()
+    sys.stdin = os.fdopen(0, "r", closefd=False)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    status = 1
+    try:
+        target(*arguments)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
+
+
 def _run(
     arguments: Sequence[str], folder: str, log: str, environment: Mapping[str, str], last: int | None
 ) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,28 +11,19 @@ import curve_process
 import optuna
 import pytest
 from curve_worker import CurveWorker
+from forked import Talking
 from rung_bench import Bench, states
 
 from plait.search.control import SearchControl
 from plait.search.recorded import RecordedCommand
 from plait.search.storage import open_storage
 
-ROOT = Path(__file__).resolve().parents[2]
-PATHS = [str(ROOT / name) for name in ("platform", "kernels", "tests/support")]
-
 
 class Process:
     """One worker process, ready to search."""
 
     def __init__(self, folder: Path, *more: str) -> None:
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(PATHS), "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, curve_process.__file__, str(folder), *more],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
+        self._process = Talking(curve_process.main, str(folder), *more)
         self.steps: list[tuple[str, int]] = []
         self.last = ""
 
@@ -43,9 +31,7 @@ class Process:
         assert self._next() == "ready"
 
     def go(self) -> None:
-        assert self._process.stdin is not None
         self._process.stdin.write("go\n")
-        self._process.stdin.flush()
 
     def next_job(self) -> str:
         """The job of the next step that it trains."""
@@ -61,7 +47,6 @@ class Process:
 
     def kill(self) -> None:
         self._process.kill()
-        self._process.wait()
 
     def __enter__(self) -> Self:
         return self
@@ -70,7 +55,6 @@ class Process:
         self.kill()
 
     def _next(self) -> str:
-        assert self._process.stdout is not None
         return self._process.stdout.readline().strip()
 
 
