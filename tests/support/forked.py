@@ -44,6 +44,7 @@ class Talking:
         near, far = multiprocessing.Pipe()
         self._process: Any = FORKS.Process(target=_talk, args=(far, target, arguments))
         self._process.start()
+        self.pid: int = self._process.pid
         far.close()
         self.stdout = os.fdopen(os.dup(near.fileno()), "r")
         self.stdin = os.fdopen(os.dup(near.fileno()), "w", buffering=1)

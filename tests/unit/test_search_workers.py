@@ -10,9 +10,6 @@ import json
 import os
 import select
 import socket
-import subprocess
-import sys
-import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,15 +19,17 @@ from types import SimpleNamespace
 import optuna
 import pytest
 import sqlalchemy
+import study_process
 from filelock import FileLock, Timeout
+from forked import Talking
 from job_results import ended
 from optuna.exceptions import StorageInternalError
 from optuna.storages import JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
 from sqlalchemy.exc import OperationalError, PendingRollbackError, ProgrammingError
 from studies import space_of, study_of
+from study_process import opened
 
-from plait.config.overrides import read_request
 from plait.core.errors import SearchError, StorageError
 from plait.core.settings import SearchSettings
 from plait.search.locks import LifeLock, advisory_lock, file_lock, holder_lives
@@ -56,43 +55,16 @@ from plait.search.storage import (
 from plait.search.study import StudyTrials
 from plait.utils.addresses import with_driver
 
-ROOT = Path(__file__).resolve().parents[2]
-PATHS = [str(ROOT / name) for name in ("platform", "kernels", "tests/support")]
-SPACE = read_request(["adapter.rank=1,2,3,4"], {}, {}).space
-
-
-def opened(root: Path, address: str | None = None, **settings: object) -> StudyTrials:
-    search = SearchSettings(name="s", trials=4, sampler="grid", **settings)  # type: ignore[arg-type]
-    return study_of(SPACE, search, open_storage(address, root), folder=lambda name: root / name)
-
 
 class Other:
     """A process that opens the study of a folder, takes two trials, and lives until it is killed."""
 
-    PROGRAM = textwrap.dedent("""
-        import sys
-        sys.path[:0] = {paths!r}
-        sys.path.insert(0, {here!r})
-        from pathlib import Path
-        from test_search_workers import opened
-        trials = opened(Path({root!r}), {address!r})
-        print(*(trials.ask().number for _ in range(2)), flush=True)
-        sys.stdin.read()
-        trials.close()
-    """)
-
     def __init__(self, root: Path, address: str | None) -> None:
-        here = str(Path(__file__).parent)
-        program = self.PROGRAM.format(paths=PATHS, here=here, root=str(root), address=address)
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        assert self.process.stdout is not None
+        self.process = Talking(study_process.take_two, str(root), address or "")
         self.took = [int(word) for word in self.process.stdout.readline().split()]
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait()
 
 
 @pytest.fixture(params=["journal", "SQLite", pytest.param("PostgreSQL", marks=pytest.mark.postgres)])
@@ -367,28 +339,16 @@ def test_own_trials_are_not_orphaned_and_unsigned_ones_are(tmp_path: Path) -> No
 # ---- locks ------------------------------------------------------------------------------------------------
 
 
-def hold(path: Path, kind: str) -> subprocess.Popen[str]:
+def hold(path: Path, kind: str) -> Talking:
     """Another process that holds a lock until it is killed."""
     process = begin(path, kind)
-    assert process.stdout is not None
     assert [process.stdout.readline() for _ in range(2)] == ["begins\n", "held\n"]
     return process
 
 
-def begin(path: Path, kind: str) -> subprocess.Popen[str]:
+def begin(path: Path, kind: str) -> Talking:
     """The same, as soon as it is about to take the lock."""
-    program = (
-        f"import sys; sys.path[:0] = {PATHS!r}\n"
-        "from pathlib import Path\n"
-        "from plait.search.locks import LifeLock, file_lock\n"
-        "print('begins', flush=True)\n"
-        f"lock = {kind}(Path({str(path)!r}))\n"
-        "getattr(lock, '__enter__', lambda: None)()\n"
-        "print('held', flush=True); sys.stdin.read()"
-    )
-    return subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    return Talking(study_process.hold, str(path), kind)
 
 
 def test_a_killed_holder_releases_its_lock(tmp_path: Path) -> None:
@@ -398,7 +358,6 @@ def test_a_killed_holder_releases_its_lock(tmp_path: Path) -> None:
     Workers(life.parent, lambda *_: None).close()
     assert life.exists()
     process.kill()
-    process.wait()
     assert not holder_lives(life)
     Workers(life.parent, lambda *_: None).close()
     assert not any(life.parent.iterdir())  # those of the dead are swept
@@ -408,7 +367,6 @@ def test_a_killed_holder_releases_its_lock(tmp_path: Path) -> None:
 
     process = hold(tmp_path / "file", "file_lock")
     process.kill()
-    process.wait()
     with file_lock(tmp_path / "file"):
         pass
 
@@ -449,7 +407,7 @@ def test_a_file_that_is_swept_is_not_the_one_that_a_worker_is_about_to_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has made its file; whoever sweeps finds that free, and then it is locked."""
-    life, begun = tmp_path / "workers" / "life", list[subprocess.Popen[str]]()
+    life, begun = tmp_path / "workers" / "life", list[Talking]()
     life.parent.mkdir()
     life.touch()
     unlink = Path.unlink
@@ -457,7 +415,6 @@ def test_a_file_that_is_swept_is_not_the_one_that_a_worker_is_about_to_lock(
     def late(path: Path, missing_ok: bool = False) -> None:
         if path == life:
             begun.append(begin(path, "LifeLock"))
-            assert begun[0].stdout is not None
             assert begun[0].stdout.readline() == "begins\n"
             select.select([begun[0].stdout], [], [], 0.5)  # it gets its lock now, or waits for it
         unlink(path, missing_ok)
@@ -466,11 +423,9 @@ def test_a_file_that_is_swept_is_not_the_one_that_a_worker_is_about_to_lock(
         patch.setattr(Path, "unlink", late)
         workers = Workers(life.parent, lambda *_: None)
     (other,) = begun
-    assert other.stdout is not None
     assert other.stdout.readline() == "held\n"
     assert holder_lives(life)
     other.kill()
-    other.wait()
     workers.close()
 
 

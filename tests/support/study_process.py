@@ -1,0 +1,41 @@
+"""What another process on a study does in tests, and the study as each of them opens it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from studies import space_of, study_of
+
+from plait.core.settings import SearchSettings
+from plait.search.locks import LifeLock, file_lock
+from plait.search.storage import open_storage
+from plait.search.study import StudyTrials
+
+
+def opened(root: Path, address: str | None = None, **settings: object) -> StudyTrials:
+    search = SearchSettings(name="s", trials=4, sampler="grid", **settings)  # type: ignore[arg-type]
+    space = space_of("adapter.rank=1,2,3,4")
+    return study_of(space, search, open_storage(address, root), folder=lambda name: root / name)
+
+
+def take_two(root: str, address: str) -> None:
+    """Open a folder's study, by its address where it has one, take two trials, and wait."""
+    trials = opened(Path(root), address or None)
+    print(*(trial.number for _ in range(2) if (trial := trials.ask())), flush=True)
+    sys.stdin.read()
+    trials.close()
+
+
+def hold(path: str, kind: str) -> None:
+    """Take a lock, and wait."""
+    print("begins", flush=True)
+    if kind == "LifeLock":
+        lock = LifeLock(Path(path))
+        print("held", flush=True)
+        sys.stdin.read()
+        lock.release()
+    else:
+        with file_lock(Path(path)):
+            print("held", flush=True)
+            sys.stdin.read()
