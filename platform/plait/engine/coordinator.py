@@ -427,7 +427,7 @@ class Coordinator:
             expected = self._predictions.expect(microbatches, self._live)
             order = by_completion(jobs, microbatches)
             steps = [StepJob(name, jobs[name].step + 1, jobs[name].next_rate()) for name in order]
-            later = [job.later_batch() for job in jobs.values()]
+            later = (job.later_batch() for job in jobs.values())
             self._packer.prepare(batch for batch in later if batch is not None)
             run = self._send(RunSchedule((*microbatches, *steps)))
             if run.out_of_memory is None:

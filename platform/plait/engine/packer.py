@@ -57,8 +57,7 @@ class Packer:
 
     def prepare(self, batches: Iterable[GlobalBatch]) -> None:
         """Begin to pack what probably comes next, if there are several replicas: one is as soon done."""
-        asked = tuple(batches)
-        if self._dispatcher is not None and asked:
+        if self._dispatcher is not None and (asked := tuple(batches)):
             self._ahead = asked, self._thread.submit(self._pack, asked)
 
     def pack(self, batches: Iterable[GlobalBatch]) -> Microbatches:
