@@ -25,7 +25,7 @@ from plait.core.messages import (
     StepDone,
     StepJob,
 )
-from plait.core.plans import Replica
+from plait.core.plans import Microbatch, Replica
 from plait.core.settings import ClusterSettings, EngineSettings, ModelSettings
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import INTERRUPTED, Coordinator
@@ -182,6 +182,35 @@ def test_if_one_replica_runs_out_of_memory_none_steps_and_all_recover(
         state = worker.bank.block(job.name).state
         assert torch.equal(state[WEIGHTS], before)
         assert not state[GRADIENTS].any()
+
+
+def test_a_job_s_gradients_are_on_their_way_while_other_jobs_compute(
+    laboratory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab = laboratory("llama")
+    jobs = lab.group(steps=STEPS)[1:4]
+    peers = ShortPeers()
+    worker = LocalWorker(lab.model, DataCatalogue(random_data), ENGINE, peers=peers)
+    packer = Packer([Replica(capacity=160)])
+    microbatches: list[Microbatch] = []
+    for job in jobs:
+        worker.execute(Attach(job))
+        split = lab.data(job).train
+        microbatches += packer.pack([training_batch(job, DataOrder.over(job.train, split), split, 1)])
+    seen: list[int] = []
+    forward = worker._forward
+
+    def watched(*given: Any) -> Any:
+        seen.append(len(peers.begun))
+        return forward(*given)
+
+    monkeypatch.setattr(worker, "_forward", watched)
+    worker.execute(RunSchedule((*microbatches, *(StepJob(job.name, 1, 1e-3) for job in jobs))))
+    owners = [each.segments[0].job for each in microbatches]
+    assert len(microbatches) > len(jobs)
+    assert seen == [len(set(owners[:place]) - set(owners[place:])) for place in range(len(owners))]
+    assert max(seen) == len(jobs) - 1
+    assert len(peers.begun) == len(jobs)
 
 
 def out_of_memory(*_: object) -> None:
