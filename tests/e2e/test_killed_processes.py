@@ -24,7 +24,7 @@ KILLS = int(os.environ.get("PLAIT_FAULTS", "3"))
 KINDS = ("a process", "the coordinator", "all")
 SEED = 20261123
 MOST = 25  # kills of one search
-TOGETHER = ("3 processes\n", "train again after")  # printed once the processes have come together
+TOGETHER = ("3 processes\n", " again after ")  # printed once the processes have come together
 
 
 def command() -> list[str]:
@@ -68,7 +68,7 @@ class Disturbed:
     def run(self, kinds: list[str]) -> None:
         """Kill in this order until the search ends, or the kills do."""
         self._wait("", 0.0)
-        while kinds and sum(self.kills.values()) < MOST and self._search.status() is None:
+        while kinds and sum(self.kills.values()) < MOST and self._lives():
             time.sleep(self._draw.uniform(0.0, self._apart))
             kind = kinds[0]
             self._seen = len(self._search.output)
@@ -82,7 +82,16 @@ class Disturbed:
                 self._search = self._begin()
             if self._draw.random() < 0.75:  # else perhaps while the processes come together
                 self._wait(kind, killed)
-        assert self._search.end() == 0, self._search.output
+        while self._lives():
+            self._search.end()
+        assert self._search.status() == 0, self._search.output
+
+    def _lives(self) -> bool:
+        """Whether the search has not ended; where a process was killed before all had come the first time,
+        which ends the run, it is begun again."""
+        if self._search.status() not in (None, 0) and "View with" not in self._search.output:
+            self._search = self._begin()
+        return self._search.status() is None
 
     def _kill(self, kind: str) -> bool:
         """Kill one or all; whether there was something to kill."""

@@ -16,7 +16,7 @@ import pytest
 from laboratory import random_data, random_texts
 from processes import ForkedProcess
 
-from plait.core.errors import ModelError, ProcessError
+from plait.core.errors import LostProcessError, ModelError, ProcessError
 from plait.core.jobs import AdapterSpec, JobSpec, TrainSpec
 from plait.core.messages import (
     Attach,
@@ -44,7 +44,7 @@ from plait.distributed.channel import (
 )
 from plait.distributed.fleet import Fleet
 from plait.distributed.launch import Launcher
-from plait.distributed.places import Address
+from plait.distributed.places import Address, Place, meeting_file, read_meeting
 from plait.distributed.processes import Fate, Process, Processes
 from plait.distributed.start import Start
 from plait.engine.catalogue import DataCatalogue
@@ -167,6 +167,43 @@ def test_a_process_that_is_killed_or_hangs_is_named_and_ends_the_others(
         assert started[0].poll() is not None
         with pytest.raises(ProcessError, match="process 1"):  # the same error again
             fleet.execute(step)
+
+
+def test_a_process_from_elsewhere_may_stay_away_wake_up_and_come_again(tmp_path: Path) -> None:
+    place = Place(0, 2, 0, 2, "127.0.0.1", f"test-{os.getpid()}")
+    cluster = replace(SETTINGS.cluster, join_seconds=10.0)
+    settings = replace(SETTINGS, cluster=cluster)
+    with closing(Launcher(cluster, place, start=ForkedProcess)) as launcher:
+        meeting = read_meeting(place, cluster)
+        assert meeting is not None
+
+        def come() -> ForkedProcess:
+            return ForkedProcess(meeting.address, meeting.key, 1, tmp_path / "1.log")
+
+        def together() -> Fleet:
+            return launcher.fleet(tmp_path / "logs", settings, DataCatalogue(random_data))
+
+        elsewhere = come()
+        fleet = together()
+        assert len(fleet.processes) == 2
+        fleet.processes.silence = 2.0
+        os.kill(elsewhere.pid, signal.SIGSTOP)
+        with pytest.raises(LostProcessError, match=r"process 1 .*was silent for"):
+            fleet.execute(Attach(JOB))
+        alone = together()
+        assert len(alone.processes) == 1
+        assert isinstance(alone.execute(Attach(JOB))[0], Attached)
+        os.kill(elsewhere.pid, signal.SIGCONT)
+        elsewhere.wait()  # it finds its link closed, and ends
+        (done, *_) = alone.execute(RunSchedule((StepJob("a", 1, 1e-3),)))
+        assert isinstance(done, StepDone)
+        os.kill(alone.processes.all[0].hello.pid, signal.SIGKILL)
+        with pytest.raises(LostProcessError, match="process 0"):
+            alone.execute(Detach("a"))
+        back = come()
+        assert len(together().processes) == 2
+    back.wait()
+    assert not meeting_file(place).exists()
 
 
 def test_processes_that_end_leave_nothing_behind(tmp_path: Path) -> None:

@@ -303,7 +303,8 @@ class Coordinator:
         seconds = self._clock() - began
         self.losses.seconds += seconds
         count = len(self._replicas)
-        yield Notice(f"{count} process{'es' * (count > 1)} train again after {seconds:.1f} s")
+        who = "1 process trains" if count == 1 else f"{count} processes train"
+        yield Notice(f"{who} again after {seconds:.1f} s")
 
     def _detach(self, job: str) -> None:
         """Take a job from the worker; if that is lost, it does not have it any more."""

@@ -1,0 +1,147 @@
+"""Two hosts as network namespaces of this machine, with a bandwidth limit and, if there is netem, latency."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plait.cli.main import main
+
+FIRST, SECOND = "10.77.0.1", "10.77.0.2"
+KEY = "a key that both hosts share"
+HANGS = 240.0
+COMMAND = [
+    "sweep", "model=tiny", "data.task=chain_sum", "data.size=24", "data.validation=4", "train.batch_size=2",
+    "adapter.dropout=0.1", "adapter.rank=1,2", "search.sampler=grid", "search.name=mine", "engine.threads=1",
+    "train.steps=150", "engine.checkpoint_steps=10", "engine.kernels=grouped",
+]  # fmt: skip
+
+
+def permitted() -> bool:
+    tools = shutil.which("ip") and shutil.which("tc")
+    if "PLAIT_FAULTS" not in os.environ or not tools or os.geteuid() != 0:
+        return False
+    name = f"plait-try-{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], check=False, capture_output=True)
+    subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+    return made.returncode == 0
+
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(
+        not permitted(), reason="PLAIT_FAULTS=1 runs it, for minutes, as one who may make network namespaces"
+    ),
+]
+
+
+class Hosts:
+    """Two hosts and the link between them."""
+
+    def __init__(self) -> None:
+        self.names = [f"plait-{side}-{os.getpid()}" for side in "ab"]
+        self._started: list[subprocess.Popen[str]] = []
+        ends = [f"pl{side}{os.getpid()}" for side in "ab"]
+        for name in self.names:
+            self._ip("netns", "add", name)
+        self._ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
+        for name, end, address in zip(self.names, ends, (FIRST, SECOND), strict=True):
+            self._ip("link", "set", end, "netns", name)
+            self._ip("-n", name, "address", "add", f"{address}/24", "dev", end)
+            self._ip("-n", name, "link", "set", end, "up")
+            self._ip("-n", name, "link", "set", "lo", "up")
+            self._limit(name, end)
+        self._ends = ends
+
+    @staticmethod
+    def _limit(name: str, end: str) -> None:
+        """A bandwidth limit, and latency where the kernel has netem."""
+        add = ["ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", end, "root"]
+        both = ["netem", "delay", "2ms", "rate", "100mbit"]
+        if subprocess.run([*add, *both], check=False, capture_output=True).returncode:
+            rate = ["tbf", "rate", "100mbit", "burst", "64kb", "latency", "50ms"]
+            subprocess.run([*add, *rate], check=True, capture_output=True)
+
+    def _ip(self, *words: str) -> None:
+        self._run("ip", *words)
+
+    @staticmethod
+    def _run(*words: str) -> None:
+        subprocess.run(words, check=True, capture_output=True)
+
+    def start(self, number: int, folder: Path, log: str, key: str, *more: str) -> subprocess.Popen[str]:
+        """Start the search on one of them, as a launcher does."""
+        own = {"RANK": str(number), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        own |= {"MASTER_ADDR": FIRST, "MASTER_PORT": "29500", "PLAIT_KEY": key}
+        words = ["ip", "netns", "exec", self.names[number], sys.executable, "-m", "plait", *COMMAND, *more]
+        with (folder / log).open("w") as output:
+            self._started.append(
+                subprocess.Popen(
+                    words, cwd=folder, env=os.environ | own, stdout=output, stderr=output, text=True
+                )
+            )
+        return self._started[-1]
+
+    def cut(self) -> None:
+        """Take the second host from the network: nothing says that it is gone."""
+        self._ip("-n", self.names[1], "link", "set", self._ends[1], "down")
+
+    def close(self) -> None:
+        for each in self._started:
+            each.kill()
+            each.wait()
+        for name in self.names:
+            found = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
+            for pid in found.stdout.split():
+                subprocess.run(["kill", "-9", pid], check=False, capture_output=True)
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    made = Hosts()
+    yield made
+    made.close()
+
+
+def until(log: Path, text: str, running: Sequence[subprocess.Popen[str]] = ()) -> None:
+    end = time.monotonic() + HANGS
+    while text not in log.read_text():
+        assert time.monotonic() < end, log.read_text()
+        assert all(each.poll() is None for each in running), log.read_text()
+        time.sleep(0.05)
+
+
+def test_a_search_on_two_hosts_refuses_a_wrong_key_and_outlives_the_loss_of_one(
+    hosts: Hosts,
+    folder: Path,
+    place: Callable[[str], Path],
+    leaderboard: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = ["cluster.silence_seconds=5", "cluster.join_seconds=60"]
+    first = hosts.start(0, folder, "first", KEY, *limits)
+    wrong = hosts.start(1, folder, "wrong", "another key of another run", *limits)
+    assert wrong.wait(HANGS) == 2
+    assert f"the coordinator at {FIRST}:29610 has another key" in (folder / "wrong").read_text()
+    hosts.start(1, folder, "second", KEY, *limits)
+    until(folder / "first", "2 processes", [first])
+    until(folder / "first", "trial-0000 started", [first])
+    time.sleep(1.0)
+    hosts.cut()
+    until(folder / "first", "was silent for", [first])
+    assert first.wait(HANGS) == 0, (folder / "first").read_text()
+    assert "1 process trains again" in (folder / "first").read_text()
+    found = {row["trial"]: row["objective"] for row in leaderboard()}
+    monkeypatch.chdir(place("alone"))
+    assert main(COMMAND) == 0
+    assert found == pytest.approx({row["trial"]: row["objective"] for row in leaderboard()}, rel=1e-5)
