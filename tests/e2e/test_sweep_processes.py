@@ -107,5 +107,5 @@ def test_a_search_makes_up_for_a_process_that_dies(
     said = capsys.readouterr().out
     assert "died with status -9 (RunSchedule). Bringing the processes together again" in said
     assert "2 processes train again after" in said
-    assert "1 loss of processes" in said
+    assert "1 restart after lost processes" in said
     assert objectives(leaderboard) == pytest.approx(alone, rel=1e-5)

@@ -126,7 +126,7 @@ class ClusterSettings:
             and weights are exchanged after each step.
         join_seconds: longest wait for all processes to start and to connect to each other.
         silence_seconds: a process without a sign of life for this long counts as dead.
-        restarts: most losses of processes within an hour that a search makes up for by itself.
+        restarts: most restarts within an hour after processes were lost; one more ends the run.
         price_per_device_hour: in any currency; None: money is not predicted.
         kinds: kinds of devices, if a described cluster has several: entries of ``plait.cost.clusters.Kind``.
     """

@@ -18,7 +18,7 @@ from plait.core.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_INTERRUPTED, Proce
 from plait.core.settings import ClusterSettings
 from plait.distributed.places import Meeting, Place, read_meeting
 from plait.distributed.start import AGAIN, start_process
-from plait.engine.losses import Losses
+from plait.engine.restarts import Restarts
 
 LOOK_SECONDS = 0.2
 REACH_SECONDS = 5.0  # for one attempt to reach the coordinator
@@ -49,13 +49,13 @@ def join_run(place: Place, cluster: ClusterSettings) -> int:
         ProcessError: the coordinator does not come or is gone, or the process died too often.
         ConfigError: hosts differ and share no key.
     """
-    losses = Losses(cluster.restarts)
+    restarts = Restarts(cluster.restarts)
     with _signals() as asked:
         while (meeting := _meet(place, cluster, asked)) is not None:
             status = _live(place, meeting, asked)
             if status in (EXIT_DONE, EXIT_BAD_INPUT):
                 return status
-            if status not in (AGAIN, None) and not losses.another():
+            if status not in (AGAIN, None) and not restarts.another():
                 raise ProcessError(
                     f"process {place.number} ({socket.gethostname()}) ended with status {status}, for the "
                     f"{cluster.restarts + 1}th time within an hour",

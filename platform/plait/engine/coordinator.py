@@ -39,11 +39,11 @@ from plait.engine.checkpoints import Checkpointer, checkpoint_name
 from plait.engine.iteration import Finishing, evaluate
 from plait.engine.jobs import LiveJob, Roster
 from plait.engine.ledger import Ledger, Outcome, Tally
-from plait.engine.losses import Losses
 from plait.engine.packer import Packer
 from plait.engine.predictions import Expected, Predictions
 from plait.engine.replica_times import on_one_clock, times_between
 from plait.engine.replicas import dispatch_time, replicas_of
+from plait.engine.restarts import Restarts
 from plait.engine.schedules import by_completion
 from plait.engine.steps import DataOrder
 from plait.engine.worker import Worker
@@ -66,7 +66,7 @@ class Coordinator:
         renew: makes another worker if this one's processes are lost; None: that ends the run.
 
     Attributes:
-        losses: of the worker's processes.
+        restarts: after losses of the worker's processes.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Coordinator:
     ) -> None:
         self._group = group
         self._settings, self._profile, self._renew = settings, profile, renew
-        self.losses = Losses(settings.cluster.restarts, clock)
+        self.restarts = Restarts(settings.cluster.restarts, clock)
         self._lost: LostProcessError | None = None  # from then on until there is another worker
         self._ledger = Ledger(worker)
         self._admission = Admission(worker.facts, settings, profile)
@@ -207,13 +207,13 @@ class Coordinator:
 
     @property
     def account(self) -> str:
-        """What checkpoints have cost so far, and what losses of processes have, next to each other."""
-        saved, lost = self.checkpointer, self.losses
+        """What checkpoints have cost so far, next to what lost processes have."""
+        saved, restarts = self.checkpointer, self.restarts
         words = f"{saved.count} took {saved.seconds:.1f} s"
-        if not lost.count:
+        if not restarts.count:
             return words
-        losses = "1 loss" if lost.count == 1 else f"{lost.count} losses"
-        return f"{words}; {losses} of processes took {lost.seconds:.1f} s, and {lost.steps} steps twice"
+        times = f"{restarts.count} restart{'s' * (restarts.count > 1)} after lost processes"
+        return f"{words}; {times} took {restarts.seconds:.1f} s and repeated {restarts.steps} steps"
 
     @property
     def idle(self) -> bool:
@@ -283,7 +283,7 @@ class Coordinator:
         except LostProcessError as error:
             self._lost = self._lost or error
         if self._lost is not None and before is None:
-            if self._renew is None or not self.losses.another():
+            if self._renew is None or not self.restarts.another():
                 raise self._lost
             self._fall_back()
             found.append(Notice(f"{self._lost.value}. Bringing the processes together again ..."))
@@ -291,7 +291,7 @@ class Coordinator:
 
     def _fall_back(self) -> None:
         for job in list(self._live.values()):
-            self.losses.steps += self.checkpointer.fall_back(job)
+            self.restarts.steps += self.checkpointer.fall_back(job)
             self._finishing.ended(job.name)
             self._roster.queue(job)
 
@@ -301,7 +301,7 @@ class Coordinator:
         began = self._clock()
         self._use(self._renew())
         seconds = self._clock() - began
-        self.losses.seconds += seconds
+        self.restarts.seconds += seconds
         count = len(self._replicas)
         who = "1 process trains" if count == 1 else f"{count} processes train"
         yield Notice(f"{who} again after {seconds:.1f} s")

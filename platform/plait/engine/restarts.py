@@ -1,6 +1,6 @@
-"""Counts the losses of processes that a run makes up for.
+"""Counts how often a run restarted after processes were lost.
 
-A seam: the coordinator counts those of the run, and a launched process its own.
+A seam: the coordinator counts the restarts of the run, and a launched process its own.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from collections.abc import Callable
 WITHIN = 3600.0  # seconds
 
 
-class Losses:
-    """How many losses there were lately.
+class Restarts:
+    """The restarts of a run, of which only so many are allowed within an hour.
 
     Args:
-        limit: that are made up for within an hour (``cluster.restarts``).
+        limit: most restarts within an hour (``cluster.restarts``).
         clock: seconds, rising.
 
     Attributes:
-        count: of all.
-        seconds: that it took to come together again.
-        steps: that were lost with them, of all jobs.
+        count: times that processes were lost so far.
+        seconds: spent on gathering processes again.
+        steps: optimiser steps of all jobs that were lost and trained again.
     """
 
     def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -31,7 +31,7 @@ class Losses:
         self.count, self.seconds, self.steps = 0, 0.0, 0
 
     def another(self) -> bool:
-        """Count a loss; whether the run is to make up for it."""
+        """Count one more time that processes were lost; whether the run may restart."""
         now = self._clock()
         self.count += 1
         self._times = [each for each in self._times if now - each < WITHIN] + [now]

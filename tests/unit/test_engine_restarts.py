@@ -19,7 +19,7 @@ from plait.core.messages import Command, Event, JobEvaluated, JobProgress, Notic
 from plait.core.settings import ClusterSettings, EngineSettings, PlannerSettings, RunSettings
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
-from plait.engine.losses import Losses
+from plait.engine.restarts import Restarts
 
 STEPS = 7
 RUNG = 4
@@ -124,7 +124,7 @@ def test_whenever_processes_are_lost_no_step_is_missing_or_wrong(
         events = trained(coordinator, rungs)
         check(events)
         said = [each.text for each in events if isinstance(each, Notice)]
-        count = coordinator.losses.count
+        count = coordinator.restarts.count
         assert sum("Bringing the processes together again" in each for each in said) == count <= len(lives)
         assert sum(" again after " in each for each in said) <= count
 
@@ -135,17 +135,17 @@ def test_no_more_is_trained_again_than_since_the_last_checkpoints(tmp_path: Path
         coordinator = made(tmp_path / str(commands), [(commands, False)], checkpoint_steps=2)
         events = trained(coordinator, rungs=False)
         steps = [each for each in events if isinstance(each, JobProgress)]
-        assert coordinator.losses.count == 1
-        assert coordinator.losses.steps <= 2 * 2
-        assert len(steps) == 3 * STEPS + coordinator.losses.steps
-        most = max(most, coordinator.losses.steps)
+        assert coordinator.restarts.count == 1
+        assert coordinator.restarts.steps <= 2 * 2
+        assert len(steps) == 3 * STEPS + coordinator.restarts.steps
+        most = max(most, coordinator.restarts.steps)
     assert most > 0
 
 
 def test_an_interrupted_run_waits_for_no_process_that_is_lost(tmp_path: Path) -> None:
     coordinator = made(tmp_path, [(9, False), (0, False)], checkpoint_steps=1)
     coordinator.submit(job(1))
-    while coordinator.losses.count == 0:
+    while coordinator.restarts.count == 0:
         coordinator.advance()
     coordinator.stop()
     (result,) = (each for each in coordinator.advance() if isinstance(each, JobResult))
@@ -154,17 +154,17 @@ def test_an_interrupted_run_waits_for_no_process_that_is_lost(tmp_path: Path) ->
     assert result.checkpoint.name == f"step-{result.step:08d}"
 
 
-def test_too_many_losses_within_an_hour_end_the_run(tmp_path: Path) -> None:
+def test_too_many_lost_processes_within_an_hour_end_the_run(tmp_path: Path) -> None:
     coordinator = made(tmp_path, [(3, False)] * 5, restarts=2, checkpoint_steps=1)
     with pytest.raises(ProcessError, match="process 1 died"):
         trained(coordinator, rungs=False)
-    assert coordinator.losses.count == 3
+    assert coordinator.restarts.count == 3
 
 
-def test_losses_are_counted_by_the_hour() -> None:
+def test_restarts_are_counted_by_the_hour() -> None:
     now = 0.0
-    losses = Losses(2, lambda: now)
-    assert [losses.another(), losses.another(), losses.another()] == [True, True, False]
+    restarts = Restarts(2, lambda: now)
+    assert [restarts.another(), restarts.another(), restarts.another()] == [True, True, False]
     now = 3601.0
-    assert losses.another()
-    assert losses.count == 4
+    assert restarts.another()
+    assert restarts.count == 4
