@@ -261,14 +261,14 @@ def build_coordinator(
         device, dtype = choose_device(settings.engine.device), getattr(torch, settings.model.dtype)
         kernels = _same_kernels(kernels, device, dtype, folder)
     engine = replace(settings.engine, kernels=kernels)
-    settings = replace(settings, engine=engine, cluster=_same_speeds(settings, folder))
-    worker = (make_worker or _local_worker)(settings, data)
+    begun = replace(settings, engine=engine, cluster=_same_speeds(settings, folder))
+    worker = (make_worker or _local_worker)(begun, data)
 
     def renew() -> Worker:
         assert make_worker is not None
-        chosen = replace(settings.engine, kernels=worker.facts.chosen["kernels"])
-        cluster = replace(settings.cluster, speeds=worker.facts.speeds)
-        return make_worker(replace(settings, engine=chosen, cluster=cluster), data)
+        chosen = replace(begun.engine, kernels=worker.facts.chosen["kernels"])
+        cluster = replace(begun.cluster, speeds=worker.facts.speeds)
+        return make_worker(replace(begun, engine=chosen, cluster=cluster), data)
 
     parallel = settings.search.parallel  # beyond these, a job of higher priority preempts another
     planner = replace(settings.planner, max_jobs=min(parallel, settings.planner.max_jobs or parallel))
@@ -279,7 +279,7 @@ def build_coordinator(
         folder=folder,
         checkpoints=checkpoints,
         commit=commit,
-        profile=stored_profile(settings, worker.facts.model),
+        profile=stored_profile(settings, worker.facts.model),  # by the kernels that were asked for
         renew=None if make_worker is None else renew,
     )
 
