@@ -15,7 +15,16 @@ from hypothesis import strategies as st
 from plait.core.errors import LostProcessError, ProcessError
 from plait.core.jobs import JobSpec, TrainSpec
 from plait.core.lifecycle import JobResult, JobState, PauseReason
-from plait.core.messages import Command, Event, JobEvaluated, JobProgress, Notice, WorkerEvent
+from plait.core.messages import (
+    Command,
+    Event,
+    JobAdmitted,
+    JobEvaluated,
+    JobPaused,
+    JobProgress,
+    Notice,
+    WorkerEvent,
+)
 from plait.core.settings import ClusterSettings, EngineSettings, PlannerSettings, RunSettings
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
@@ -127,6 +136,27 @@ def test_whenever_processes_are_lost_no_step_is_missing_or_wrong(
         count = coordinator.restarts.count
         assert sum("Bringing the processes together again" in each for each in said) == count <= len(lives)
         assert sum(" again after " in each for each in said) <= count
+
+
+def test_jobs_that_fall_back_are_said_to_wait_until_they_are_admitted_again(tmp_path: Path) -> None:
+    count = 0
+    for commands in range(4, 20):
+        coordinator = made(tmp_path / str(commands), [(commands, False)], checkpoint_steps=3)
+        events = trained(coordinator, rungs=False)
+        (fell,) = (i for i, each in enumerate(events) if isinstance(each, Notice) and "Bringing" in each.text)
+        running: set[str] = set()
+        for event in events[: fell + 1]:
+            if isinstance(event, JobAdmitted):
+                running.add(event.job.name)
+            elif isinstance(event, JobPaused | JobResult):
+                running.discard(event.job)
+        assert not running
+        fallen = [each for each in events if isinstance(each, JobPaused) and each.reason == PauseReason.LOST]
+        for each in fallen:
+            back = next(e for e in events[fell:] if isinstance(e, JobAdmitted) and e.job.name == each.job)
+            assert back.step == each.step
+        count += len(fallen)
+    assert count > 16
 
 
 def test_no_more_is_trained_again_than_since_the_last_checkpoints(tmp_path: Path) -> None:

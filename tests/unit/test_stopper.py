@@ -9,8 +9,8 @@ from curve_worker import ADAPTER, lengths_data, load_lengths
 from optuna.pruners import BasePruner
 
 from plait.core.jobs import JobSpec, TrainSpec
-from plait.core.lifecycle import JobResult, JobState
-from plait.core.messages import Event, JobAdmitted, JobEvaluated, JobProgress
+from plait.core.lifecycle import JobResult, JobState, PauseReason
+from plait.core.messages import Event, JobAdmitted, JobEvaluated, JobPaused, JobProgress
 from plait.core.settings import SearchSettings, StoppingSettings
 from plait.engine.catalogue import DataCatalogue
 from plait.search.objective import Observed
@@ -106,6 +106,18 @@ def test_a_released_trial_is_decided_again_only_at_the_next_rung() -> None:
     search.trains(0, 4)
     assert [trial.number for trial, _ in search.stopper.decisions(lambda: 2)] == [0]
     assert search.rule.asked == [(0, 2, 2), (0, 4, 2)]
+
+
+def test_a_trial_that_falls_back_before_its_evaluation_is_decided_when_it_comes_to_the_rung_again() -> None:
+    search = Search(Scripted(STOP), metric="eval/loss")
+    name = Trial(0).name
+    search.trains(0, 2)
+    search.tell(JobPaused(name, 1, PauseReason.LOST))
+    assert search.stopper.decisions(lambda: 2) == [], "nothing was measured, so it must not pass"
+    search.admitted(0, 1)
+    search.trains(0, 2)
+    search.tell(JobEvaluated(name, 2, 3.0, 10))
+    assert [decision for _, decision in search.stopper.decisions(lambda: 2)] == [STOP]
 
 
 def test_waiting_trials_are_decided_again_only_after_something_happened() -> None:

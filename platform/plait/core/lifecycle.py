@@ -46,11 +46,15 @@ ENDED = frozenset(
 
 
 class PauseReason(StrEnum):
-    """Why a job has no slot. The value is shown after the word "paused"."""
+    """Why a job has no slot. The value is shown after the word "paused".
+
+    ``LOST``: it fell back to its last checkpoint; like a preempted one it resumes by itself.
+    """
 
     AT_RUNG = "at a rung"
     BY_ORDER = "by order"
     PREEMPTED = "preempted"
+    LOST = "a process was lost"
 
 
 @dataclass(frozen=True, slots=True)

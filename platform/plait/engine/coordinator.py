@@ -285,15 +285,18 @@ class Coordinator:
         if self._lost is not None and before is None:
             if self._renew is None or not self.restarts.another():
                 raise self._lost
-            self._fall_back()
+            found += self._fall_back()
             found.append(Notice(f"{self._lost.value}. Bringing the processes together again ..."))
         return found
 
-    def _fall_back(self) -> None:
-        for job in list(self._live.values()):
+    def _fall_back(self) -> list[Event]:
+        """Put all live jobs back to their last checkpoints; what came after is taken back."""
+        fallen = list(self._live.values())
+        for job in fallen:
             self.restarts.steps += self.checkpointer.fall_back(job)
             self._finishing.ended(job.name)
             self._roster.queue(job)
+        return [_paused(job, PauseReason.LOST) for job in fallen]
 
     def _come_back(self) -> Iterator[Event]:
         """Have another worker in the place of the lost one."""

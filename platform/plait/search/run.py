@@ -138,7 +138,8 @@ class RunningTrial:
 
     def leave_slot(self, reason: PauseReason) -> None:
         """Note that the engine paused it."""
-        if reason != PauseReason.PREEMPTED:  # the engine resumes it without the search, in the same slot
+        # Preempted or fallen back, the engine resumes it without the search, in the same slot.
+        if reason not in (PauseReason.PREEMPTED, PauseReason.LOST):
             self.state = JobState.PAUSED
             self.at_rung = self.at_rung or reason == PauseReason.AT_RUNG
 

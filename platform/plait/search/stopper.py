@@ -15,7 +15,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from plait.core.jobs import JobSpec
 from plait.core.lifecycle import JobResult, JobState
-from plait.core.messages import Event, JobAdmitted, JobEvaluated, JobProgress
+from plait.core.messages import Event, JobAdmitted, JobEvaluated, JobPaused, JobProgress
 from plait.core.objectives import Constraint
 from plait.core.settings import SearchSettings
 from plait.engine.catalogue import DataCatalogue
@@ -169,6 +169,8 @@ class Stopper:
         match event:
             case JobAdmitted():
                 self._reach(event.job.name, event.step)
+            case JobPaused() if event.step < self._at_rung.get(event.job, 0):
+                del self._at_rung[event.job]  # it fell back and will come to the rung again
             case JobProgress():
                 self._reach(event.job, event.step)
                 if not self.measured:

@@ -379,7 +379,10 @@ class Tracker:
                 self._job_admitted(event, was)
             case JobPaused():
                 self._write_left_out(event.job)
-                if event.step > 0 and event.device_seconds > (logged[1] or 0.0):  # as after an evaluation
+                newest = before is None or event.step >= before.step  # else it fell back
+                if (
+                    event.step > 0 and newest and event.device_seconds > (logged[1] or 0.0)
+                ):  # by an evaluation
                     log.points(event.job, event.step, {names.DEVICE_SECONDS: event.device_seconds}, late=True)
                 log.state(event.job, JobState.PAUSED, event.reason)
             case JobResult():
