@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from plait.core.lifecycle import JobResult, JobState, PauseReason
 from plait.core.messages import (
     Command,
     Event,
+    GroupStep,
     JobAdmitted,
     JobEvaluated,
     JobPaused,
@@ -29,6 +31,7 @@ from plait.core.settings import ClusterSettings, EngineSettings, PlannerSettings
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
 from plait.engine.restarts import Restarts
+from plait.engine.worker import WorkerFacts
 
 STEPS = 7
 RUNG = 4
@@ -48,6 +51,12 @@ class Mortal(CurveWorker):
 
     last: int | None = None
     late: bool = False
+    capacities: tuple[int, ...] = (16,)
+
+    @property
+    def facts(self) -> WorkerFacts:
+        devices = tuple(f"cpu:{number}" for number in range(len(self.capacities)))
+        return replace(super().facts, devices=devices, capacities=self.capacities)
 
     def execute(self, command: Command) -> Sequence[WorkerEvent]:
         dies = self.last is not None and len(self.commands) >= self.last
@@ -182,6 +191,39 @@ def test_an_interrupted_run_waits_for_no_process_that_is_lost(tmp_path: Path) ->
     assert result.state == JobState.PAUSED
     assert result.checkpoint is not None
     assert result.checkpoint.name == f"step-{result.step:08d}"
+
+
+def shrinking(
+    folder: Path, before: tuple[int, ...], after: tuple[int, ...], **cluster: object
+) -> Coordinator:
+    """A coordinator with replicas of these capacities, of which some are lost for good."""
+    workers = iter([(before, 12), (after, None)])
+
+    def worker() -> Mortal:
+        new = Mortal(falling)
+        new.capacities, new.last = next(workers)
+        return new
+
+    made = ClusterSettings(processes=2, **cluster)  # type: ignore[arg-type]
+    run = RunSettings(engine=EngineSettings(capacity=16), cluster=made)
+    return Coordinator(worker(), DataCatalogue(load_lengths), run, folder=folder, renew=worker)
+
+
+def test_without_the_replica_that_takes_its_samples_a_job_waits_for_another_run(tmp_path: Path) -> None:
+    with pytest.raises(ProcessError, match="8 tokens, and the processes here take 4 at once"):
+        trained(shrinking(tmp_path, (4, 16), (4,), capacities=(4, 16)), rungs=False)
+
+
+def test_jobs_need_more_where_fewer_replicas_keep_the_moments(tmp_path: Path) -> None:
+    coordinator = shrinking(tmp_path, (16, 16), (16,), optimiser="sharded")
+    coordinator.submit(job(1))
+    needed: dict[int, int] = {}
+    while not coordinator.idle:
+        events = coordinator.advance()
+        for step in (each for each in events if isinstance(each, GroupStep)):
+            assert step.predicted_bytes is not None
+            needed.setdefault(coordinator.restarts.count, step.predicted_bytes)
+    assert needed[0] < needed[1]
 
 
 def test_too_many_lost_processes_within_an_hour_end_the_run(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from curve_worker import ADAPTER, LINEARS, SHAPE, CurveWorker
 
-from plait.core.errors import CapacityError, ConfigError
+from plait.core.errors import CapacityError, ConfigError, ProcessError
 from plait.core.settings import ClusterSettings, EngineSettings, RunSettings
 from plait.cost.time import MicrobatchShape
 from plait.engine.admission import Admission
@@ -64,13 +64,30 @@ def test_the_replica_that_is_short_of_memory_decides_who_is_admitted() -> None:
     assert alike.predicted(usual) == large
 
 
-def test_without_the_replica_that_takes_most_long_samples_are_refused() -> None:
+def test_memory_is_that_of_the_replicas_that_are_left() -> None:
+    both, left = facts(ROOM, ROOM // 2), facts(ROOM // 2)
+    settings = run()
+    admission = Admission(both, settings)
+    admission.take_replicas(replicas_of(both, settings, None))
+    usual = [admission.usual]
+    before = admission.predicted(usual)
+    admission.take_facts(left)
+    admission.take_replicas(replicas_of(left, settings, None))
+    fresh = Admission(left, settings)
+    fresh.take_replicas(replicas_of(left, settings, None))
+    assert admission.predicted(usual) == fresh.predicted(usual) > before
+
+
+def test_without_the_replica_that_takes_most_long_samples_wait_for_it() -> None:
     settings = run(capacity=None, capacities=(512, 32))
     left = replace(CurveWorker().facts, capacities=(32,))
     admission = Admission(left, settings)
     admission.take_replicas(replicas_of(left, settings, None))
-    with pytest.raises(CapacityError, match="a sample of 40 tokens"):
+    with pytest.raises(ProcessError, match="larger capacity is missing"):
         admission.demand(ADAPTER, 40)
+    settings = run(capacity=None, capacities=(32, 32))
+    with pytest.raises(CapacityError, match=r"cluster.capacities=32"):
+        Admission(left, settings).demand(ADAPTER, 40)
 
 
 def test_without_a_profile_the_arithmetic_of_the_model_says_what_a_sample_takes() -> None:

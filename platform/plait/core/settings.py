@@ -377,5 +377,10 @@ class RunSettings:
             )
         object.__setattr__(self, "engine", replace(self.engine, capacity=max(capacities)))
 
+    @property
+    def capacity_key(self) -> str:
+        """The key that sets the run's capacity."""
+        return "cluster.capacities" if self.cluster.capacities else "engine.capacity"
+
 
 Mode = Literal["train", "plan", "profile", "data", "simulate", "bench"]

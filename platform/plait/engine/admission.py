@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from plait.core.errors import CapacityError
+from plait.core.errors import CapacityError, ProcessError
 from plait.core.jobs import AdapterSpec
 from plait.core.plans import Replica
 from plait.core.settings import USUAL_CAPACITY, RunSettings
@@ -56,6 +56,7 @@ class Admission:
         self._facts = facts
         self._engine = settings.engine
         self._capacity = settings.engine.capacity_or_usual
+        self._key = settings.capacity_key
         self._memory_share = settings.planner.memory_share
         self._rooms = {(self._capacity, 0)}  # of replicas: capacity, and bytes beyond the least one's budget
         self._sharded = settings.cluster.optimiser == "sharded"
@@ -70,16 +71,9 @@ class Admission:
         Raises:
             ModelError: a target matches nothing, or something outside the decoder layers.
             CapacityError: its longest sample does not fit, or the job does not fit into memory alone.
+            ProcessError: its longest sample fits only into a replica that is missing.
         """
-        if longest > min(self._capacity, self._facts.max_length):
-            raise CapacityError(
-                f"a sample of {longest} tokens",
-                f"engine.capacity={self._capacity}; the model takes {self._facts.max_length} tokens.",
-                "Raise engine.capacity, or truncate long samples (model.max_length).",
-            )
-        names = frozenset(resolve_targets(adapter.target_modules, self._facts.linears, self._facts.outside))
-        sites = [linear for linear in self._facts.linears if linear.name in names]
-        demand = Demand(self._adapter_bytes(adapter, sites), longest, adapter.rank, _last_parts(sites), names)
+        demand = self.demand_here(adapter, longest)
         if (needed := self.predicted([demand])) > self.budget:
             raise CapacityError(
                 f"one job needs about {needed / GIB:.2f} GiB",
@@ -89,9 +83,38 @@ class Admission:
             )
         return demand
 
+    def demand_here(self, adapter: AdapterSpec, longest: int) -> Demand:
+        """What a job needs with the replicas that are here, also if it needs more memory than there is: a job
+        that was accepted can always train alone.
+
+        Raises:
+            ModelError, CapacityError, ProcessError: as :meth:`demand`, but not because of memory.
+        """
+        self._check_fits(longest)
+        names = frozenset(resolve_targets(adapter.target_modules, self._facts.linears, self._facts.outside))
+        sites = [linear for linear in self._facts.linears if linear.name in names]
+        return Demand(self._adapter_bytes(adapter, sites), longest, adapter.rank, _last_parts(sites), names)
+
+    def _check_fits(self, longest: int) -> None:
+        """Check that a sample fits into a microbatch."""
+        if longest <= min(self._capacity, self._facts.max_length):
+            return
+        if longest <= min(self._engine.capacity_or_usual, self._facts.max_length):
+            raise ProcessError(
+                f"a sample of {longest} tokens, and the processes here take {self._capacity} at once",
+                "The process with the larger capacity is missing.",
+                "The same command resumes when it is back.",
+            )
+        raise CapacityError(
+            f"a sample of {longest} tokens",
+            f"{self._key}={self._capacity}; the model takes {self._facts.max_length} tokens.",
+            f"Raise {self._key}, or truncate long samples (model.max_length).",
+        )
+
     def take_facts(self, facts: WorkerFacts) -> None:
         """Count with what another worker says of the same model and its own memory."""
         self._facts = facts
+        self._activations.clear()
 
     def take_replicas(self, replicas: Sequence[Replica]) -> None:
         """Count with these replicas, whose capacities and memory may differ, from now on."""
@@ -102,6 +125,7 @@ class Admission:
             (each.capacity or self._capacity, int(self._memory_share * max(0, memory[each.id] - least)))
             for each in replicas
         }
+        self._activations.clear()
 
     @property
     def valid_for(self) -> str:

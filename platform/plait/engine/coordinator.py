@@ -105,7 +105,11 @@ class Coordinator:
         self._chosen = dict(worker.facts.chosen)
 
     def _use(self, worker: Worker) -> None:
-        """Send commands to this worker from now on."""
+        """Send commands to this worker from now on.
+
+        Raises:
+            ProcessError: a job has a sample that fits only into a replica that is missing.
+        """
         facts = worker.facts
         self._worker = self._ledger.worker = worker
         self._replicas = replicas_of(facts, self._settings, self._profile)
@@ -114,6 +118,8 @@ class Coordinator:
         self._predictions.take_facts(facts)
         self._packer = Packer(self._replicas, dispatch_time(facts, self._profile))
         self._capacity = self._packer.capacity
+        for job in self._roster.all():  # a shard of the moments is larger if there are fewer
+            job.demand = self._admission.demand_here(job.spec.adapter, job.demand.longest)
 
     # ---- commands of the search ------------------------------------------------------------------------
 
@@ -136,6 +142,7 @@ class Coordinator:
         Raises:
             ConfigError: a job with this name already waits or trains.
             InputError: its data, targets or rank cannot be used, or it does not fit into memory alone.
+            ProcessError: a sample of it fits only into a replica that is missing.
         """
         if self._roster.find(job.name) is not None:
             raise ConfigError(f"job {job.name!r}", "Another job of this name is waiting or training.")
@@ -240,6 +247,7 @@ class Coordinator:
 
         Raises:
             LostProcessError: too many were lost, or nothing makes up for them.
+            ProcessError: what does is too small for a job that trained before.
         """
         if self._stopping:
             return self._interrupt()

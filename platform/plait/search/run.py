@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Protocol, Self
 
-from plait.core.errors import InputError, StorageError
+from plait.core.errors import InputError, ProcessError, StorageError
 from plait.core.jobs import JobSpec
 from plait.core.lifecycle import JobResult, JobState, PauseReason
 from plait.core.messages import Event, JobAdmitted, JobEvaluated, JobPaused, Notice
@@ -388,7 +388,7 @@ class SearchLoop:
                 rungs=rungs,
                 measured=measured,
             )
-        except StorageError:
+        except (StorageError, ProcessError):  # no fault of the trial
             raise
         except InputError as error:
             self._end(trial, JobResult(trial.name, JobState.FAILED, reason=str(error)))
