@@ -32,11 +32,15 @@ from plait.core.messages import (
 )
 from plait.core.plans import Microbatch
 from plait.core.settings import ClusterSettings, EngineSettings, ModelSettings, RunSettings
+from plait.distributed import join
+from plait.distributed import processes as processes_module
 from plait.distributed.channel import (
     Answer,
     Beat,
     Build,
+    Channel,
     Door,
+    Goodbye,
     Hello,
     Measure,
     Share,
@@ -44,7 +48,7 @@ from plait.distributed.channel import (
 )
 from plait.distributed.fleet import Fleet
 from plait.distributed.launch import Launcher
-from plait.distributed.places import Address, Place, meeting_file, read_meeting
+from plait.distributed.places import Address, Meeting, Place, meeting_file, read_meeting
 from plait.distributed.processes import Fate, Process, Processes
 from plait.distributed.start import Start
 from plait.engine.catalogue import DataCatalogue
@@ -167,6 +171,7 @@ def test_a_process_that_is_killed_or_hangs_is_named_and_ends_the_others(
         assert started[0].poll() is not None
         with pytest.raises(ProcessError, match="process 1"):  # the same error again
             fleet.execute(step)
+    assert len(list(tmp_path.iterdir())) == 2  # what they printed: the error names it
 
 
 def test_a_process_from_elsewhere_may_stay_away_wake_up_and_come_again(tmp_path: Path) -> None:
@@ -206,10 +211,91 @@ def test_a_process_from_elsewhere_may_stay_away_wake_up_and_come_again(tmp_path:
     assert not meeting_file(place).exists()
 
 
+def test_after_a_loss_one_from_elsewhere_that_comes_again_is_told_that_the_run_is_over(
+    tmp_path: Path,
+) -> None:
+    place = Place(0, 2, 0, 2, "127.0.0.1", f"test-{os.getpid()}")
+    with closing(Launcher(SETTINGS.cluster, place, start=ForkedProcess)) as launcher:
+        meeting = read_meeting(place, SETTINGS.cluster)
+        assert meeting is not None
+        elsewhere = ForkedProcess(meeting.address, meeting.key, 1, tmp_path / "1.log")
+        fleet = launcher.fleet(tmp_path / "logs", SETTINGS, DataCatalogue(random_data))
+        os.kill(fleet.processes.all[0].hello.pid, signal.SIGKILL)
+        with pytest.raises(LostProcessError, match="process 0"):
+            fleet.execute(Attach(JOB))
+        elsewhere.wait()
+        again = connect(meeting.address, meeting.key)
+        again.send(Hello(1, "elsewhere", 1))
+    assert again.connection.poll(10.0)
+    assert again.receive() == Goodbye()
+
+
+class Saving:
+    """A process of a run that is signalled, with the one that joins it, and is needed for a while yet."""
+
+    def __init__(self, clock: list[float]) -> None:
+        self.clock, self.ended = clock, False
+
+    def poll(self) -> int | None:
+        if self.clock[0] == 0.0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        self.ended = self.clock[0] > 100.0
+        return 0 if self.ended else None
+
+    def kill(self) -> None:
+        assert self.ended
+
+    def wait(self) -> None:
+        pass
+
+
+def test_after_a_signal_a_launched_process_stays_until_the_coordinator_ends_it(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(join.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(join.time, "sleep", lambda _: clock.__setitem__(0, clock[0] + 15.0))
+    monkeypatch.setattr(join, "read_meeting", lambda *_: Meeting(door.address, KEY))
+    monkeypatch.setattr(join, "start_process", lambda *_: Saving(clock))
+    assert join.join_run(Place(1, 2, 1, 2, "127.0.0.1", "a run"), SETTINGS.cluster) == 0
+
+
 def test_processes_that_end_leave_nothing_behind(tmp_path: Path) -> None:
     with launched(tmp_path, ForkedProcess):
         pass
     assert list(tmp_path.iterdir()) == []
+
+
+class SlowLink:
+    """The coordinator's end of a link that takes 100 s, by a made-up clock, to send."""
+
+    def __init__(self, channel: Channel, clock: list[float]) -> None:
+        self.connection, self.receive, self.close = channel.connection, channel.receive, channel.close
+        self._clock = clock
+
+    def send(self, _: object) -> None:
+        self._clock[0] += 100.0
+
+
+def test_sending_and_an_answer_that_waits_are_no_silence(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(processes_module.time, "monotonic", lambda: clock[0])
+    processes = Processes(60.0, lambda _: None)
+    ends = []
+    for number in range(2):
+        ends.append(connect(door.address, KEY))
+        near = door.next(10.0)
+        assert near is not None
+        processes.all.append(Process(Hello(number, "host", number), SlowLink(near, clock)))  # type: ignore[arg-type]
+
+    def watch() -> None:
+        if ends:
+            ends.pop().send(Answer())  # the last first; the other has said nothing since it was asked
+        if not ends:
+            clock[0] += 100.0  # its answer is there
+
+    processes.watch = watch
+    assert processes.ask_all(Measure()) == {0: Answer(), 1: Answer()}
 
 
 # ---- a fleet of processes that answer as they are told ---------------------------------------------------

@@ -22,24 +22,17 @@ from plait.engine.restarts import Restarts
 
 LOOK_SECONDS = 0.2
 REACH_SECONDS = 5.0  # for one attempt to reach the coordinator
-GRACE_SECONDS = 20.0  # that a run has to end in order after a signal; launchers kill after 30
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class _Asked:
-    """Whether a signal asked this process to end, and since when."""
+    """Whether a signal asked this process to end."""
 
     def __init__(self) -> None:
-        self.since: float | None = None
+        self.yet = False
 
     def __call__(self, _number: int, _frame: FrameType | None) -> None:
-        if self.since is None:
-            self.since = time.monotonic()
-
-    @property
-    def over(self) -> bool:
-        """Whether the run had its time to end."""
-        return self.since is not None and time.monotonic() - self.since > GRACE_SECONDS
+        self.yet = True
 
 
 def join_run(place: Place, cluster: ClusterSettings) -> int:
@@ -52,10 +45,10 @@ def join_run(place: Place, cluster: ClusterSettings) -> int:
     restarts = Restarts(cluster.restarts)
     with _signals() as asked:
         while (meeting := _meet(place, cluster, asked)) is not None:
-            status = _live(place, meeting, asked)
+            status = _live(place, meeting)
             if status in (EXIT_DONE, EXIT_BAD_INPUT):
                 return status
-            if status not in (AGAIN, None) and not restarts.another():
+            if status != AGAIN and not restarts.another():
                 raise ProcessError(
                     f"process {place.number} ({socket.gethostname()}) ended with status {status}, for the "
                     f"{cluster.restarts + 1}th time within an hour",
@@ -65,11 +58,15 @@ def join_run(place: Place, cluster: ClusterSettings) -> int:
     return EXIT_INTERRUPTED
 
 
-def _live(place: Place, meeting: Meeting, asked: _Asked) -> int | None:
-    """One life of the run's process; its exit status, None if it outlived a signal for too long."""
+def _live(place: Place, meeting: Meeting) -> int:
+    """One life of the run's process; its exit status.
+
+    It ends when the coordinator says so or is gone, also after a signal: the coordinator may still save, and
+    needs it. How long that may take is the launcher's business.
+    """
     child = start_process(meeting.address, meeting.key, place.number, None, place.local)
     try:
-        while (status := child.poll()) is None and not asked.over:
+        while (status := child.poll()) is None:
             time.sleep(LOOK_SECONDS)
         return status
     finally:
@@ -85,7 +82,7 @@ def _meet(place: Place, cluster: ClusterSettings, asked: _Asked) -> Meeting | No
     """
     end = time.monotonic() + cluster.join_seconds
     where, why = place.host, "has not said yet where it listens"
-    while asked.since is None:
+    while not asked.yet:
         if (meeting := read_meeting(place, cluster)) is not None:
             where = ":".join(map(str, meeting.address))
             try:

@@ -97,7 +97,7 @@ class Launcher:
         ended: set[int] = set()
         if self._processes is not None:
             self._processes.close()
-            ended |= {each.hello.process for each in self._processes.all}
+            ended |= self._processes.dismissed
         end = time.monotonic() + min(LINGER_SECONDS, self._cluster.join_seconds)
         while self._from_elsewhere - ended and time.monotonic() < end:
             if (channel := self._door.next(0.2)) is not None:

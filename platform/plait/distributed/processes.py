@@ -99,6 +99,7 @@ class Processes:
 
     Attributes:
         watch: called every second or more often while processes are waited for.
+        dismissed: those that know that the run is over, by the numbers they were launched with.
     """
 
     def __init__(
@@ -112,6 +113,8 @@ class Processes:
         self.silence = silence
         self._fate = fate
         self._ended = ended
+        self._lost_one = False
+        self.dismissed: set[int] = set()
         self._error: LostProcessError | None = None  # since one was lost
 
     def __len__(self) -> int:
@@ -134,13 +137,16 @@ class Processes:
         for number, request in requests.items():
             process = self.all[number]
             process.doing, process.asked = type(request).__name__, time.monotonic()
-            process.heard, process.busy = process.asked, True
+            process.busy = True
             pending[process.channel.connection] = number, process
             try:
                 process.channel.send(request)
             except OSError as error:
                 full = isinstance(error, BlockingIOError)
                 raise self._lost(process, "does not take what is sent to it" if full else "died") from error
+        sent = time.monotonic()  # after the last one: a large data set takes a while to send
+        for _, process in pending.values():
+            process.heard = sent
         answers: dict[int, Answer] = {}
         refused: dict[int, PlaitError] = {}
         while pending:
@@ -175,10 +181,10 @@ class Processes:
         began = time.monotonic()
         links = wait([each.channel.connection for _, each in pending.values()], timeout=TURN)
         now = time.monotonic()
-        for _, process in pending.values():
+        for link, (_, process) in pending.items():
             if now - began > ASLEEP:  # stopped with the others, by Ctrl-Z
                 process.heard = now
-            if (silent := now - process.heard) > self.silence:
+            if link not in links and (silent := now - process.heard) > self.silence:
                 raise self._lost(process, f"was silent for {silent:.0f} s")
         return [pending[link] for link in links]
 
@@ -198,12 +204,14 @@ class Processes:
 
     def close(self, *, lost: bool = False) -> None:
         """End all processes; where one was lost, those from outside may come again."""
+        self._lost_one |= lost
         for process in self.all:
-            if not lost:
+            if not self._lost_one:
                 with suppress(OSError):
                     process.channel.send(Goodbye())
+                    self.dismissed.add(process.hello.process)
             process.channel.close()
-        self._ended(lost)
+        self._ended(self._lost_one)
 
     def _lost(self, process: Process, how: str) -> LostProcessError:
         """End all processes, since those left may wait for this one; what to say of it.
