@@ -9,9 +9,9 @@ import torch
 from curve_worker import CurveWorker
 from laboratory import random_data
 from processes import fleet
-from worker_contract import CAPACITY, WorkerContract
+from worker_contract import CAPACITY, JOBS, WorkerContract, run
 
-from plait.core.messages import Detach
+from plait.core.messages import Attach, Detach, OutOfMemory, StepDone
 from plait.core.settings import EngineSettings, ModelSettings
 from plait.distributed.fleet import Fleet
 from plait.engine.catalogue import DataCatalogue
@@ -39,6 +39,37 @@ class TestCurveWorker(WorkerContract):
     @pytest.fixture
     def worker(self) -> CurveWorker:
         return CurveWorker(curve=lambda job, step: 3.0 / (step + len(job.name)))
+
+
+class Slow:
+    """Peers that take three seconds to agree, on a clock that stands still otherwise."""
+
+    def __init__(self, short: bool) -> None:
+        self.now, self.short = 0.0, short
+
+    def add_up(self, gradients: torch.Tensor, job: str, step: int) -> None:
+        pass
+
+    def fill(self, vectors: object) -> None:
+        pass
+
+    def finish(self, *, short: bool) -> bool:
+        self.now += 3.0
+        return short or self.short
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_seconds_of_waiting_for_peers_are_in_one_event(model: BaseModel, short: bool) -> None:
+    peers = Slow(short)
+    settings = EngineSettings(kernels="grouped", capacity=CAPACITY)
+    worker = LocalWorker(model, DataCatalogue(random_data), settings, clock=lambda: peers.now, peers=peers)
+    for each in JOBS:
+        worker.execute(Attach(each))
+    events = run(worker, JOBS, 1)
+    spent = [event.seconds for event in events if isinstance(event, StepDone | OutOfMemory)]
+    assert sum(spent) == pytest.approx(3.0)
+    assert min(spent) > 0
+    assert any(isinstance(event, OutOfMemory) for event in events) == short
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Literal, cast
 
 import pytest
+import torch
 
 from plait.core.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
 from plait.core.plans import Group, Plan, Replica
@@ -128,3 +129,13 @@ def test_a_setting_that_differs_from_the_recorded_one_is_reported(settle) -> Non
     assert [line.partition(";")[0] for line in said] == ["engine.capacity=96", "engine.kernels=reference"]
     assert "started with 512" in said[0]
     assert "started with grouped" in said[1]
+
+
+def test_a_search_resumes_with_its_kernels_on_a_device_of_the_same_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "check_kernels", lambda *_: None)
+    engine.write_plan(tmp_path, Plan((), (), choices={"device": "cuda:0", "kernels": "recorded"}))
+    for device, kernels in (("cuda", "recorded"), ("cuda:1", "recorded"), ("cpu", "auto")):
+        found = engine._same_kernels("auto", torch.device(device), torch.float32, tmp_path)
+        assert found == kernels

@@ -361,6 +361,21 @@ def test_each_gets_its_own_microbatches_and_all_steps() -> None:
     ]
 
 
+def test_replicas_take_part_in_every_round_also_in_one_without_microbatches_of_theirs() -> None:
+    fleet, processes = told({})
+    first, second, last = (Microbatch(replica, index, ()) for index, replica in enumerate((0, 0, 1)))
+    one, two = (StepJob(job, 1, 1e-3) for job in "ab")
+    fleet.execute(RunSchedule((first, one, second, two, last)))
+    assert processes.asked == [
+        (0, RunSchedule((first, one))),
+        (1, RunSchedule((one,))),
+        (0, RunSchedule((second, two))),
+        (1, RunSchedule((two,))),
+        (0, RunSchedule(())),
+        (1, RunSchedule((last,))),
+    ]
+
+
 def test_where_one_runs_out_of_memory_the_others_say_what_they_did() -> None:
     done = MicrobatchDone(0, (JobLoss("a", 1, 2.0, 3, 4),), 0.5, None)
     short = OutOfMemory("no room", 0.25)

@@ -133,5 +133,6 @@ def test_what_was_packed_ahead_is_what_would_be_packed_now(monkeypatch: pytest.M
     packer.prepare([batch("b", 90)])  # cannot be packed, and nobody asks for it
     assert packer.pack(first) == expected[0]
     packer.prepare(second)
+    assert packer.pack(first) == expected[0]  # as an evaluation between two steps
     monkeypatch.setattr(packer, "_pack", None)  # it is not packed again
     assert packer.pack(second) == expected[1]

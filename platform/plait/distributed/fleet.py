@@ -37,6 +37,7 @@ from plait.core.spans import ProcessState, ReplicaSpans
 from plait.distributed.channel import Answer, Build, Measure, Provide, Share
 from plait.distributed.processes import Processes
 from plait.engine.catalogue import DataCatalogue
+from plait.engine.schedules import Round, rounds
 from plait.engine.worker import WorkerFacts
 
 
@@ -173,12 +174,23 @@ class Fleet:
         return [replace(event, seconds=spent + sum(answer.seconds for answer in shared.values()))]
 
     def _run_schedule(self, command: RunSchedule) -> Sequence[WorkerEvent]:
+        """Round by round, since all replicas add up at the end of each; the rest is left if memory runs
+        out."""
+        events: list[WorkerEvent] = []
+        for each in rounds(command.items):
+            events += self._run_round(each)
+            if _out_of_memory(events):
+                break
+        return events
+
+    def _run_round(self, turn: Round) -> Sequence[WorkerEvent]:
         """To each replica its own microbatches, and all steps."""
         own: dict[int, list[Microbatch | StepJob]] = {number: [] for number in range(len(self.processes))}
-        for item in command.items:
-            for number in own if isinstance(item, StepJob) else (item.replica,):
-                own[number].append(item)
-        answers = self.processes.ask({number: RunSchedule(tuple(each)) for number, each in own.items()})
+        for item in turn.microbatches:
+            own[item.replica].append(item)
+        answers = self.processes.ask(
+            {number: RunSchedule((*each, *turn.steps)) for number, each in own.items()}
+        )
         events = [event for answer in answers.values() for event in answer.events]
         ran = [event for event in events if not isinstance(event, StepDone | OutOfMemory)]
         short = [_one_shortage(events)] if _out_of_memory(events) else []
@@ -227,7 +239,8 @@ def _out_of_memory(events: Sequence[WorkerEvent]) -> bool:
 def _one_shortage(events: Sequence[WorkerEvent]) -> OutOfMemory:
     """One event for all processes that ran out of memory."""
     short = [event for event in events if isinstance(event, OutOfMemory)]
-    return OutOfMemory(short[0].detail, sum(event.seconds for event in short))
+    detail = next((event.detail for event in short if event.detail), "")
+    return OutOfMemory(detail, sum(event.seconds for event in short))
 
 
 def _one_step(answers: Mapping[int, Answer]) -> Sequence[WorkerEvent]:

@@ -309,7 +309,7 @@ def _same_kernels(kernels: str, device: torch.device, dtype: torch.dtype, folder
     from plait.engine.devices import check_kernels
 
     before = _recorded_choices(folder)
-    if kernels != "auto" or before.get("device") != str(device):
+    if kernels != "auto" or str(before.get("device")).partition(":")[0] != device.type:  # of one kind
         return kernels
     try:
         check_kernels(recorded := str(before.get("kernels")), device, dtype)

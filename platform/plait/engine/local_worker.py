@@ -219,16 +219,21 @@ class LocalWorker:
         """Round by round; if memory runs out, here or in a peer, the rest is left and so are gradients."""
         events: list[WorkerEvent] = []
         for each in rounds(items):
-            new, short = self._run_round(each)
+            new, short, waited = self._run_round(each)
             events += new
             if short:
                 self.bank.zero_gradients()
+                if self._peers is not None:
+                    events.append(OutOfMemory("", waited))
                 break
-            events += self._step(each.steps)
+            events += self._step(each.steps, waited)
         return events
 
-    def _run_round(self, turn: Round) -> tuple[list[WorkerEvent], bool]:
-        """A round up to its steps; whether memory ran out. The peers' gradients come in meanwhile."""
+    def _run_round(self, turn: Round) -> tuple[list[WorkerEvent], bool, float]:
+        """A round up to its steps; whether memory ran out, and seconds of waiting for sums.
+
+        The peers' gradients come in meanwhile.
+        """
         ready = turn.complete()
         self._add_up(turn, ready[0])
         events: list[WorkerEvent] = []
@@ -240,15 +245,17 @@ class LocalWorker:
                 self.bank.block(failed.job).state[GRADIENTS].fill_(math.nan)  # so that no peer steps
             for jobs in ready[done:] if short else ready[done : done + 1]:
                 self._add_up(turn, jobs)
-        return events, self._finish(turn.steps, short)
+        return events, *self._finish(turn.steps, short)
 
-    def _finish(self, steps: Sequence[StepJob], short: bool) -> bool:
-        """Wait for the sums of the peers; whether memory ran out somewhere."""
+    def _finish(self, steps: Sequence[StepJob], short: bool) -> tuple[bool, float]:
+        """Wait for the sums of the peers; whether memory ran out somewhere, and the seconds."""
         if self._peers is None:
-            return short
+            return short, 0.0
+        started = self._clock()
         short = self._peers.finish(short=short)
+        seconds = self._clock() - started
         self._recorder.lap("exchange", _work(steps))
-        return short
+        return short, seconds
 
     def _add_up(self, turn: Round, jobs: Sequence[str]) -> None:
         steps = dict(_work(turn.steps))
@@ -307,11 +314,12 @@ class LocalWorker:
         peaks.end("loss")
         return found
 
-    def _step(self, steps: Sequence[StepJob]) -> list[WorkerEvent]:
-        """One call of the optimiser for all these jobs; its time is shared out by adapter size."""
+    def _step(self, steps: Sequence[StepJob], waited: float) -> list[WorkerEvent]:
+        """One call of the optimiser for all these jobs; its time, with that of waiting for sums, is shared
+        out by adapter size."""
         started = self._clock()
         results = adamw_step(self.bank, [self._adapter_step(step) for step in steps], self._complete)
-        seconds = self._clock() - started
+        seconds = waited + self._clock() - started
         self._recorder.lap("step", _work(steps))
         sizes = {step.job: self.bank.block(step.job).state.numel() for step in steps}
         own = {job: seconds * size / sum(sizes.values()) for job, size in sizes.items()}

@@ -67,11 +67,11 @@ class Packer:
             CapacityError: a sample alone is longer than the capacity of all replicas.
         """
         asked, ahead = tuple(batches), self._ahead
-        self._ahead = None
         if ahead is not None:
             wait([ahead[1]])  # two at a time gain nothing
             if ahead[0] == asked:
-                return ahead[1].result()
+                self._ahead = None
+                return ahead[1].result()  # else an evaluation comes between
         return self._pack(asked)
 
     def _pack(self, batches: Batches) -> Microbatches:

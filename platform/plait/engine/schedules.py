@@ -35,7 +35,10 @@ class Round:
 
 
 def rounds(items: Iterable[Microbatch | StepJob]) -> list[Round]:
-    """A schedule cut after each run of steps; what is left behind the last has none."""
+    """A schedule cut after each run of steps; what is left behind the last has none.
+
+    There is at least one: of a round, a replica may have nothing.
+    """
     found: list[Round] = []
     microbatches: list[Microbatch] = []
     steps: list[StepJob] = []
@@ -47,7 +50,9 @@ def rounds(items: Iterable[Microbatch | StepJob]) -> list[Round]:
             found.append(Round(tuple(microbatches), tuple(steps)))
             microbatches, steps = [], []
         microbatches.append(item)
-    return [*found, Round(tuple(microbatches), tuple(steps))] if microbatches or steps else found
+    if microbatches or steps or not found:
+        found.append(Round(tuple(microbatches), tuple(steps)))
+    return found
 
 
 def by_completion(jobs: Iterable[str], microbatches: Sequence[Microbatch]) -> list[str]:
