@@ -67,9 +67,8 @@ class SpanLog:
         ]
         line = {"spans": rows, "jobs": list(jobs), "worker": self._worker, "zero": self._zero}
         with suppress(OSError, StorageError):
-            if self._path.exists() and self._path.stat().st_size > MOST_BYTES:
-                self._path.replace(self._before)
-            append_line(self._path, BEGINS, json.dumps(line).encode() + b"\n")
+            text = json.dumps(line).encode() + b"\n"
+            append_line(self._path, BEGINS, text, before=self._before, most=MOST_BYTES)
 
 
 _HEAD = ("replica", "host", "pid", "device", "offset", "error")
