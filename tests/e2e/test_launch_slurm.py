@@ -40,6 +40,7 @@ def test_the_script_runs_the_search_in_the_tasks_of_srun(
     folder: Path, short: tuple[str, ...], leaderboard: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--tasks-per-node", "2", "--gpus-per-task", "0", "--time", "1:00:00", "--partition", "cpu"]
+    options += ["--cpus-per-task", "3"]
     assert main(["launch", "slurm", *options, *short, *SEARCH]) == 0
     assert "Submit it with: sbatch mine.sbatch" in capsys.readouterr().out
     subprocess.run(["bash", "-n", "mine.sbatch"], check=True)
@@ -47,6 +48,7 @@ def test_the_script_runs_the_search_in_the_tasks_of_srun(
     asked = {line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH")}
     assert {"nodes=1", "ntasks-per-node=2", "time=1:00:00", "partition=cpu", "requeue"} <= asked
     assert not any("gpus" in each for each in asked)
+    assert "\nsrun --kill-on-bad-exit=0 --cpus-per-task=3 " in script
     stand_in(folder, "srun", SRUN.format(python=sys.executable, job=os.getpid()))
     environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "TASKS": "2"}
     run = subprocess.run(

@@ -85,7 +85,7 @@ def test_a_process_that_dies_ends_the_run_if_none_may_and_the_same_command_resum
     assert main([*command, "cluster.restarts=0"]) == 2
     said = capsys.readouterr().err
     assert "process 1" in said
-    assert "died with status -9 (RunSchedule)" in said
+    assert "died with status -9 while training" in said
     assert "same command" in said
     assert main(command) == 0
     assert "resuming 3" in capsys.readouterr().out
@@ -105,7 +105,7 @@ def test_a_search_makes_up_for_a_process_that_dies(
     request.getfixturevalue("fragile")
     assert main([*command, "search.fresh=true", "cluster.processes=2"]) == 0
     said = capsys.readouterr().out
-    assert "died with status -9 (RunSchedule). Bringing the processes together again" in said
+    assert "died with status -9 while training. Bringing the processes together again" in said
     assert "2 processes train again after" in said
     assert "1 restart after lost processes" in said
     assert objectives(leaderboard) == pytest.approx(alone, rel=1e-5)

@@ -16,7 +16,7 @@ import pytest
 from laboratory import random_data, random_texts
 from processes import ForkedProcess
 
-from plait.core.errors import LostProcessError, ModelError, ProcessError
+from plait.core.errors import ConfigError, LostProcessError, ModelError, ProcessError
 from plait.core.jobs import AdapterSpec, JobSpec, TrainSpec
 from plait.core.messages import (
     Attach,
@@ -93,7 +93,7 @@ def test_a_process_with_another_key_is_refused(door: Door) -> None:
 
 
 @contextmanager
-def launched(folder: Path, start: Start, **cluster: float) -> Iterator[Fleet]:
+def launched(folder: Path, start: Start, **cluster: Any) -> Iterator[Fleet]:
     settings = replace(SETTINGS, cluster=replace(SETTINGS.cluster, **cluster))
     with closing(Launcher(settings.cluster, start=start)) as launcher:
         yield launcher.fleet(folder, settings, DataCatalogue(random_data))
@@ -164,7 +164,7 @@ def test_a_process_that_is_killed_or_hangs_is_named_and_ends_the_others(
             fleet.processes.silence = 2.0
         os.kill(started[1].pid, number)
         step = RunSchedule((StepJob("a", 1, 1e-3),))
-        with pytest.raises(ProcessError, match=rf"process 1 .*{said}.* \(RunSchedule\)") as caught:
+        with pytest.raises(ProcessError, match=rf"process 1 .*{said}.* while training") as caught:
             fleet.execute(step)
         assert "same command" in caught.value.remedy
         assert started[1].poll() == -9
@@ -209,6 +209,13 @@ def test_a_process_from_elsewhere_may_stay_away_wake_up_and_come_again(tmp_path:
         assert len(together().processes) == 2
     back.wait()
     assert not meeting_file(place).exists()
+
+
+def test_an_interface_that_a_host_has_not_is_named_before_the_search(tmp_path: Path) -> None:
+    wrong = pytest.raises(ConfigError, match=r"cluster\.interface=typo")
+    with wrong as caught, launched(tmp_path, ForkedProcess, interface="typo"):
+        pass
+    assert "Here it may be" in caught.value.remedy
 
 
 def test_after_a_loss_one_from_elsewhere_that_comes_again_is_told_that_the_run_is_over(

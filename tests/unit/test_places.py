@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from plait.distributed.places import (
     interface_of,
     meeting_file,
     read_meeting,
+    retract,
     shared_key,
     tasks_per_host,
 )
@@ -85,7 +88,7 @@ def test_slurms_tasks_per_host() -> None:
 
 
 def test_the_interface_that_has_an_address() -> None:
-    assert interface_of("127.0.0.1") in ("lo", None)
+    assert interface_of("127.0.0.1") == {"linux": "lo"}.get(sys.platform)
     assert interface_of("192.0.2.1") is None
 
 
@@ -115,8 +118,17 @@ def test_without_a_good_key_hosts_do_not_meet(variables: dict[str, str], named: 
 
 
 def test_a_key_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="No such file"):
+    with pytest.raises(ConfigError, match="No such file") as caught:
         shared_key(ClusterSettings(key_file=str(tmp_path / "missing")), {})
+    assert "openssl rand" in caught.value.remedy
+
+
+def test_a_key_file_may_be_below_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file = tmp_path / "plait.key"
+    file.write_text("0123456789abcdef\n")
+    file.chmod(0o600)
+    assert shared_key(ClusterSettings(key_file="~/plait.key"), {}) == b"0123456789abcdef"
 
 
 def test_on_one_host_processes_meet_by_a_file_of_the_users_own(
@@ -132,6 +144,25 @@ def test_on_one_host_processes_meet_by_a_file_of_the_users_own(
     meeting_file(place).parent.chmod(0o777)
     with pytest.raises(ConfigError, match="others may write"):
         read_meeting(place, ClusterSettings())
+
+
+def test_two_runs_that_a_launcher_calls_the_same_do_not_mix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    place = find_place(DEEPSPEED)
+    assert place is not None
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        first = Meeting(listener.getsockname(), b"0123456789abcdef")
+        file = announce(place, first)
+        second = Meeting(("127.0.0.1", 1), b"fedcba9876543210")
+        with pytest.raises(ConfigError, match="a run listens"):
+            announce(place, second)
+    announce(place, second)  # what a killed one left
+    retract(file, first)
+    assert read_meeting(place, ClusterSettings()) == second
+    retract(file, second)
+    assert not file.exists()
 
 
 def test_on_several_hosts_they_meet_where_launcher_or_settings_say(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ set -uo pipefail
 cd {directory} || exit 1
 PLAIT_KEY=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')  # lets the tasks find each other, and no one else
 export PLAIT_KEY
-srun --kill-on-bad-exit=0 {command}
+srun --kill-on-bad-exit=0{cores} {command}
 status=$?
 if [ "$status" -eq {interrupted} ]; then
     scontrol requeue "$SLURM_JOB_ID" && exit 0
@@ -161,6 +161,8 @@ def _script(name: str, words: Sequence[str], directory: Path, known: argparse.Na
         options="\n".join(f"#SBATCH --{key}={value}" for key, value in options.items() if value is not None),
         name=name,
         seconds=SAVE_SECONDS,
+        # Since Slurm 22.05 srun does not know what sbatch was given.
+        cores=f" --cpus-per-task={known.cpus_per_task}" if known.cpus_per_task else "",
         directory=shlex.quote(str(directory)),
         command=shlex.join([sys.executable, "-m", "plait", *words]),
         interrupted=EXIT_INTERRUPTED,

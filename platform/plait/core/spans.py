@@ -53,6 +53,7 @@ class ReplicaSpans:
     """Spans of one replica in order; each begins where the one before ended, but for those beside them.
 
     Attributes:
+        replica: number of its process, as it was launched.
         offset: seconds to add to its times for those of the coordinator's clock.
         error: by how many seconds that may be wrong, at most.
     """
@@ -115,7 +116,7 @@ class ProcessState:
     """How one process of a run is doing now.
 
     Attributes:
-        replica: that it holds.
+        replica: its number, as it was launched.
         doing: what it was asked to do, in words; "" while it waits for a command.
         seconds: since it was asked, or has waited.
         silent: seconds without a sign of life while it does something.

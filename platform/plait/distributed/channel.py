@@ -52,7 +52,7 @@ class Join:
         port: of the store in which they find each other, on the coordinator's host.
         generation: how often the processes of this run have come together.
         processes: how many there are.
-        seconds: longest wait for another process.
+        seconds: longest wait until all have joined.
         address: of the network by which the others reach this one; "": that of its link.
         interface: of that network, if it was given.
     """
@@ -165,7 +165,7 @@ class Beat:
 
 
 # A host that is gone without a word is noticed after a minute, by those who wait for it without a limit.
-KEEP_ALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
+KEEP_ALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 60_000}
 
 
 class Channel:

@@ -19,6 +19,9 @@ from torch._C._distributed_c10d import Store
 from plait.core.errors import LostProcessError
 from plait.engine.span_recorder import SpanRecorder, Work
 
+# Longest wait in an exchange: a replica may compute for long while the others wait. If one
+# is lost, the coordinator closes the links of all, and their beats end them.
+LONGEST = timedelta(days=1)
 PIECE = 2**20  # numbers that are gathered at a time: bounds the memory of a sum
 Result = TypeVar("Result")
 
@@ -32,7 +35,7 @@ class Exchange:
 
     Args:
         store: in which they find each other; a part of its own for each group.
-        seconds: longest wait for the others.
+        seconds: longest wait for the others to come together.
         recorder: of the process's spans.
 
     Attributes:
@@ -56,9 +59,10 @@ class Exchange:
             timeout=timedelta(seconds=seconds),
         )
         self._recorder = recorder
-        self._process = process
         self.processes = processes
         self._device = device
+        self._any(False)  # NCCL connects at the first exchange
+        dist.distributed_c10d._set_pg_timeout(LONGEST)
         self._thread = ThreadPoolExecutor(1, "exchange", initializer=self._on_own_stream)
         self._begun: list[Future[None]] = []
 
@@ -151,9 +155,9 @@ class Exchange:
             return begun.result()
         except (RuntimeError, ValueError) as error:
             raise LostProcessError(
-                f"process {self._process} lost the others: {str(error).partition(chr(10))[0]}",
+                f"the link to the others broke: {str(error).partition(chr(10))[0]}",
                 "The processes of a run exchange gradients and adapters directly.",
-                "The same command resumes the search; cluster.join_seconds is the longest wait.",
+                "The same command resumes the search.",
             ) from error
 
     def close(self) -> None:

@@ -119,13 +119,13 @@ class Fleet:
 
     def take_spans(self) -> Sequence[ReplicaSpans]:
         """What each replica did since the last call."""
-        pairs = enumerate(zip(self.processes.all, self.facts.devices, strict=True))
-        return [process.take_spans(number, device) for number, (process, device) in pairs]
+        pairs = zip(self.processes.all, self.facts.devices, strict=True)
+        return [process.take_spans(device) for process, device in pairs]
 
     def states(self) -> Sequence[ProcessState]:
         """How each process is doing now."""
-        pairs = enumerate(zip(self.processes.all, self.facts.devices, strict=True))
-        return [process.state(number, device, self.processes.silence) for number, (process, device) in pairs]
+        pairs = zip(self.processes.all, self.facts.devices, strict=True)
+        return [process.state(device, self.processes.silence) for process, device in pairs]
 
     # ---- commands --------------------------------------------------------------------------------------
 

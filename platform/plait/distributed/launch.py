@@ -11,7 +11,7 @@ import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -24,7 +24,7 @@ from plait.core.settings import ClusterSettings, RunSettings
 from plait.core.version import __version__
 from plait.distributed.channel import Channel, Door, Goodbye, Hello, Join, Load
 from plait.distributed.fleet import Fleet
-from plait.distributed.places import Meeting, Place, announce, random_key, shared_key
+from plait.distributed.places import Meeting, Place, announce, random_key, retract, shared_key
 from plait.distributed.processes import Fate, Process, Processes
 from plait.distributed.start import Start, Started, start_process
 from plait.engine.catalogue import DataCatalogue
@@ -45,6 +45,9 @@ class Launcher:
         place: of this process among those that a launcher started; None: it starts all itself.
         start: starts one; None: as a Python process of its own.
 
+    Attributes:
+        watch: called several times a second while processes are waited for.
+
     Raises:
         ConfigError: hosts differ and share no key; the port is taken.
     """
@@ -52,6 +55,7 @@ class Launcher:
     def __init__(
         self, cluster: ClusterSettings, place: Place | None = None, *, start: Start | None = None
     ) -> None:
+        self.watch: Callable[[], None] = lambda: None
         self._cluster = cluster
         self._start = start or start_process
         self._count = cluster.processes if place is None else place.processes
@@ -108,7 +112,7 @@ class Launcher:
         self._door.close()
         self._store = None
         if self._announced is not None:
-            self._announced.unlink(missing_ok=True)
+            retract(self._announced, self._meeting)
 
     # ---- who is there ----------------------------------------------------------------------------------
 
@@ -133,6 +137,7 @@ class Launcher:
                 here.check_coming(number, seconds, late=late)
             if late:
                 raise self._missing(sorted(missing), seconds)
+            self.watch()
             if (channel := self._door.next(0.2)) is not None:
                 self._welcome(channel)
 
@@ -167,12 +172,13 @@ class Launcher:
     def _load(self, processes: Processes, settings: RunSettings, data: DataCatalogue) -> Fleet:
         """Have all load the model and join each other."""
         engine, all_processes = settings.engine, processes.all
-        requests = (Load(settings.model, engine.device, number) for number in range(len(processes)))
+        device = choose_device(engine.device).type  # the same for all: NCCL and gloo do not mix
+        requests = (Load(settings.model, device, number) for number in range(len(processes)))
         processes.ask(dict(enumerate(requests)))
         processes.ask({number: self._join(number, all_processes) for number in range(len(processes))})
         beside = Counter(each.hello.host for each in all_processes)
         memory = None
-        if choose_device(engine.device).type == "cpu":
+        if device == "cpu":
             memory = min(each.hello.memory_bytes // beside[each.hello.host] for each in all_processes)
         threads = engine.threads or _threads(all_processes, beside)
         cluster = _left(settings.cluster, [each.hello.process for each in all_processes])
@@ -185,7 +191,7 @@ class Launcher:
             self._served(),
             self._generation,
             len(processes),
-            max(cluster.join_seconds, 2 * cluster.silence_seconds),  # the coordinator gives up first
+            cluster.join_seconds,
             outward if processes[number].channel.far == HERE else "",
             cluster.interface,
         )

@@ -20,9 +20,12 @@ from pathlib import Path
 from plait.core.errors import ConfigError
 from plait.core.settings import ClusterSettings
 from plait.utils.files import PRIVATE, write_text
+from plait.utils.paths import user_path
 
 ADDRESS, KEY, NUMBER, LOCAL = "PLAIT_COORDINATOR", "PLAIT_KEY", "PLAIT_PROCESS", "PLAIT_LOCAL"
 LEAST_KEY = 16  # characters
+ANSWER_SECONDS = 2.0  # that another run of this host may take to accept
+MAKE_KEY = "(umask 077; openssl rand -hex 32 > plait.key), then cluster.key_file=plait.key on every host."
 SIOCGIFADDR = 0x8915  # asks Linux for an interface's address
 Address = tuple[str, int]
 
@@ -169,20 +172,19 @@ def shared_key(cluster: ClusterSettings, environment: Mapping[str, str] = os.env
     Raises:
         ConfigError: there is none, it is too short, or others may read the file.
     """
-    remedy = "(umask 077; openssl rand -hex 32 > plait.key), then cluster.key_file=plait.key on every host."
     if KEY in environment:
         named, text = KEY, environment[KEY].strip()
     elif cluster.key_file is not None:
-        named, text = cluster.key_file, _read_key(Path(cluster.key_file))
+        named, text = cluster.key_file, _read_key(user_path(cluster.key_file))
     else:
         raise ConfigError(
             "processes on several hosts, and no key",
             f"A key that all hosts share keeps others out: the variable {KEY}, or a file (cluster.key_file).",
-            f"For example {remedy}",
+            f"For example {MAKE_KEY}",
         )
     if len(text) < LEAST_KEY:
         raise ConfigError(
-            f"{named}: {len(text)} characters", f"A key has at least {LEAST_KEY}.", f"Make one: {remedy}"
+            f"{named}: {len(text)} characters", f"A key has at least {LEAST_KEY}.", f"Make one: {MAKE_KEY}"
         )
     return text.encode()
 
@@ -191,7 +193,9 @@ def _read_key(path: Path) -> str:
     try:
         mode, text = path.stat().st_mode, path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeError) as error:
-        raise ConfigError(f"cluster.key_file={path}: {error}", "Every process reads its key there.") from None
+        raise ConfigError(
+            f"cluster.key_file={path}: {error}", "Every process reads its key there.", f"Make one: {MAKE_KEY}"
+        ) from None
     if mode & 0o077:
         raise ConfigError(
             f"cluster.key_file={path}: mode {mode & 0o777:o}",
@@ -221,11 +225,37 @@ def meeting_file(place: Place) -> Path:
 
 
 def announce(place: Place, meeting: Meeting) -> Path:
-    """Write how the coordinator is reached, for the other processes of its host; the file."""
-    host, port = meeting.address
+    """Write how the coordinator is reached, for the other processes of its host; the file.
+
+    Raises:
+        ConfigError: a run that the launcher calls the same is there.
+    """
     file = meeting_file(place)
+    if (other := _met(file)) is not None:
+        with suppress(OSError):
+            socket.create_connection(other.address, timeout=ANSWER_SECONDS).close()
+            raise ConfigError(
+                f"{file}: a run listens at port {other.address[1]}",
+                "The launcher calls it the same (MASTER_ADDR, MASTER_PORT), so their processes would mix.",
+                "Give this run another port of the launcher, or end the other one.",
+            )
+    host, port = meeting.address
     write_text(file, f"{host} {port} {meeting.key.decode()}", mode=PRIVATE, durable=False)
     return file
+
+
+def retract(file: Path, meeting: Meeting) -> None:
+    """Remove the file, if it says how this coordinator is reached."""
+    if _met(file) == meeting:
+        file.unlink(missing_ok=True)
+
+
+def _met(file: Path) -> Meeting | None:
+    try:
+        host, port, key = file.read_text(encoding="utf-8").split()
+    except FileNotFoundError:
+        return None
+    return Meeting((host, int(port)), key.encode())
 
 
 def read_meeting(place: Place, cluster: ClusterSettings) -> Meeting | None:
@@ -236,8 +266,4 @@ def read_meeting(place: Place, cluster: ClusterSettings) -> Meeting | None:
     """
     if not place.one_host:
         return Meeting((cluster.address or place.host, cluster.port), shared_key(cluster))
-    try:
-        host, port, key = meeting_file(place).read_text(encoding="utf-8").split()
-    except FileNotFoundError:
-        return None
-    return Meeting((host, int(port)), key.encode())
+    return _met(meeting_file(place))

@@ -19,7 +19,7 @@ from multiprocessing import AuthenticationError
 import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from plait.core.errors import EXIT_BAD_INPUT, EXIT_DONE, PlaitError
+from plait.core.errors import EXIT_BAD_INPUT, EXIT_DONE, ConfigError, LostProcessError, PlaitError, choices
 from plait.core.jobs import DataSpec
 from plait.core.messages import Attach, Command, SaveCheckpoint
 from plait.core.samples import TokenisedData
@@ -128,16 +128,34 @@ class Replica:
         return Answer(tuple(events), time.perf_counter() - started)
 
     def _join(self, request: Join) -> Exchange:
-        """Enter the group by the network that leads to the coordinator; earlier groups do not matter."""
+        """Enter the group by the network that leads to the coordinator; earlier groups do not matter.
+
+        Raises:
+            ConfigError: this host has no interface of that name.
+            LostProcessError: the others are not reached.
+        """
+        there = [name for _, name in socket.if_nameindex()]
+        if request.interface is not None and request.interface not in there:
+            raise ConfigError(
+                f"cluster.interface={request.interface}",
+                "This host has no such network interface.",
+                f"Here it may be {choices(there)}.",
+            )
         interface = request.interface or interface_of(request.address or self._channel.near)
         if interface is not None:
             for name in INTERFACES:
                 os.environ.setdefault(name, interface)
-        limit = timedelta(seconds=request.seconds)
-        store = TCPStore(self._channel.far, request.port, is_master=False, timeout=limit)
-        own = PrefixStore(str(request.generation), store)
-        count, seconds = request.processes, request.seconds
-        return Exchange(own, self.number, count, self._device, seconds, self._recorder)
+        count, seconds, limit = request.processes, request.seconds, timedelta(seconds=request.seconds)
+        try:
+            store = TCPStore(self._channel.far, request.port, is_master=False, timeout=limit)
+            own = PrefixStore(str(request.generation), store)
+            return Exchange(own, self.number, count, self._device, seconds, self._recorder)
+        except (RuntimeError, ValueError) as error:
+            raise LostProcessError(
+                f"the others are not reached: {str(error).partition(chr(10))[0]}",
+                f"Gradients go by the network interface {interface or 'of the host name'}, on any port.",
+                "Set cluster.interface to one by which all hosts reach each other.",
+            ) from error
 
     def close(self) -> None:
         """Leave the group."""

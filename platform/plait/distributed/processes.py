@@ -24,6 +24,7 @@ DOING = {
     "Load": "loading the model",
     "Join": "joining the others",
     "Build": "choosing kernels",
+    "Measure": "measuring its speed",
     "Provide": "receiving data",
     "Attach": "attaching a job",
     "Share": "attaching a job",
@@ -64,7 +65,7 @@ class Process:
 
     hello: Hello
     channel: Channel
-    doing: str = "start"
+    doing: str = "starting"
     asked: float = field(default_factory=time.monotonic)
     busy: bool = False
     heard: float = field(default_factory=time.monotonic)
@@ -74,19 +75,21 @@ class Process:
     def __str__(self) -> str:
         return f"process {self.hello.process} ({self.hello.host}, pid {self.hello.pid})"
 
-    def state(self, number: int, device: str, limit: float) -> ProcessState:
+    def state(self, device: str, limit: float) -> ProcessState:
         """How it is doing; ``limit``: seconds of silence after which it counts as dead."""
         now, hello = time.monotonic(), self.hello
-        doing = DOING.get(self.doing, self.doing) if self.busy else ""
+        doing = self.doing if self.busy else ""
         silent = now - self.heard if self.busy else 0.0
-        return ProcessState(number, hello.host, hello.pid, device, doing, now - self.asked, silent, limit)
+        return ProcessState(
+            hello.process, hello.host, hello.pid, device, doing, now - self.asked, silent, limit
+        )
 
-    def take_spans(self, number: int, device: str) -> ReplicaSpans:
+    def take_spans(self, device: str) -> ReplicaSpans:
         """What it did since the last call."""
         taken = tuple(self.spans)
         self.spans.clear()
         hello, clock = self.hello, self.clock
-        return ReplicaSpans(number, hello.host, hello.pid, device, taken, clock.seconds, clock.error)
+        return ReplicaSpans(hello.process, hello.host, hello.pid, device, taken, clock.seconds, clock.error)
 
 
 class Processes:
@@ -136,7 +139,7 @@ class Processes:
         pending: dict[object, tuple[int, Process]] = {}
         for number, request in requests.items():
             process = self.all[number]
-            process.doing, process.asked = type(request).__name__, time.monotonic()
+            process.doing, process.asked = DOING[type(request).__name__], time.monotonic()
             process.busy = True
             pending[process.channel.connection] = number, process
             try:
@@ -161,8 +164,9 @@ class Processes:
                         del pending[process.channel.connection]
         if refused:
             first = min(refused)
-            said = self._named(first, refused[first]) if answers else refused[first]
-            if isinstance(said, LostProcessError):  # by one that lost the others
+            lost = isinstance(refused[first], LostProcessError)  # the others
+            said = self._named(first, refused[first]) if answers or lost else refused[first]
+            if isinstance(said, LostProcessError):
                 self.close(lost=True)
                 self._error = said
             raise said
@@ -229,7 +233,7 @@ class Processes:
         status = "" if fate.status is None else f" with status {fate.status}"
         self.close(lost=True)
         self._error = LostProcessError(
-            f"{process} {how}{status} ({process.doing})",
+            f"{process} {how}{status} while {process.doing}",
             f"A run ends where one of its processes does; checkpoints are whole.{fate.log}",
             "The same command resumes the search.",
         )

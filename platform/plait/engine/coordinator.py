@@ -539,12 +539,12 @@ def _predicted(times: Sequence[ReplicaTime], expected: Expected) -> tuple[Replic
     return tuple(
         replace(
             each,
-            predicted_busy_seconds=busy.get(each.replica, 0.0),
-            predicted_waited_seconds=longest - busy.get(each.replica, 0.0),
+            predicted_busy_seconds=busy.get(place, 0.0),
+            predicted_waited_seconds=longest - busy.get(place, 0.0),
         )
         if busy
         else each
-        for each in times
+        for place, each in enumerate(times)
     )
 
 

@@ -284,6 +284,8 @@ class _Launch:
         folder = search_folder(settings.tracking.root, source.name)
         tracker = Tracker(settings.tracking, peers=self._peers, writes_curves=source.claims.writes_curves)
         watch = ProcessWatch(folder, lambda: tracker.board.replicas)
+        if many is not None:
+            many.watch = lambda: watch.show()
         self._say("Loading the model ...")
         with tracker, closing(watch):
             coordinator = build_coordinator(
