@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 from curve_worker import ADAPTER, LINEARS, SHAPE, CurveWorker
 
-from plait.core.errors import CapacityError, ConfigError, ProcessError
+from plait.core.errors import CapacityError, ConfigError, DataError, ProcessError
 from plait.core.settings import ClusterSettings, EngineSettings, RunSettings
 from plait.cost.time import MicrobatchShape
+from plait.data.overlong import LengthLimit
 from plait.engine.admission import Admission
+from plait.engine.build import check_engine
 from plait.engine.replicas import dispatch_time, replicas_of
 from plait.engine.worker import WorkerFacts
 
@@ -103,6 +105,13 @@ def test_without_a_profile_the_arithmetic_of_the_model_says_what_a_sample_takes(
 def test_lists_that_do_not_belong_to_the_run_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"cluster.speeds=\[1.0\] with cluster.processes=2"):
         run(speeds=(1.0,))
+    with pytest.raises(ConfigError, match=r"cluster.capacities=\[8, 8, 8\] with cluster.processes=2"):
+        run(capacity=None, capacities=(8, 8, 8))
+    launched = RunSettings(cluster=ClusterSettings(capacities=(8, 8)))
+    with pytest.raises(ConfigError, match=r"cluster.capacities=\[8, 8\] with cluster.processes=1"):
+        check_engine(launched, ())  # no launcher has said that there are two
+    with pytest.raises(DataError, match=r"cluster.capacities=8 tokens.\nRaise cluster.capacities to 9 "):
+        LengthLimit(64, launched.engine.capacity, key=launched.capacity_key).check_capacity(9)
     with pytest.raises(ConfigError, match=r"engine.capacity=4096 with cluster.capacities=\[256, 512\]"):
         run(capacities=(256, 512))
     with pytest.raises(ConfigError, match="a list of numbers above 0"):

@@ -150,13 +150,8 @@ class ClusterSettings:
 
     def __post_init__(self) -> None:
         check(self, "cluster")
-        for key in ("capacities", "speeds"):
-            if 0 < len(given := getattr(self, key)) < self.processes:
-                raise ConfigError(
-                    f"cluster.{key}={list(given)} with cluster.processes={self.processes}",
-                    "It has an entry for each process.",
-                    f"Give {self.processes} entries, or none.",
-                )
+        if self.processes > 1:  # a launcher may still say that there are more than one
+            self.check_lists()
         if self.kind == "local" and self.kinds:
             raise ConfigError(
                 f"cluster.kinds with {len(self.kinds)} kinds of devices",
@@ -169,6 +164,16 @@ class ClusterSettings:
                 "It counts processes of this machine; on a described cluster the plan chooses the replicas.",
                 "Leave cluster.processes out; `plait plan --devices N` plans for N devices.",
             )
+
+    def check_lists(self) -> None:
+        """Check that each list has an entry for each process; ConfigError otherwise."""
+        for key in ("capacities", "speeds"):
+            if len(given := getattr(self, key)) not in (0, self.processes):
+                raise ConfigError(
+                    f"cluster.{key}={list(given)} with cluster.processes={self.processes}",
+                    "It has an entry for each process.",
+                    f"Give {self.processes} entries, or none.",
+                )
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,7 @@ def load_data(
     max_length: int,
     capacity: int | None = None,
     cluster: str = "",
+    key: str = "engine.capacity",
     cache: Path,
 ) -> TokenisedData:
     """The samples of ``spec``, from the cache if it holds them.
@@ -56,7 +57,7 @@ def load_data(
         max_length: most tokens of a sample that the model accepts; an option says what happens to longer
             ones.
         capacity: most tokens of a sample that fit into a microbatch; None: as many as the model accepts.
-        cluster: described cluster whose devices set the capacity, for messages; "": engine.capacity does.
+        cluster: described cluster whose devices set the capacity, for messages; "": ``key`` does.
 
     Raises:
         ConfigError, DataError: as :func:`check_data`; also a chat template that is missing or refuses, a
@@ -67,7 +68,7 @@ def load_data(
     check_tokeniser(tokeniser)
     renderer = Renderer.of(options, tokeniser)
     rows = SOURCES.get(spec.source).open(options)
-    limit = LengthLimit(max_length, capacity, cluster)
+    limit = LengthLimit(max_length, capacity, cluster, key)
     path = cache / f"{_cache_key(spec, rows, renderer, max_length)}.npz"
     data = read_cached(path)
     if data is None:

@@ -39,12 +39,13 @@ class LengthLimit:
     Attributes:
         model: the model's limit; longer samples are overlong.
         capacity: the microbatch's capacity, which every sample must fit into; None: unlimited.
-        cluster: described cluster whose devices set the capacity; "": engine.capacity does.
+        cluster: described cluster whose devices set the capacity; "": ``key`` does.
     """
 
     model: int
     capacity: int | None = None
     cluster: str = ""
+    key: str = "engine.capacity"
 
     @property
     def characters(self) -> int:
@@ -59,8 +60,8 @@ class LengthLimit:
             rule = f"A sample must fit into one microbatch: at most {self.capacity} tokens on {self.cluster}."
             remedy = "Describe more or larger devices (cluster.options), choose another cluster"
         else:
-            rule = f"A sample must fit into one microbatch: engine.capacity={self.capacity} tokens."
-            remedy = f"Set engine.capacity={longest} or more"
+            rule = f"A sample must fit into one microbatch: {self.key}={self.capacity} tokens."
+            remedy = f"Raise {self.key} to {longest} or more"
         raise DataError(
             f"the longest sample has {longest} tokens",
             rule,

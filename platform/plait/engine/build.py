@@ -66,7 +66,13 @@ def open_data(
 
     def load(spec: DataSpec) -> TokenisedData:
         return load_data(
-            spec, tokeniser, max_length=max_length, capacity=capacity, cluster=cluster, cache=cache_dir()
+            spec,
+            tokeniser,
+            max_length=max_length,
+            capacity=capacity,
+            cluster=cluster,
+            key=settings.capacity_key,
+            cache=cache_dir(),
         )
 
     catalogue = DataCatalogue(load, generation_limit=generation_limit, score=score)
@@ -111,6 +117,7 @@ def check_engine(settings: RunSettings, jobs: Sequence[JobSpec]) -> None:
         ConfigError: one of these is not so.
     """
     engine, processes = settings.engine, settings.cluster.processes
+    settings.cluster.check_lists()
     if engine.device in ("auto", "cpu") and engine.kernels == "auto" and processes == 1:
         return  # there is always one
     import torch
