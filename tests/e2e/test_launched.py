@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +43,12 @@ def hosts(number: int, port: int, **more: str) -> Mapping[str, str]:
 
 @pytest.fixture
 def port() -> int:
-    """The first of two ports that no other test uses."""
-    return 20000 + os.getpid() * 2 % 10000
+    """The first of two ports that are free."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as first, suppress(OSError, OverflowError):
+            found = int(first.getsockname()[1])
+            socket.create_server(("127.0.0.1", found + 1)).close()
+            return found
 
 
 @pytest.mark.slow
