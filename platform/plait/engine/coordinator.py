@@ -242,11 +242,11 @@ class Coordinator:
     def advance(self) -> list[Event]:
         """One iteration: end what was stopped, admit what fits, train one step of every live job.
 
-        If processes of the worker are lost, the next one makes up for them: meanwhile all jobs wait, to be
+        If processes of the worker are lost, the next call replaces the worker: meanwhile all jobs wait, to be
         trained again from their last checkpoints.
 
         Raises:
-            LostProcessError: too many were lost, or nothing makes up for them.
+            LostProcessError: too many were lost, or the worker cannot be replaced.
             ProcessError: what does is too small for a job that trained before.
         """
         if self._stopping:
