@@ -54,7 +54,11 @@ def steps(status: str) -> dict[str, int]:
 
 @pytest.mark.slow
 def test_every_command_against_a_running_sweep(
-    folder: Path, short: tuple[str, ...], trials: Trials, said: Said
+    folder: Path,
+    short: tuple[str, ...],
+    trials: Trials,
+    said: Said,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     arguments = [
         *short, *SPACE, "search.trials=3", "search.parallel=3", "train.steps=100000",
@@ -109,7 +113,12 @@ def test_every_command_against_a_running_sweep(
         assert "end after the current step" in said("cancel")
         assert sweep.end() == 0, sweep.output
     assert [item.state for item in trials(folder)] == [TrialState.PRUNED] * 5
-    assert "plait sweep" in Path("sweep.log").read_text()  # the command that resumes it
+    log = Path("sweep.log").read_text()
+    assert "ended early" in log
+    assert "resume with" not in log  # nothing is left
+    capsys.readouterr()
+    assert main(["resume"]) == 0
+    assert "no unfinished searches" in capsys.readouterr().out
     assert "Pending" not in said("status")
 
 

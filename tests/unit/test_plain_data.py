@@ -110,7 +110,7 @@ def test_a_fields_rule_is_checked_and_reported_with_value_and_default() -> None:
     assert Dial(1, even=4, pair=(LARGEST, 0), free=nan_in_a_list()).even == 4
     for wrong, said in (
         ({"level": 0}, "dial.level=0\ndial.level must be above 0 and at most 1.\nThe default is 0.5."),
-        ({"even": 3}, "dial.even=3\ndial.even must be even.\nThe default is null."),
+        ({"even": 3}, "dial.even=3\ndial.even must be even."),
         (
             {"pair": (0.0, nan)},
             "dial.pair=(0.0, nan)\ndial.pair must be at least (0, 0) and finite.\nThe default is [1.0, 2.0].",

@@ -67,7 +67,7 @@ def sweep_arguments(arguments: Sequence[str]) -> list[str]:
     if name not in known:
         raise ConfigError(
             f"plait bench {name}",
-            "There is no such file in sweeps/.",
+            "There is no such search or benchmark.",
             f"{did_you_mean(name, known)}Available: {choices(known)}.",
         )
     if set(rest) & set(HELP):

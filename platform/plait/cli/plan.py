@@ -33,6 +33,7 @@ from plait.planning.model_memory import model_memory
 from plait.planning.outlook import ChangeOutlook, DevicesOutlook, ObjectiveOutlook, Outlook
 from plait.planning.workload import Workload
 from plait.search.checks import check_jobs, check_model
+from plait.search.points import too_few_points
 from plait.search.study import suggest_jobs
 from plait.search.trials import SearchCommand
 from plait.simulate.forecast import Forecast
@@ -119,13 +120,16 @@ def plan_search(
     Raises:
         InputError: as for :func:`run_plan`.
     """
+    if command.settings.cluster.kind == "local" and devices is not None:
+        raise ConfigError(
+            f"{DEVICES} {devices}",
+            "Numbers of devices are for a described cluster.",
+            "Choose one with cluster=NAME (`plait plan --help` lists them). cluster.processes=N is for this "
+            "machine.",
+        )
+    if few := too_few_points(command.settings.search, command.space):
+        say(few)
     if command.settings.cluster.kind == "local":
-        if devices is not None:
-            raise ConfigError(
-                f"{DEVICES} {devices}",
-                "On this machine Plait trains on one device; numbers of devices are for a described cluster.",
-                "Choose one with cluster=NAME (`plait plan --help` lists them).",
-            )
         return _plan_local(command)
     settings, cluster = described(command.settings)
     numbers = () if devices is None else read_numbers(devices, cluster)

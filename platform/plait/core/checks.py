@@ -84,7 +84,7 @@ def check(settings: object, group: str) -> None:
             raise ConfigError(
                 f"{key}={value!r}",
                 f"{key} must be {wanted}.",
-                "" if default is MISSING else f"The default is {_as_yaml(default)}.",
+                "" if default in (MISSING, None) else f"The default is {_as_yaml(default)}.",
             )
 
 

@@ -214,11 +214,11 @@ class Coordinator:
 
     @property
     def account(self) -> str:
-        """What checkpoints have cost so far, next to what lost processes have."""
+        """What checkpoints have cost so far, next to what lost processes have; "" if there were none."""
         saved, restarts = self.checkpointer, self.restarts
         words = f"{saved.count} took {saved.seconds:.1f} s"
         if not restarts.count:
-            return words
+            return words if saved.count else ""
         times = f"{restarts.count} restart{'s' * (restarts.count > 1)} after lost processes"
         return f"{words}; {times} took {restarts.seconds:.1f} s and repeated {restarts.steps} steps"
 

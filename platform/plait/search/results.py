@@ -24,7 +24,8 @@ class SearchEnd:
 
     Attributes:
         interrupted: whether it was interrupted by Ctrl-C or the end of its process.
-        ended_by: the user's order ("stopping", "cancelling"), or "failing" if too many trials failed.
+        ended_by: what keeps it from its end: the user's order ("stopping", "cancelling"), or "failing" if too
+            many trials failed; "" if all trials have ended.
         why: the same, in words.
         name: the search's name in its study.
     """
@@ -39,6 +40,11 @@ class SearchEnd:
     def failed(self) -> int:
         """How many trials failed."""
         return sum(item.state == JobState.FAILED for item in self.finished)
+
+    @property
+    def stopped(self) -> int:
+        """How many trials the user stopped."""
+        return sum(item.state == JobState.STOPPED for item in self.finished)
 
     @property
     def rejected(self) -> int:
@@ -89,9 +95,11 @@ def describe_result(
 ) -> list[str]:
     """Describe a finished search in a few lines; ``exhausted``: its space has no untried point."""
     count = len(result.finished)
+    stopped = f", {result.stopped} stopped" if result.stopped else ""
     rejected = f", {result.rejected} infeasible" if result.rejected else ""
     lines = [
-        f"{name} is finished: {count} trial{'s' if count != 1 else ''}, {result.failed} failed{rejected}."
+        f"{name} is finished: {count} trial{'s' if count != 1 else ''}, {result.failed} failed"
+        f"{stopped}{rejected}."
     ]
     more = "search.fresh=true starts it again"
     front = result.front(settings.objectives)

@@ -527,10 +527,11 @@ class SearchLoop:
     def _result(self) -> SearchEnd:
         """The result when all trials have ended, or no more begin because of an order or failures."""
         finished = tuple(self._source.finished())
-        if self._orders.mode != "running":
-            return SearchEnd(finished, ended_by=self._orders.mode, why=ORDERED)
+        left = self._source.over < self._source.total
+        if self._orders.mode != "running":  # where nothing is left, there is nothing to resume
+            return SearchEnd(finished, ended_by=self._orders.mode if left else "", why=ORDERED)
         why = self._suggestions.failure_limit_exceeded
-        if why and self._source.over < self._source.total:
+        if why and left:
             return SearchEnd(finished, ended_by="failing", why=why)
         end = SearchEnd(finished)
         return replace(end, why=end.rejected_to_the_end)
