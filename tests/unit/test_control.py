@@ -311,6 +311,13 @@ def test_impossible_values_are_refused_with_value_rule_and_remedy(
     assert not (search_folder(tmp_path, "mine") / "warm").exists()
 
 
+def test_a_trial_added_to_a_paused_search_waits_for_resume(tmp_path: Path, said: Said) -> None:
+    killed(tmp_path)
+    assert "paused" not in said("add", "adapter.rank=16")
+    said("pause")
+    assert "The search is paused: `plait control mine resume` comes first." in said("add", "adapter.rank=4")
+
+
 def test_trials_are_added_and_cloned(tmp_path: Path, said: Said) -> None:
     study = killed(tmp_path)
     zero = study.get_trials()[0].params

@@ -202,6 +202,8 @@ class SearchControl:
             words = " ".join(f"{key}={each.text}" for key, each in outside.items())
             verb = "lie" if len(outside) > 1 else "lies"
             starts += f" {words} {verb} outside the search space: the sampler does not learn from this trial."
+        if self._orders.read().mode == "paused":
+            starts += f" The search is paused: `plait control {self._quoted} resume` comes first."
         return self._when(starts)
 
     def _read(self, overrides: Sequence[str]) -> tuple[AddedPoint, int | None]:
