@@ -49,6 +49,7 @@ def test_replicas_train_as_one_process_does(
 ) -> None:
     lab = laboratory("llama")
     jobs = lab.group(dropout=0.1, steps=STEPS)
+    cluster = {name: values[:count] for name, values in cluster.items()}
     alone = lab.run(jobs, kernels="grouped")
     with fleet(count, TINY, ENGINE, tmp_path / "processes", **cluster) as worker:
         run = partial(lab.run, jobs, worker=worker, cluster=ClusterSettings(processes=count, **cluster))
@@ -174,7 +175,7 @@ def test_if_one_replica_runs_out_of_memory_none_steps_and_all_recover(
     if here:
         monkeypatch.setattr(worker, "_forward", out_of_memory)
     events = worker.execute(schedule(2))
-    assert any(isinstance(event, OutOfMemory) for event in events) == here
+    assert any(isinstance(event, OutOfMemory) for event in events)  # with the seconds of the wait
     assert not any(isinstance(event, StepDone) for event in events)
     assert peers.asked == [False, here]
     assert peers.begun == [(job.name, step) for step in (1, 2) for job in jobs]
