@@ -264,7 +264,7 @@ def test_the_capacity_changes_no_sample(overlong, tmp_path, tokeniser):
     spec = DataSpec.of("file", path=path, validation=0, overlong=overlong)
     for _ in range(2):  # the second time from the cache
         with pytest.raises(
-            DataError, match=r"31 tokens\n.*engine\.capacity=8 .*\n.*engine\.capacity=31 or more"
+            DataError, match=r"31 tokens\n.*engine\.capacity=8 .*\nRaise engine\.capacity to 31 or more"
         ):
             load_data(spec, tokeniser, max_length=40, capacity=8, cache=tmp_path)
     with pytest.raises(DataError, match="at most 8 tokens on 4 devices"):

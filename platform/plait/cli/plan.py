@@ -71,6 +71,8 @@ def run_plan(command: SearchCommand, flags: Mapping[str, str]) -> int:
         )
     waves: list[Forecast] = []
     outlook = plan_search(command, devices=flags.get(DEVICES), on_wave=waves.append)
+    if few := too_few_points(command.settings.search, command.space):
+        say(few)
     if timeline is not None:
         write_timeline(timeline, outlook.cluster, waves)
     if JSON in flags:
@@ -127,8 +129,6 @@ def plan_search(
             "Choose one with cluster=NAME (`plait plan --help` lists them). cluster.processes=N is for this "
             "machine.",
         )
-    if few := too_few_points(command.settings.search, command.space):
-        say(few)
     if command.settings.cluster.kind == "local":
         return _plan_local(command)
     settings, cluster = described(command.settings)
