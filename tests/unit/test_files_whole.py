@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from plait.utils import files
-from plait.utils.files import PRIVATE, new_file, new_folder, write_text
+from plait.utils.files import OWNER_ONLY, new_file, new_folder, write_text
 
 
 def names(folder: Path) -> list[str]:
@@ -47,7 +47,7 @@ def test_a_failed_one_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_what_holds_a_secret_is_never_readable_by_others(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    with new_file(path, mode=PRIVATE):
+    with new_file(path, mode=OWNER_ONLY):
         (draft,) = tmp_path.iterdir()
         assert stat.S_IMODE(draft.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.stat().st_mode) == 0o600

@@ -122,7 +122,7 @@ class Exchange:
         """Take each part of these vectors from the process whose number it has.
 
         Raises:
-            ProcessError: as :meth:`finish`.
+            LostProcessError: as :meth:`finish`.
         """
         self._synchronise()
         self._result(self._thread.submit(self._fill, vectors))

@@ -176,12 +176,12 @@ class Launcher:
         requests = (Load(settings.model, device, number) for number in range(len(processes)))
         processes.ask(dict(enumerate(requests)))
         processes.ask({number: self._join(number, all_processes) for number in range(len(processes))})
-        beside = Counter(each.hello.host for each in all_processes)
+        per_host = Counter(each.hello.host for each in all_processes)
         memory = None
         if device == "cpu":
-            memory = min(each.hello.memory_bytes // beside[each.hello.host] for each in all_processes)
-        threads = engine.threads or _threads(all_processes, beside)
-        cluster = _left(settings.cluster, [each.hello.process for each in all_processes])
+            memory = min(each.hello.memory_bytes // per_host[each.hello.host] for each in all_processes)
+        threads = engine.threads or _threads(all_processes, per_host)
+        cluster = _remaining(settings.cluster, [each.hello.process for each in all_processes])
         return Fleet(processes, data, replace(engine, threads=threads), memory, cluster)
 
     def _join(self, number: int, processes: Sequence[Process]) -> Join:
@@ -214,17 +214,17 @@ class Launcher:
         return self._store_port
 
 
-def _left(cluster: ClusterSettings, numbers: Sequence[int]) -> ClusterSettings:
-    """The settings of those processes that are there, by the numbers that they were launched with."""
+def _remaining(cluster: ClusterSettings, numbers: Sequence[int]) -> ClusterSettings:
+    """The settings of the processes that have come, by the numbers that they were launched with."""
     capacities = tuple(cluster.capacities[number] for number in numbers if cluster.capacities)
     speeds = tuple(cluster.speeds[number] for number in numbers if cluster.speeds)
     return replace(cluster, processes=len(numbers), capacities=capacities, speeds=speeds)
 
 
-def _threads(processes: Sequence[Process], beside: Counter[str]) -> int:
+def _threads(processes: Sequence[Process], per_host: Counter[str]) -> int:
     """Threads of every process: the same for all, or their sums would round differently."""
     cores = usual_threads()
-    return max(1, min(min(each.hello.cores, cores) // beside[each.hello.host] for each in processes))
+    return max(1, min(min(each.hello.cores, cores) // per_host[each.hello.host] for each in processes))
 
 
 def _refuse(channel: Channel, reason: str) -> None:

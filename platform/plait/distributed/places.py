@@ -19,7 +19,7 @@ from pathlib import Path
 
 from plait.core.errors import ConfigError
 from plait.core.settings import ClusterSettings
-from plait.utils.files import PRIVATE, write_text
+from plait.utils.files import OWNER_ONLY, write_text
 from plait.utils.paths import user_path
 
 ADDRESS, KEY, NUMBER, LOCAL = "PLAIT_COORDINATOR", "PLAIT_KEY", "PLAIT_PROCESS", "PLAIT_LOCAL"
@@ -240,7 +240,7 @@ def announce(place: Place, meeting: Meeting) -> Path:
                 "Give this run another port of the launcher, or end the other one.",
             )
     host, port = meeting.address
-    write_text(file, f"{host} {port} {meeting.key.decode()}", mode=PRIVATE, durable=False)
+    write_text(file, f"{host} {port} {meeting.key.decode()}", mode=OWNER_ONLY, durable=False)
     return file
 
 

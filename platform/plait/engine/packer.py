@@ -71,8 +71,8 @@ class Packer:
             wait([ahead[1]])  # two at a time gain nothing
             if ahead[0] == asked:
                 self._ahead = None
-                return ahead[1].result()  # else an evaluation comes between
-        return self._pack(asked)
+                return ahead[1].result()
+        return self._pack(asked)  # of an evaluation in between: what is prepared stays
 
     def _pack(self, batches: Batches) -> Microbatches:
         check_fits(batches, capacity=self.capacity)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from plait.config.build import key_of
 from plait.core.errors import SearchError, StorageError
-from plait.utils.files import PRIVATE, write_text
+from plait.utils.files import OWNER_ONLY, write_text
 from plait.utils.paths import search_folder
 
 FILE = "command.json"
@@ -74,7 +74,7 @@ def write_command(folder: Path, command: RecordedCommand) -> None:
         StorageError: the folder cannot be written.
     """
     try:
-        write_text(folder / FILE, json.dumps(asdict(command), indent=2), mode=PRIVATE)
+        write_text(folder / FILE, json.dumps(asdict(command), indent=2), mode=OWNER_ONLY)
     except OSError as error:
         raise StorageError(
             f"{folder}: {error.strerror or error}",

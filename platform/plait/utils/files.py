@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO
 from uuid import uuid4
 
-PRIVATE = 0o600  # readable by its owner only
+OWNER_ONLY = 0o600  # readable by its owner only
 
 
 def to_disk(path: Path) -> None:
