@@ -24,7 +24,7 @@ KILLS = int(os.environ.get("PLAIT_FAULTS", "3"))
 KINDS = ("a process", "the coordinator", "all")
 SEED = 20261123
 MOST = 25  # kills of one search
-TOGETHER = ("3 processes\n", " again after ")  # printed once the processes have come together
+TOGETHER = ("3 processes, engine", " again after ")  # printed once the processes have come together
 
 
 def command() -> list[str]:

@@ -121,6 +121,15 @@ def until(log: Path, text: str, running: Sequence[subprocess.Popen[str]] = ()) -
         time.sleep(0.05)
 
 
+def until_saved(folder: Path, running: Sequence[subprocess.Popen[str]]) -> None:
+    """Until a job that trains on both has a checkpoint to go on from."""
+    end = time.monotonic() + HANGS
+    while not list(folder.glob("plait-runs/searches/mine/checkpoints/*/*/step-*/checkpoint.json")):
+        assert time.monotonic() < end
+        assert all(each.poll() is None for each in running)
+        time.sleep(0.05)
+
+
 def test_a_search_on_two_hosts_refuses_a_wrong_key_and_outlives_the_loss_of_one(
     hosts: Hosts,
     folder: Path,
@@ -136,7 +145,7 @@ def test_a_search_on_two_hosts_refuses_a_wrong_key_and_outlives_the_loss_of_one(
     hosts.start(1, folder, "second", KEY, *limits)
     until(folder / "first", "2 processes", [first])
     until(folder / "first", "trial-0000 started", [first])
-    time.sleep(1.0)
+    until_saved(folder, [first])
     hosts.cut()
     until(folder / "first", "was silent for", [first])
     assert first.wait(HANGS) == 0, (folder / "first").read_text()

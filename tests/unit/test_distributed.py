@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ from laboratory import random_data, random_texts
 from processes import ForkedProcess
 
 from plait.core.errors import ConfigError, LostProcessError, ModelError, ProcessError
-from plait.core.jobs import AdapterSpec, JobSpec, TrainSpec
+from plait.core.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
 from plait.core.messages import (
     Attach,
     Attached,
@@ -27,14 +30,18 @@ from plait.core.messages import (
     MicrobatchDone,
     OutOfMemory,
     RunSchedule,
+    SaveCheckpoint,
+    Saved,
     StepDone,
     StepJob,
 )
 from plait.core.plans import Microbatch
+from plait.core.samples import TokenisedData
 from plait.core.settings import ClusterSettings, EngineSettings, ModelSettings, RunSettings
-from plait.distributed import join
+from plait.distributed import join, process
 from plait.distributed import processes as processes_module
 from plait.distributed.channel import (
+    VERSIONS,
     Answer,
     Beat,
     Build,
@@ -43,12 +50,25 @@ from plait.distributed.channel import (
     Goodbye,
     Hello,
     Measure,
+    Provide,
+    Refusal,
     Share,
+    VersionError,
     connect,
 )
 from plait.distributed.fleet import Fleet
 from plait.distributed.launch import Launcher
-from plait.distributed.places import Address, Meeting, Place, meeting_file, read_meeting
+from plait.distributed.places import (
+    ADDRESS,
+    LOCAL,
+    NUMBER,
+    Address,
+    Meeting,
+    Place,
+    meeting_file,
+    read_meeting,
+)
+from plait.distributed.places import KEY as KEY_NAME
 from plait.distributed.processes import Fate, Process, Processes
 from plait.distributed.start import Start
 from plait.engine.catalogue import DataCatalogue
@@ -92,6 +112,35 @@ def test_a_process_with_another_key_is_refused(door: Door) -> None:
     known.join()
 
 
+def test_other_versions_are_refused_before_anything_is_unpickled(
+    door: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Channel, "receive", lambda _: pytest.fail("unpickled"))
+    said = re.escape(f"it has Plait 0.0.1, torch 1.0, the coordinator {VERSIONS}: use the same for all")
+    with pytest.raises(VersionError, match=said):
+        connect(door.address, KEY, "Plait 0.0.1, torch 1.0")
+    old = Client(door.address, authkey=KEY)  # sends its greeting pickled, as before there were versions
+    old.send(Evil(tmp_path / "ran"))
+    assert old.recv_bytes().startswith(b"it has")
+    assert not (tmp_path / "ran").exists()
+    assert door.next(0.1) is None
+    assert door.refused.keys() == {"127.0.0.1"}
+    monkeypatch.setattr(process, "connect", partial(connect, versions="Plait 0.0.1, torch 1.0"))
+    where = ":".join(map(str, door.address))
+    assert process.main({ADDRESS: where, KEY_NAME: KEY.decode(), NUMBER: "1", LOCAL: "1"}) == 2
+    assert "it has Plait 0.0.1, torch 1.0" in capsys.readouterr().err
+
+
+class Evil:
+    """What runs when it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.file,)
+
+
 @contextmanager
 def launched(folder: Path, start: Start, **cluster: Any) -> Iterator[Fleet]:
     settings = replace(SETTINGS, cluster=replace(SETTINGS.cluster, **cluster))
@@ -130,6 +179,25 @@ def test_a_process_that_does_not_come_is_named(tmp_path: Path) -> None:
     named = pytest.raises(ProcessError, match=r"process . did not come within 1 s")
     with named, launched(tmp_path, Silent, join_seconds=1.0):
         pass
+
+
+def test_one_that_was_not_let_in_is_named_with_what_it_had(tmp_path: Path) -> None:
+    place = Place(0, 2, 0, 2, "127.0.0.1", f"test-{os.getpid()}")
+    came: list[Channel] = []
+
+    def start(address: Address, key: bytes, number: int, log: Path) -> Silent:
+        came.append(connect(address, key))
+        came[-1].send(Hello(number, "here", 1))
+        with pytest.raises(AuthenticationError):
+            connect(address, b"x" * 32)
+        return Silent(log)
+
+    cluster = replace(SETTINGS.cluster, join_seconds=1.0)
+    with closing(Launcher(cluster, place, start=start)) as launcher:
+        named = pytest.raises(ProcessError, match=r"^process 1 of 2 did not come within 1 s")
+        with named as caught:
+            launcher.fleet(tmp_path, SETTINGS, DataCatalogue(random_data))
+    assert "From 127.0.0.1 a process came with another key." in caught.value.rule
 
 
 def test_a_process_that_ends_at_once_is_named_with_its_last_words(tmp_path: Path) -> None:
@@ -415,3 +483,59 @@ def test_replicas_that_step_apart_end_the_run() -> None:
         fleet.execute(schedule)
     same, _ = told({RunSchedule: [steps[0], steps[0]]})
     assert same.execute(schedule) == [StepDone("a", 1, 1.0, 0.2)]
+
+
+def test_data_of_the_same_content_are_sent_once() -> None:
+    made: dict[DataSpec, TokenisedData] = {}
+
+    def load(spec: DataSpec) -> TokenisedData:
+        return made.setdefault(spec, replace(random_data(JOB.data), digest=spec.mapping()["content"]))
+
+    attached = Answer((Attached("a", Cursor()),))
+    processes = Told({Attach: [attached] * 2})
+    fleet = Fleet(processes, DataCatalogue(load), SETTINGS.engine, None, SETTINGS.cluster)
+    specs = [DataSpec.of("made up", content=each, name=n) for n, each in enumerate("xyxy")]
+    for spec in [*specs, specs[0]]:
+        fleet.execute(Attach(replace(JOB, data=spec)))
+        fleet.execute(Detach(JOB.name))
+    provided = [each for number, each in processes.asked if number == 1 and isinstance(each, Provide)]
+    x, y = (made[spec] for spec in specs[:2])
+    contents = [("x", x), ("y", y), ("x", None), ("y", None)]
+    assert provided == [
+        Provide(spec, digest, data) for spec, (digest, data) in zip(specs, contents, strict=True)
+    ]
+
+
+def test_all_processes_saves_of_sharded_moments_take_time() -> None:
+    said = [Answer((Saved("a", 1.0),), 1.0), Answer((), 0.5)]
+    sharded = replace(SETTINGS.cluster, optimiser="sharded")
+    fleet, _ = told({SaveCheckpoint: said}, sharded)
+    assert fleet.execute(SaveCheckpoint("a", Path("here"), Cursor())) == [Saved("a", 1.5)]
+
+
+def test_the_time_of_a_request_that_a_lost_process_brings_to_nothing_is_known(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(processes_module.time, "monotonic", lambda: clock[0])
+    processes = Processes(60.0, lambda _: None)
+    ends = []
+    for number in range(3):
+        ends.append(connect(door.address, KEY))
+        near = door.next(10.0)
+        assert near is not None
+        processes.all.append(Process(Hello(number, "host", number), near))
+
+    def watch() -> None:
+        clock[0] += 2.0
+        if clock[0] == 2.0:
+            ends[0].send(Answer(seconds=1.5))
+        elif clock[0] == 4.0:
+            ends[1].send(Refusal(LostProcessError("the link to the others broke")))
+        else:
+            ends[2].close()
+
+    processes.watch = watch
+    with pytest.raises(LostProcessError, match=r"process 2 .* died"):
+        processes.ask_all(Measure())
+    assert processes.spent == 1.5 + 4.0 + 6.0

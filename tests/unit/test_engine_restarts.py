@@ -35,6 +35,7 @@ from plait.engine.worker import WorkerFacts
 
 STEPS = 7
 RUNG = 4
+LOST_SECONDS = 0.25  # of a command that comes to nothing
 
 
 def falling(job: JobSpec, step: int) -> float:
@@ -60,11 +61,13 @@ class Mortal(CurveWorker):
 
     def execute(self, command: Command) -> Sequence[WorkerEvent]:
         dies = self.last is not None and len(self.commands) >= self.last
+        lost = LostProcessError("process 1 died")
+        lost.seconds = LOST_SECONDS
         if dies and not self.late:
-            raise LostProcessError("process 1 died")
+            raise lost
         events = super().execute(command)
         if dies:
-            raise LostProcessError("process 1 died")
+            raise lost
         return events
 
 
@@ -145,6 +148,9 @@ def test_whenever_processes_are_lost_no_step_is_missing_or_wrong(
         count = coordinator.restarts.count
         assert sum("Bringing the processes together again" in each for each in said) == count <= len(lives)
         assert sum(" again after " in each for each in said) <= count
+        results = [each for each in events if isinstance(each, JobResult)]
+        assert sum(each.device_seconds for each in results) == pytest.approx(coordinator.device_ns / 1e9)
+        assert coordinator.device_ns / 1e9 >= count * LOST_SECONDS
 
 
 def test_jobs_that_fall_back_are_said_to_wait_until_they_are_admitted_again(tmp_path: Path) -> None:

@@ -222,11 +222,12 @@ def _plan_local(command: SearchCommand) -> Outlook:
     replicas = replicas_of(facts, settings, stored)
     admission.take_replicas(replicas)
     number = processes if device.type == "cuda" else 1  # on a processor they share it
-    each = " for each process" if processes > 1 else ""
+    threads = threads_each(settings) if processes > 1 else None
+    each = f"{min(memory) / 2**30:.1f} GiB" + (f", engine.threads={threads}" if threads else "")
     here = Here(
-        devices=f"{number} × {device}, {min(memory) / 2**30:.1f} GiB{each}",
+        devices=f"{number} × {device}, {each}{' for each process' if processes > 1 else ''}",
         number=number,
-        threads=threads_each(settings) if processes > 1 else None,
+        threads=threads,
         replicas=replicas,
         dispatch=dispatch_time(facts, stored),
     )

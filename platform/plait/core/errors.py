@@ -71,7 +71,13 @@ class ProcessError(InputError):
 
 
 class LostProcessError(ProcessError):
-    """A process of the run is lost; started again, the processes can resume from the last checkpoints."""
+    """A process of the run is lost; started again, the processes can resume from the last checkpoints.
+
+    Attributes:
+        seconds: device time, of all processes, of the command that came to nothing.
+    """
+
+    seconds = 0.0
 
 
 class CheckpointError(PlaitError, RuntimeError):

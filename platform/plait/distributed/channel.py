@@ -1,17 +1,20 @@
 """The link between the coordinator and one process: pickled messages over an authenticated connection.
 
-``multiprocessing.connection`` does both. Messages are commands, answers and data sets, never tensors.
+``multiprocessing.connection`` does both. Messages are commands, answers and data sets, never tensors. Before
+the first of them each end has the other's versions as plain bytes: what another version pickled may not be
+read, or may mean something else.
 """
 
 from __future__ import annotations
 
 import os
+import platform
 import queue
 import socket
 import struct
 import threading
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import (
     Client,
@@ -22,6 +25,8 @@ from multiprocessing.connection import (
 )
 from typing import Any
 
+import torch
+
 from plait.core.errors import PlaitError
 from plait.core.jobs import DataSpec
 from plait.core.messages import WorkerEvent
@@ -30,6 +35,7 @@ from plait.core.settings import EngineSettings, ModelSettings
 from plait.core.spans import Span
 from plait.core.version import __version__
 from plait.distributed.places import Address
+from plait.engine.devices import Cores
 from plait.engine.worker import WorkerFacts
 
 # ---- what the coordinator sends, besides the commands of plait.core.messages ---------------------------
@@ -84,10 +90,16 @@ class Measure:
 
 @dataclass(frozen=True, slots=True)
 class Provide:
-    """A data set, before the first job that asks for it is attached."""
+    """What the next job trains on, before it is attached.
+
+    Attributes:
+        digest: of the content; several specs may name the same.
+        data: None if the process has this content.
+    """
 
     spec: DataSpec
-    data: TokenisedData
+    digest: str
+    data: TokenisedData | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,17 +130,15 @@ class Hello:
 
     Attributes:
         process: its number, as it was launched.
-        cores: processor threads that it would use alone on its host.
+        cores: of its host, that it may use.
         memory_bytes: of its host's processors, that it may count on.
-        version: of Plait.
     """
 
     process: int
     host: str
     pid: int
-    cores: int = 1
+    cores: Cores = field(default_factory=Cores)
     memory_bytes: int = 0
-    version: str = __version__
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,24 +234,42 @@ class Channel:
             self.connection.close()
 
 
-def connect(address: Address, key: bytes) -> Channel:
+VERSIONS = (
+    f"Plait {__version__}, torch {torch.__version__.partition('+')[0]}, "
+    f"Python {'.'.join(platform.python_version_tuple()[:2])}"
+)
+WELCOME = b"welcome"
+LONGEST_WORDS = 1024  # bytes that are read before the other end's versions are known
+
+
+class VersionError(Exception):
+    """The coordinator has other versions; the text says which."""
+
+
+def connect(address: Address, key: bytes, versions: str = VERSIONS) -> Channel:
     """The process's end of a link.
 
     Raises:
-        OSError: no process listens there.
+        EOFError, OSError: no process listens there.
         multiprocessing.AuthenticationError: the key is another one.
+        VersionError: the versions are others.
     """
-    return Channel(Client(address, authkey=key))
+    connection = Client(address, authkey=key)
+    connection.send_bytes(versions.encode())
+    if (answer := connection.recv_bytes(LONGEST_WORDS)) != WELCOME:
+        connection.close()
+        raise VersionError(answer.decode(errors="replace"))
+    return Channel(connection)
 
 
 class Door:
-    """Where processes come in. Threads accept them and check their keys, so that every wait has a limit.
+    """Where processes come in. Threads accept them, check keys and versions, so that every wait has a limit.
 
     Args:
         send_seconds: as :class:`Channel`.
 
     Attributes:
-        refused: addresses of those who had another key.
+        refused: what those had that were not let in, by their addresses: another key, other versions.
     """
 
     def __init__(self, address: Address, key: bytes, send_seconds: float | None = None) -> None:
@@ -250,7 +278,7 @@ class Door:
         self._send_seconds = send_seconds
         self._came: queue.SimpleQueue[Channel] = queue.SimpleQueue()
         self._open = True
-        self.refused: set[str] = set()
+        self.refused: dict[str, str] = {}
         threading.Thread(target=self._accept, daemon=True, name="door").start()
 
     @property
@@ -266,16 +294,22 @@ class Door:
                 threading.Thread(target=self._check, args=(channel,), daemon=True).start()
 
     def _check(self, channel: Channel) -> None:
-        """Let a process in that has the key, as ``multiprocessing``'s own listener does."""
+        """Let a process in that has the key, as ``multiprocessing``'s own listener does, and the versions."""
+        link = channel.connection
         try:
-            deliver_challenge(channel.connection, self._key)
-            answer_challenge(channel.connection, self._key)
-            self._came.put(channel)
+            deliver_challenge(link, self._key)
+            answer_challenge(link, self._key)
+            if (theirs := link.recv_bytes(LONGEST_WORDS).decode(errors="replace")) == VERSIONS:
+                link.send_bytes(WELCOME)
+                self._came.put(channel)
+                return
+            self.refused[channel.far] = theirs
+            link.send_bytes(f"it has {theirs}, the coordinator {VERSIONS}: use the same for all".encode())
         except AuthenticationError:
-            self.refused.add(channel.far)
-            channel.close()
+            self.refused[channel.far] = "another key"
         except (EOFError, OSError):
-            channel.close()
+            pass
+        channel.close()
 
     def next(self, seconds: float) -> Channel | None:
         """The next process that comes in; None where none does in time."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 
-from plait.core.errors import ProcessError
+from plait.core.errors import LostProcessError, ProcessError
 from plait.core.jobs import DataSpec
 from plait.core.messages import (
     Attach,
@@ -27,6 +27,7 @@ from plait.core.messages import (
     OutOfMemory,
     RunSchedule,
     SaveCheckpoint,
+    Saved,
     StepDone,
     StepJob,
     WorkerEvent,
@@ -60,6 +61,7 @@ class Fleet:
         self.processes = processes
         self._data = data
         self._provided: set[DataSpec] = set()
+        self._sent: set[str] = set()  # digests of contents
         self._jobs: set[str] = set()
         self._sharded = cluster.optimiser == "sharded"
         self.facts = self._build(engine, memory_bytes, cluster)
@@ -136,6 +138,14 @@ class Fleet:
             StorageError: a checkpoint or an adapter cannot be written.
             ProcessError: a process died.
         """
+        before = self.processes.spent
+        try:
+            return self._execute(command)
+        except LostProcessError as error:
+            error.seconds = self.processes.spent - before
+            raise
+
+    def _execute(self, command: Command) -> Sequence[WorkerEvent]:
         match command:
             case Attach():
                 return self._attach(command)
@@ -146,7 +156,8 @@ class Fleet:
             case Generate():
                 return self._generate(command)
             case SaveCheckpoint() if self._sharded:
-                return self.processes.ask_all(command)[0].events
+                answers = self.processes.ask_all(command)
+                return [Saved(command.job, sum(answer.seconds for answer in answers.values()))]
             case SaveCheckpoint() | Export():
                 return self.processes.ask({0: command})[0].events
             case Detach() | KeepWeights():
@@ -155,10 +166,7 @@ class Fleet:
                 return ()
 
     def _attach(self, command: Attach) -> Sequence[WorkerEvent]:
-        spec = command.job.data
-        if spec not in self._provided:
-            self.processes.ask_all(Provide(spec, self._data.of(spec)))
-            self._provided.add(spec)
+        self._provide(command.job.data)
         answers = self.processes.ask_all(command)
         short = {number for number, answer in answers.items() if _out_of_memory(answer.events)}
         if short:
@@ -172,6 +180,15 @@ class Fleet:
             return [replace(event, seconds=spent)]
         shared = self.processes.ask_all(Share(command.job.name, best=event.cursor.best_step is not None))
         return [replace(event, seconds=spent + sum(answer.seconds for answer in shared.values()))]
+
+    def _provide(self, spec: DataSpec) -> None:
+        """See that all processes have the data of a spec; each content is sent once."""
+        if spec in self._provided:
+            return
+        data = self._data.of(spec)
+        self.processes.ask_all(Provide(spec, data.digest, None if data.digest in self._sent else data))
+        self._provided.add(spec)
+        self._sent.add(data.digest)
 
     def _run_schedule(self, command: RunSchedule) -> Sequence[WorkerEvent]:
         """Round by round, since all replicas add up at the end of each; the rest is left if memory runs

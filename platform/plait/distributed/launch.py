@@ -21,14 +21,13 @@ from torch._C._distributed_c10d import TCPStore
 
 from plait.core.errors import ConfigError, LostProcessError
 from plait.core.settings import ClusterSettings, RunSettings
-from plait.core.version import __version__
 from plait.distributed.channel import Channel, Door, Goodbye, Hello, Join, Load
 from plait.distributed.fleet import Fleet
 from plait.distributed.places import Meeting, Place, announce, random_key, retract, shared_key
 from plait.distributed.processes import Fate, Process, Processes
 from plait.distributed.start import Start, Started, start_process
 from plait.engine.catalogue import DataCatalogue
-from plait.engine.devices import choose_device, usual_threads
+from plait.engine.devices import Cores, choose_device, thread_shares
 
 HERE, ANYWHERE = "127.0.0.1", "0.0.0.0"
 LOG_LINES = 5  # of a process that died, shown
@@ -96,13 +95,13 @@ class Launcher:
             processes.close(lost=isinstance(error, LostProcessError))
             raise
 
-    def close(self) -> None:
-        """End all processes; tell those that are still to come that there is nothing to do."""
+    def close(self, *, linger: bool = True) -> None:
+        """End all processes; ``linger``: tell those that are still to come that there is nothing to do."""
         ended: set[int] = set()
         if self._processes is not None:
             self._processes.close()
             ended |= self._processes.dismissed
-        end = time.monotonic() + min(LINGER_SECONDS, self._cluster.join_seconds)
+        end = time.monotonic() + (min(LINGER_SECONDS, self._cluster.join_seconds) if linger else 0.0)
         while self._from_elsewhere - ended and time.monotonic() < end:
             if (channel := self._door.next(0.2)) is not None:
                 self._welcome(channel)
@@ -143,11 +142,10 @@ class Launcher:
 
     def _welcome(self, channel: Channel) -> None:
         """Take in a process that says who it is; one that came before under its number is gone."""
-        with suppress(EOFError, OSError, AttributeError):  # one that died at once is named by its exit status
+        with suppress(EOFError, OSError):  # one that died at once is named by its exit status
             hello = channel.receive() if channel.connection.poll(HELLO_SECONDS) else None
-            if not isinstance(hello, Hello) or hello.version != __version__:
-                version = getattr(hello, "version", "another")
-                _refuse(channel, f"it has Plait {version}, the coordinator {__version__}: use one for all")
+            if not isinstance(hello, Hello):
+                channel.close()
             elif not 0 <= hello.process < self._count:
                 _refuse(channel, f"the coordinator waits for {self._count} processes, from 0 on")
             else:
@@ -157,8 +155,8 @@ class Launcher:
 
     def _missing(self, numbers: Sequence[int], seconds: float) -> LostProcessError:
         there = ", ".join(str(self._waiting[number]) for number in sorted(self._waiting))
-        refused = ", ".join(sorted(self._door.refused))
-        wrong = f" From {refused} a process came with another key." if refused else ""
+        refused = sorted(self._door.refused.items())
+        wrong = "".join(f" From {host} a process came with {what}." for host, what in refused)
         return LostProcessError(
             f"process{'es' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))} of {self._count} did "
             f"not come within {seconds:.0f} s",
@@ -180,7 +178,7 @@ class Launcher:
         memory = None
         if device == "cpu":
             memory = min(each.hello.memory_bytes // per_host[each.hello.host] for each in all_processes)
-        threads = engine.threads or _threads(all_processes, per_host)
+        threads = engine.threads or _threads(all_processes)
         cluster = _remaining(settings.cluster, [each.hello.process for each in all_processes])
         return Fleet(processes, data, replace(engine, threads=threads), memory, cluster)
 
@@ -221,10 +219,12 @@ def _remaining(cluster: ClusterSettings, numbers: Sequence[int]) -> ClusterSetti
     return replace(cluster, processes=len(numbers), capacities=capacities, speeds=speeds)
 
 
-def _threads(processes: Sequence[Process], per_host: Counter[str]) -> int:
+def _threads(processes: Sequence[Process]) -> int:
     """Threads of every process: the same for all, or their sums would round differently."""
-    cores = usual_threads()
-    return max(1, min(min(each.hello.cores, cores) // per_host[each.hello.host] for each in processes))
+    hosts: dict[str, list[Cores]] = {}
+    for each in processes:
+        hosts.setdefault(each.hello.host, []).append(each.hello.cores)
+    return min(share for cores in hosts.values() for share in thread_shares(cores))
 
 
 def _refuse(channel: Channel, reason: str) -> None:

@@ -36,13 +36,14 @@ from plait.distributed.channel import (
     Provide,
     Refusal,
     Share,
+    VersionError,
     connect,
 )
 from plait.distributed.exchange import Exchange
 from plait.distributed.places import ADDRESS, KEY, LOCAL, NUMBER, Address, interface_of
 from plait.distributed.start import AGAIN
 from plait.engine.catalogue import DataCatalogue
-from plait.engine.devices import choose_device, device_bytes, product_rate, usual_threads
+from plait.engine.devices import Cores, choose_device, device_bytes, product_rate
 from plait.engine.local_worker import LocalWorker
 from plait.engine.span_recorder import SpanRecorder
 from plait.models.load import load_model
@@ -72,6 +73,7 @@ class Replica:
             torch.cuda.set_device(self._device)
         self._model = load_model(request.model, cache=cache_dir(), device=self._device)
         self._data: dict[DataSpec, TokenisedData] = {}
+        self._contents: dict[str, TokenisedData] = {}  # by digest
         self._made_exchange: Exchange | None = None
         self._worker: LocalWorker | None = None
 
@@ -107,8 +109,10 @@ class Replica:
                 return Answer(facts=self.worker.facts)
             case Measure():
                 return Answer(rate=product_rate(self._device, self._model.dtype))
-            case Provide(spec, data):
-                self._data[spec] = data
+            case Provide(spec, digest, content):
+                if content is not None:
+                    self._contents[digest] = content
+                self._data[spec] = self._contents[digest]
                 return Answer()
             case Share(job, best):
                 for tensor in self.worker.adapters.whole(job, best=best):
@@ -120,7 +124,7 @@ class Replica:
             case SaveCheckpoint(job) if self.number > 0:
                 self.worker.gather_moments(job)  # the first one writes them
                 self.worker.bank.block(job).whole = None
-                return Answer()
+                return Answer(seconds=time.perf_counter() - started)
             case Attach() if self.number > 0:
                 request = Attach(request.job)  # what it resumes from comes from the first process
         assert not isinstance(request, Load)
@@ -171,14 +175,15 @@ def serve(address: Address, key: bytes, number: int, local: int | None = None) -
         local: its number on its host; None: the same.
 
     Raises:
-        OSError: the coordinator is not there.
+        EOFError, OSError: the coordinator is not there.
         multiprocessing.AuthenticationError: the key is another one.
+        VersionError: the versions are others.
     """
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)  # sent to all processes of a terminal: the coordinator answers
     channel = connect(address, key)
     memory = device_bytes(torch.device("cpu"))
-    channel.send(Hello(number, socket.gethostname(), os.getpid(), usual_threads(), memory))
+    channel.send(Hello(number, socket.gethostname(), os.getpid(), Cores.here(), memory))
     recorder = SpanRecorder()
     busy = threading.Event()
     threading.Thread(target=_beat, args=(channel, busy), daemon=True, name="beat").start()
@@ -248,6 +253,9 @@ def main(environment: Mapping[str, str] = os.environ) -> int:
         return serve((host, int(port)), environment[KEY].encode(), number, int(environment[LOCAL]))
     except AuthenticationError:
         _say(number, f"the coordinator at {host}:{port} has another key ({KEY} or cluster.key_file)")
+        return EXIT_BAD_INPUT
+    except VersionError as error:
+        _say(number, str(error))
         return EXIT_BAD_INPUT
     except (EOFError, OSError) as error:
         _say(number, f"the coordinator at {host}:{port} does not answer ({error})")

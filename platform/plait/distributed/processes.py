@@ -103,6 +103,7 @@ class Processes:
     Attributes:
         watch: called every second or more often while processes are waited for.
         dismissed: those that know that the run is over, by the numbers they were launched with.
+        spent: device seconds of all requests so far, those that came to nothing, too.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class Processes:
         self._ended = ended
         self._lost_one = False
         self.dismissed: set[int] = set()
+        self.spent = 0.0
         self._error: LostProcessError | None = None  # since one was lost
 
     def __len__(self) -> int:
@@ -202,6 +204,9 @@ class Processes:
         if isinstance(message, Answer):
             process.clock.learn(process.asked, message.began, message.ended, process.heard)
             process.spans.extend(message.spans)
+            self.spent += message.seconds
+        elif isinstance(message, Refusal):
+            self.spent += process.heard - process.asked
         if not isinstance(message, Beat):
             process.asked, process.busy = process.heard, False
         return message
@@ -225,6 +230,7 @@ class Processes:
         end = time.monotonic() + TURN
         while how == "died" and _lives(self._fate(process.hello.process)) and time.monotonic() < end:
             time.sleep(0.01)
+        self.spent += sum(time.monotonic() - each.asked for each in self.all if each.busy)
         fates = {each: self._fate(each.hello.process) or GOOD for each in self.all}
         killed = [each for each, fate in fates.items() if (fate.status or 0) < 0]
         if how == "died" and killed and process not in killed:

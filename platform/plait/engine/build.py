@@ -173,12 +173,13 @@ def settle_engine(
     asked: dict[str, int | str] = {
         "engine.capacity": capacity,
         "engine.kernels": settings.engine.kernels,
+        "engine.threads": str(settings.engine.threads or AUTO),
         "cluster.processes": settings.cluster.processes,
     }
     said = tuple(
         f"{name}={value}; this search was started with {before[key]}, so rounding may differ."
         for name, value in asked.items()
-        if (key := name.partition(".")[2]) in before and value not in (before[key], "auto")
+        if (key := name.partition(".")[2]) in before and value not in (before[key], AUTO)
     )
     return replace(settings, engine=replace(settings.engine, capacity=capacity)), (
         *said,
@@ -277,6 +278,9 @@ def build_coordinator(
         cluster = replace(begun.cluster, speeds=worker.facts.speeds)
         return make_worker(replace(begun, engine=chosen, cluster=cluster), data)
 
+    # By the kernels that were asked for, and the threads that each of several processes has got.
+    threads = worker.facts.chosen.get("threads") if settings.cluster.processes > 1 else None
+    own = replace(settings.engine, threads=int(threads) if threads else settings.engine.threads)
     parallel = settings.search.parallel  # beyond these, a job of higher priority preempts another
     planner = replace(settings.planner, max_jobs=min(parallel, settings.planner.max_jobs or parallel))
     return Coordinator(
@@ -286,7 +290,7 @@ def build_coordinator(
         folder=folder,
         checkpoints=checkpoints,
         commit=commit,
-        profile=stored_profile(settings, worker.facts.model),  # by the kernels that were asked for
+        profile=stored_profile(replace(settings, engine=own), worker.facts.model),
         renew=None if make_worker is None else renew,
     )
 

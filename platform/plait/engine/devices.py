@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import time
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from fractions import Fraction
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -153,17 +157,63 @@ def free_under_limit(root: Path = CGROUP) -> int | None:
 
 def cores() -> int:
     """Processor cores that this process may use."""
-    try:
-        there = len(os.sched_getaffinity(0))
-    except AttributeError:  # not on macOS
-        there = os.cpu_count() or 1
+    there = len(_own_cores())
     return min(there, allowed_cores() or there)
 
 
+@dataclass(frozen=True, slots=True)
+class Cores:
+    """What one process may use of its host's processor.
+
+    Attributes:
+        own: numbers of the cores that it may run on.
+        threads: that it would use if it were alone.
+        quota: whole cores that all processes of its container may use together; None: no limit.
+    """
+
+    own: frozenset[int] = frozenset({0})
+    threads: int = 1
+    quota: int | None = None
+
+    @classmethod
+    def here(cls) -> Cores:
+        """What this process may use."""
+        return cls(frozenset(_own_cores()), usual_threads(), allowed_cores())
+
+
+def thread_shares(processes: Sequence[Cores]) -> tuple[int, ...]:
+    """Threads for each of several processes of one host, so that none waits for another's core.
+
+    A core is shared by those that may run on it: processes that are bound to cores of their own have all of
+    them.
+    """
+    users = Counter(core for each in processes for core in each.own)
+    shares = []
+    for each in processes:
+        part = sum(Fraction(1, users[core]) for core in each.own) / len(each.own)
+        whole = math.floor(each.threads * part)
+        shares.append(max(1, whole if each.quota is None else min(whole, each.quota // len(processes))))
+    return tuple(shares)
+
+
 def usual_threads() -> int:
-    """The default of engine.threads: as many as torch uses by default and the container allows."""
+    """The default of engine.threads: as many as torch uses by default and the container allows.
+
+    torchrun sets OMP_NUM_THREADS=1 whatever there is, so under it all cores that this process may run on
+    count.
+    """
     usual = torch.get_num_threads()
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1":
+        usual = min(len(_own_cores()), psutil.cpu_count(logical=False) or usual)
     return min(usual, allowed_cores() or usual)
+
+
+def _own_cores() -> Collection[int]:
+    """The processor cores that this process may run on."""
+    try:
+        return os.sched_getaffinity(0)
+    except AttributeError:  # not on macOS
+        return range(os.cpu_count() or 1)
 
 
 def allowed_cores(root: Path = CGROUP) -> int | None:

@@ -7,23 +7,31 @@ because sums of floating-point shares drift away from the total.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from plait.core.errors import LostProcessError
 from plait.core.messages import (
     NANOSECONDS,
     Attach,
     Attached,
     Command,
+    Detach,
     Evaluate,
+    Export,
+    Generate,
     Generated,
     JobFailed,
+    KeepWeights,
     MicrobatchDone,
     ObservedPeak,
     OutOfMemory,
     RunSchedule,
+    SaveCheckpoint,
     Saved,
     StepDone,
+    WorkerEvent,
 )
 from plait.engine.jobs import LiveJob
 from plait.engine.worker import Worker
@@ -82,7 +90,7 @@ class Ledger:
     def send(self, command: Command, jobs: Mapping[str, LiveJob]) -> Outcome:
         """Carry out a command and charge it to ``jobs``, which must include every job that it concerns."""
         outcome = Outcome()
-        for event in self.worker.execute(command):
+        for event in self._executed(command, jobs):
             match event:
                 case MicrobatchDone():
                     self._microbatch(event, jobs, outcome)
@@ -103,6 +111,14 @@ class Ledger:
                     self.charge(jobs[event.job], event.seconds)
         return outcome
 
+    def _executed(self, command: Command, jobs: Mapping[str, LiveJob]) -> Sequence[WorkerEvent]:
+        """What came of a command; the time of one whose worker is lost is charged, too."""
+        try:
+            return self.worker.execute(command)
+        except LostProcessError as error:
+            self._wasted(command, error.seconds, jobs)
+            raise
+
     def charge(self, job: LiveJob, seconds: float) -> None:
         """Charge device time to a job."""
         spent = nanoseconds(seconds)
@@ -117,14 +133,10 @@ class Ledger:
             outcome.failures.setdefault(event.job, f"gradient norm is {event.grad_norm}")
 
     def _wasted(self, command: Command, seconds: float, jobs: Mapping[str, LiveJob]) -> None:
-        """Charge the time of a command that ran out of memory to its jobs; for a microbatch, by tokens."""
-        assert isinstance(command, Attach | RunSchedule | Evaluate)
-        if isinstance(command, Attach):
-            self.charge(jobs[command.job.name], seconds)
+        """Charge the time of a command that came to nothing to its jobs; for microbatches, by tokens."""
+        tokens = _concerned(command)
+        if not tokens:
             return
-        tokens: dict[str, int] = {}
-        for segment in (each for item in command.microbatches for each in item.segments):
-            tokens[segment.job] = tokens.get(segment.job, 0) + segment.tokens
         spent = nanoseconds(seconds)
         self.device_ns += spent
         for name, part in zip(tokens, share(spent, list(tokens.values())), strict=True):
@@ -143,6 +155,24 @@ class Ledger:
             tally.loss_sum += loss.loss_sum
             tally.labelled += loss.labelled
             tally.tokens += loss.tokens
+
+
+def _concerned(command: Command) -> Mapping[str, int]:
+    """The jobs of a command with their tokens in it; 0 for those of a command without microbatches."""
+    match command:
+        case RunSchedule() | Evaluate():
+            tokens = Counter[str]()
+            for segment in (each for item in command.microbatches for each in item.segments):
+                tokens[segment.job] += segment.tokens
+            return tokens
+        case Attach(job):
+            return {job.name: 0}
+        case Generate(jobs):
+            return {each.job: 0 for each in jobs}
+        case KeepWeights(names):
+            return dict.fromkeys(names, 0)
+        case Detach(name) | SaveCheckpoint(name) | Export(name):
+            return {name: 0}
 
 
 def nanoseconds(seconds: float) -> int:

@@ -119,7 +119,8 @@ class LocalWorker:
                 "kernels": self._backend,
                 "device": str(model.device),
                 "dtype": str(model.dtype).removeprefix("torch."),
-            },
+            }
+            | ({"threads": str(torch.get_num_threads())} if model.device.type == "cpu" else {}),
             inputs=tuple((frozenset(group.names), group.sites[0].in_features) for group in model.groups),
             outside=model.outside,
             devices=(str(model.device),),

@@ -75,7 +75,7 @@ class WorkerFacts:
         outside: modules that PEFT would also adapt if they are named, and Plait cannot.
         max_length: longest sample of the model in tokens.
         memory_bytes: total memory of the device.
-        chosen: what was chosen by measurement (kernel backend), as recorded in the plan.
+        chosen: what was chosen for this device (kernel backend, threads), as recorded in the plan.
         model: digest of the base model.
         devices: of its replicas of the base model, by their number.
         kinds: what these devices are.

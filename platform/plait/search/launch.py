@@ -23,6 +23,7 @@ from plait.core.errors import StorageError
 from plait.core.jobs import DataSpec
 from plait.core.lifecycle import JobState
 from plait.core.messages import Notice
+from plait.core.plans import Choices
 from plait.core.settings import AUTO, TrackingSettings
 from plait.engine.build import PLAN_FILE, build_coordinator, write_plan
 from plait.engine.catalogue import DataCatalogue
@@ -116,8 +117,14 @@ def _processes(command: SearchCommand) -> Iterator[Launcher | None]:
         return
     from plait.distributed.launch import Launcher
 
-    with closing(Launcher(command.settings.cluster, command.place)) as launcher:
+    launcher, linger = Launcher(command.settings.cluster, command.place), True
+    try:
         yield launcher
+    except KeyboardInterrupt:
+        linger = False  # who interrupts this process sees to the others, too
+        raise
+    finally:
+        launcher.close(linger=linger)
 
 
 def run_training(command: SearchCommand, screen: Screen) -> SearchEnd:
@@ -296,9 +303,7 @@ class _Launch:
                 tracker.commit,
                 None if many is None else watch.following(partial(many.fleet, folder / "processes")),
             )
-            chosen = "Engine: {device}, {dtype}, kernels {kernels}, microbatches of up to {capacity} tokens"
-            chosen += "" if many is None else ", {processes} processes"
-            self._say(chosen.format(**coordinator.plan().choices))
+            self._say(_describe_engine(coordinator.plan().choices))
             run_id = self._start(tracker, stopper)
             self._say(f"View with: {self._view(tracker)}")
             tracker.use_data(self._data_facts(data.catalogue))
@@ -423,6 +428,14 @@ class _Launch:
     def _say(self, *lines: str) -> None:
         for line in filter(None, lines):
             self._screen.say(line)
+
+
+def _describe_engine(choices: Choices) -> str:
+    words = "Engine: {device}, {dtype}, kernels {kernels}, microbatches of up to {capacity} tokens"
+    if choices["processes"] != 1:
+        words += ", {processes} processes"
+        words += ", engine.threads={threads} each" if "threads" in choices else ""
+    return words.format(**choices)
 
 
 @dataclass(slots=True)
