@@ -54,14 +54,6 @@ Short = tuple[str, ...]
         (["adapter.rank=1,2", "search.stopping.rungs=[2]"], ["search.stopping.rungs=[2]", "kind=none"]),
         (["adapter.rank=1,2", "search.enqueue=[{adapter.rank: 3}]"], ["search.enqueue[0]: adapter.rank=3"]),
         (["adapter.rank=1,2", "search.prior=none"], ["search.prior=none", "There is no other study"]),
-        (
-            ["adapter.rank=1,2", "search.prior=none", "search.prior_storage=none.db"],
-            ["search.prior=none", "There is no other study"],
-        ),
-        (
-            ["adapter.rank=1,2", "search.prior=none", "search.prior_storage=file:///dev/null"],
-            ["search.prior_storage=file"],
-        ),
         (["adapter.rank=1,2", "search.storage=file/study.db"], ["search.storage", "file/study.db"]),
         (
             ["adapter.rank=1,2", "search/stopping=median", "search.stopping.rungs=[9]"],

@@ -279,8 +279,7 @@ class SearchSettings:
             called best.
         enqueue: points to try first, by config key, as override text; the sampler suggests the keys that they
             leave out.
-        prior: an earlier study from whose finished trials the sampler learns.
-        prior_storage: where that study is stored; None: in ``storage``.
+        prior: an earlier study in ``storage`` from whose finished trials the sampler learns.
         storage: None (a journal file under ``tracking.root``), a path or a database URL.
         params: search space in override syntax, by config key.
         default_params: the space used if neither the command line nor ``params`` gives one.
@@ -301,7 +300,6 @@ class SearchSettings:
     constraints: dict[str, str] = field(default_factory=dict, hash=False)
     enqueue: tuple[dict[str, str], ...] = field(default=(), hash=False)
     prior: str | None = None
-    prior_storage: str | None = None
     storage: str | None = None
     params: dict[str, str] = field(default_factory=dict, hash=False)
     default_params: dict[str, str] = field(default_factory=dict, hash=False)

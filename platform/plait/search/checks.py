@@ -33,7 +33,7 @@ from plait.search.prior import check_prior
 from plait.search.recorded import recorded_command
 from plait.search.stopper import shortest_budget
 from plait.search.stopping import check_stopping, rung_steps
-from plait.search.storage import Patience, existing_storage, prior_storage, quiet
+from plait.search.storage import Patience, existing_storage, quiet
 from plait.search.study import check_restart
 from plait.search.suggest import check_options
 from plait.search.tracked import Tracked, tracked_run
@@ -75,8 +75,7 @@ def find_search(command: SearchCommand, name: str, away: AwayError | None) -> tu
     if storage is not None and began and search.fresh:  # before minutes of loading data
         patience(lambda: check_restart(optuna.load_study(study_name=name, storage=storage)))
     if search.prior is not None and (search.fresh or not began):
-        earlier = storage if search.prior_storage is None else prior_storage(search, root)
-        patience(lambda: check_prior(name, search, command.space, earlier))
+        patience(lambda: check_prior(name, search, command.space, storage))
     tracked = tracked_run(storage, name, command.settings, away)
     return began or recorded_command(root, name) is not None, tracked
 

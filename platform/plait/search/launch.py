@@ -45,7 +45,7 @@ from plait.search.results import (
 )
 from plait.search.run import SECOND, Interrupts, SearchLoop, View
 from plait.search.stopper import Stopper, make_stopper, shortest_budget
-from plait.search.storage import Patience, from_anywhere, open_storage, prior_storage
+from plait.search.storage import Patience, from_anywhere, open_storage
 from plait.search.study import StudyTrials
 from plait.search.tracked import Tracked, ask_store, catch_up, without_store
 from plait.search.trials import SearchCommand, Trial
@@ -163,7 +163,6 @@ def _open_study(command: SearchCommand, identity: Identity, patience: Patience) 
         open_storage(search.storage, root),
         folder=lambda name: search_folder(root, name),
         patience=patience,
-        prior_storage=prior_storage(search, root),
     )
 
 

@@ -120,7 +120,7 @@ def _find(
     if storage is None or settings.prior not in others:
         raise SearchError(
             f"search.prior={settings.prior}",
-            "search.prior must name another study in the same storage, or in search.prior_storage.",
+            "search.prior must name another study in the same storage (search.storage).",
             f"Available: {choices(others)}." if others else "There is no other study.",
         )
     study = optuna.load_study(study_name=settings.prior, storage=storage)

@@ -24,7 +24,6 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, Operationa
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from plait.core.errors import StorageError
-from plait.core.settings import SearchSettings
 from plait.search.locks import advisory_lock, file_lock
 from plait.utils.addresses import check_login, redact, with_driver
 from plait.utils.line_log import LineLog, check_kind
@@ -90,22 +89,6 @@ def existing_storage(storage: str | None, root: Path) -> BaseStorage | None:
             "Give a path that can be written: search.storage=PATH.",
         )
     return None
-
-
-def prior_storage(search: SearchSettings, root: Path) -> BaseStorage | None:
-    """The storage of the earlier search, if it is another one; None also if its file does not exist.
-
-    Raises:
-        StorageError: as for :func:`existing_storage`, with the name of its own key.
-    """
-    if search.prior is None or search.prior_storage is None:
-        return None
-    try:
-        return existing_storage(search.prior_storage, root)
-    except StorageError as error:
-        texts = (error.value, error.rule, error.remedy)
-        named = (text.replace("search.storage", "search.prior_storage") for text in texts)
-        raise StorageError(*named) from error
 
 
 def from_anywhere(storage: str | None) -> str | None:

@@ -68,7 +68,6 @@ class StudyTrials:
     Args:
         folder: the search's folder on disk; without one, this process is assumed to be the only one.
         patience: repeats calls while the storage is unavailable.
-        prior_storage: storage of the earlier study that ``search.prior`` names; None: the same.
 
     Attributes:
         shared: the study, for calls that concern it as a whole.
@@ -91,7 +90,6 @@ class StudyTrials:
         *,
         folder: Callable[[str], Path] | None = None,
         patience: Patience | None = None,
-        prior_storage: BaseStorage | None = None,
     ) -> None:
         check_sampler(settings, space)
         points = read_enqueued(settings, space)
@@ -100,14 +98,10 @@ class StudyTrials:
         self._settings = settings
         self._space = space
         self._storage = storage
-        self._prior_storage = prior_storage or storage
         name = settings.name or identity.name
         self._folder = None if folder is None else folder(name)
         self._usual_priority = int(identity.problem.get(PRIORITY_KEY, 0))
-        earlier = prior_storage or storage
-        self._study = patience(
-            lambda: open_study(name, settings, space, identity, storage, earlier, self._folder)
-        )
+        self._study = patience(lambda: open_study(name, settings, space, identity, storage, self._folder))
         self._workers = None if self._folder is None else Workers(self._folder / WORKERS, self._beat)
         self.shared = SharedStudy(self._study, patience)
         self.token = str(patience(lambda: self._study.user_attrs[TOKEN]))
@@ -237,7 +231,7 @@ class StudyTrials:
         if self._settings.prior is None:
             return ()
         with self.shared.exclusive():
-            return earlier_trials(self._study, self._settings, self._space, self._prior_storage)
+            return earlier_trials(self._study, self._settings, self._space, self._storage)
 
     # ---- reporting -----------------------------------------------------------------------------------------
 
@@ -379,13 +373,9 @@ def open_study(
     space: Space,
     identity: Identity,
     storage: BaseStorage,
-    prior_storage: BaseStorage,
     folder: Path | None,
 ) -> Study:
     """Open the study of a search, or create it.
-
-    Args:
-        prior_storage: storage of the earlier study that ``search.prior`` names.
 
     Raises:
         SearchError: the study has another space, it should be restarted while others train it, or
@@ -394,7 +384,7 @@ def open_study(
     with study_lock(storage, name):
         known = name in optuna.get_all_study_names(storage)
         if not known or settings.fresh:  # before anything is made or deleted
-            check_prior(name, settings, space, prior_storage)
+            check_prior(name, settings, space, storage)
         if known:
             study = optuna.load_study(study_name=name, storage=storage)
             if not settings.fresh:
