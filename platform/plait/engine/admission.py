@@ -14,11 +14,10 @@ from plait.core.errors import CapacityError, ProcessError
 from plait.core.jobs import AdapterSpec
 from plait.core.plans import Replica
 from plait.core.settings import USUAL_CAPACITY, RunSettings
-from plait.cost.memory import FEATURES, MemoryModel
+from plait.cost.memory import FEATURES, MemoryModel, MemoryShape
 from plait.cost.profile_store import Profile
 from plait.engine.worker import ActivationShape, WorkerFacts
 from plait.models.targets import LinearInfo, resolve_targets
-from plait.planner.admission import GroupMemory
 
 GIB = 2**30
 USUAL_RANK = 16
@@ -178,11 +177,15 @@ class Admission:
         return self._facts.shape.weight_bytes + int(self._overhead * adapters)
 
     def _activation(self, model: MemoryModel | None, capacity: int, longest: int, rank: int) -> int:
-        """The most bytes that a microbatch takes."""
+        """The most bytes that a microbatch takes: full, all labelled, of the largest rank, with the longest
+        samples that still keep their attention probabilities."""
         if model is None:
             return self.estimate(capacity, longest)
-        memory = GroupMemory(model, 0, capacity, longest, self._facts.shape.keep_up_to)
-        return int(memory([Demand(0, longest, rank)]))
+        keep_up_to = self._facts.shape.keep_up_to
+        length = min(longest, keep_up_to)
+        full, rest = divmod(capacity, length)
+        lengths = [length] * full + ([rest] if rest else [])
+        return int(model.safe_peak(MemoryShape.of(lengths, ranks=rank, keep_up_to=keep_up_to), static=0))
 
     def estimate(self, tokens: int, longest: int) -> int:
         """Bytes of a microbatch's activations from the model's shape alone."""

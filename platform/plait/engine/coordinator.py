@@ -334,15 +334,14 @@ class Coordinator:
         """Fill the free slots; a job of higher priority preempts one of lower."""
         if not self._roster.waiting or self._lost is not None:
             return
-        chosen = self._roster.choose()
-        jobs = {job.name: job for job in self._roster.all()}
-        for name in chosen.preempted:
-            yield from self._pause(jobs[name], PauseReason.PREEMPTED, self._roster.queue)
-        if any(name in self._live for name in chosen.preempted):
+        started, preempted = self._roster.choose()
+        for job in preempted:
+            yield from self._pause(job, PauseReason.PREEMPTED, self._roster.queue)
+        if any(job.name in self._live for job in preempted):
             return  # one could not be saved and keeps its slot
-        for name in chosen.started:
-            yield from self._attach(jobs[name])
-            if jobs[name] in self._roster.waiting:
+        for job in started:
+            yield from self._attach(job)
+            if job in self._roster.waiting:
                 return  # turned away: there is no room for more
 
     def _attach(self, job: LiveJob) -> list[Event]:

@@ -17,7 +17,7 @@ from plait.core.plans import GlobalBatch
 from plait.core.samples import TokenisedData
 from plait.engine.admission import Admission, Demand
 from plait.engine.steps import DataOrder, learning_rate, training_batch, validation_batch
-from plait.planner.admission import Admitted, Applicant, admit
+from plait.planner.admission import admit
 
 
 @dataclass(slots=True, eq=False)
@@ -274,35 +274,19 @@ class Roster:
             self._max_jobs += 1
             self._ends_left, self._tried = self._every, True
 
-    def choose(self) -> Admitted:
-        """Choose the jobs of the next iteration, by priority, then arrival
-        (``plait.planner.admission.admit``).
+    def choose(self) -> tuple[list[LiveJob], list[LiveJob]]:
+        """The jobs that start now, and those that are preempted (``plait.planner.admission.admit``).
 
         A job that was accepted can always train alone, whatever was learnt since.
         """
-        jobs = {job.name: job for job in [*self.live.values(), *self.waiting]}
+        ordered = sorted([*self.live.values(), *self.waiting], key=lambda job: job.standing)
+        available = max([self._admission.budget, *(self._predicted([job]) for job in ordered)])
+        chosen = admit(ordered, lambda group: self._predicted(group) <= available, self._max_jobs)
+        started = [job for job in chosen if job.name not in self.live]
+        return started, [job for job in ordered if job.name in self.live and job not in chosen]
 
-        def predict(group: Iterable[Applicant]) -> float:
-            return self._admission.predicted([jobs[each.name].demand for each in group])
-
-        applicants = [
-            Applicant(
-                name,
-                job.spec.train.priority,
-                job.arrival,
-                job.demand.adapter_bytes,
-                job.spec.adapter.rank,
-                name in self.live,
-            )
-            for name, job in jobs.items()
-        ]
-        alone = max((predict([each]) for each in applicants), default=0.0)
-        return admit(
-            applicants,
-            available=max(self._admission.budget, alone),
-            predict=predict,
-            max_jobs=self._max_jobs,
-        )
+    def _predicted(self, group: Iterable[LiveJob]) -> int:
+        return self._admission.predicted([job.demand for job in group])
 
     def free_slots(self, most: int) -> int:
         """How many more jobs would start immediately if they were as large as the largest that needs a slot.
