@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -141,14 +140,9 @@ Turn = tuple[GlobalBatch, ...]
 Lengths = Sequence[int]
 
 
-class Pack(Protocol):
-    """Packs turns, each into microbatches: the number of their replica and the lengths of their samples.
-
-    It also says whether packing again gives the same: no limit of time decided.
-    """
-
-    def __call__(self, turns: Sequence[Turn]) -> tuple[list[list[tuple[int, Lengths]]], bool]:
-        """Pack them."""
+# Packs turns, each into microbatches: the number of their replica and the lengths of their samples. It also
+# says whether packing again gives the same: no limit of time decided.
+Pack = Callable[[Sequence[Turn]], tuple[list[list[tuple[int, Lengths]]], bool]]
 
 
 def _exactly(capacity: int) -> Pack:

@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Protocol
 
 from plait.core.errors import ConfigError, choices
 from plait.core.settings import SearchSettings, StoppingSettings
@@ -130,13 +129,6 @@ class Cohort:
         return f"trials {self.first} to {self.first + self.size - 1}"
 
 
-class Layout(Protocol):
-    """Assigns every trial to a cohort."""
-
-    def cohort(self, number: int) -> Cohort:
-        """The cohort of trial ``number``."""
-
-
 @dataclass(frozen=True, slots=True)
 class EqualCohorts:
     """Cohorts of one size, all with the same rungs."""
@@ -170,6 +162,9 @@ class Brackets:
         index = max(i for i, first in enumerate(self._firsts[:-1]) if first <= offset)
         size, rungs = self._brackets[index]
         return Cohort(rounds * self._firsts[-1] + self._firsts[index], size, rungs)
+
+
+Layout = EqualCohorts | Brackets  # assigns every trial to a cohort
 
 
 @dataclass(frozen=True, slots=True)
