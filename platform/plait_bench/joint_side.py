@@ -40,7 +40,7 @@ from plait.models.base import BaseModel
 from plait.models.load import inspect_model, load_model
 from plait.planner.packing import pack
 from plait.utils.paths import cache_dir
-from plait.utils.progress import part
+from plait_bench.progress import part
 
 
 @dataclass(slots=True, eq=False)

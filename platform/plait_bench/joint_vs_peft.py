@@ -21,16 +21,16 @@ import torch
 
 from plait.config.fields import build
 from plait.core.errors import PlaitError
-from plait.core.figures import Baseline, Figure, Report
 from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings
 from plait.models.load import load_model
-from plait.utils.benchmarks import BENCHMARKS
 from plait.utils.paths import cache_dir
-from plait.utils.progress import part
+from plait_bench.benchmarks import BENCHMARKS
+from plait_bench.figures import Baseline, Figure, Report
 from plait_bench.inputs import OPTIONS, require_processor
 from plait_bench.joint_side import JointRun, JointSide, load_joint_side
 from plait_bench.peft_baseline import BaselineRun, PeftBaseline
+from plait_bench.progress import part
 from plait_bench.step_costs import (
     CAPACITIES,
     backend_figures,

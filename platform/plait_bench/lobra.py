@@ -12,7 +12,6 @@ import numpy as np
 
 from plait.config.fields import build
 from plait.core.errors import ConfigError, DataError, InputError, choices
-from plait.core.figures import Baseline, Figure, Published, Report
 from plait.core.jobs import JobSpec
 from plait.core.samples import Int64
 from plait.core.settings import RunSettings
@@ -34,11 +33,12 @@ from plait.planner.dispatch import (
     spread,
 )
 from plait.planner.solver import Limits
-from plait.utils.benchmarks import BENCHMARKS
-from plait.utils.progress import part
+from plait_bench.benchmarks import BENCHMARKS
 from plait_bench.exact import exact_deployment, exact_dispatch
+from plait_bench.figures import Baseline, Figure, Published, Report
 from plait_bench.inputs import OPTIONS, at_least_one, read_profile, shipped
 from plait_bench.lengths import Family, LengthGenerator, sigma_from_skewness
+from plait_bench.progress import part
 
 TABLE_2 = "LobRA §5.2, Table 2"
 FIGURE_8 = "LobRA §5.3, Figure 8"

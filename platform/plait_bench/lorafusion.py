@@ -12,7 +12,6 @@ from time import perf_counter
 from typing import Any, cast
 
 from plait.config.fields import build
-from plait.core.figures import Figure, Report
 from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings
 from plait.cost.profiles import ClusterProfile
@@ -25,8 +24,8 @@ from plait.simulate.events import Pipeline
 from plait.simulate.forecast import Machine
 from plait.simulate.report import Metrics, measure
 from plait.simulate.timeline import chrome_trace
-from plait.utils.benchmarks import BENCHMARKS
-from plait.utils.progress import part
+from plait_bench.benchmarks import BENCHMARKS
+from plait_bench.figures import Figure, Report
 from plait_bench.inputs import OPTIONS, at_least_one, read_profile, shipped
 from plait_bench.lengths import Family, LengthGenerator
 from plait_bench.pipelines import (
@@ -40,6 +39,7 @@ from plait_bench.pipelines import (
     planned_pipeline,
     read_trace,
 )
+from plait_bench.progress import part
 
 Lengths = dict[str, list[list[int]]]  # by adapter: the lengths of each global batch
 

@@ -12,7 +12,6 @@ from transformers import LlamaConfig
 
 from plait.config.fields import build
 from plait.core.errors import ConfigError
-from plait.core.figures import Baseline, Figure, How, Published, Report
 from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings
 from plait.cost.fake_memory import observe_extrapolated
@@ -22,11 +21,12 @@ from plait.cost.time import StageTime
 from plait.models.base import BaseModel
 from plait.models.load import load_model
 from plait.simulate.events import Order, Pipeline, Run, Work, simulate
-from plait.utils.benchmarks import BENCHMARKS
 from plait.utils.paths import cache_dir
-from plait.utils.progress import part
+from plait_bench.benchmarks import BENCHMARKS
+from plait_bench.figures import Baseline, Figure, How, Published, Report
 from plait_bench.inputs import OPTIONS, at_least_one
 from plait_bench.pipelines import BackwardFirst, GPipe
+from plait_bench.progress import part
 from plait_kernels.loss import CHUNK_LOGITS
 
 SECTION_3 = "mLoRA §3.2.2"

@@ -15,7 +15,6 @@ from statistics import median
 import numpy as np
 
 from plait.config.fields import build
-from plait.core.figures import Baseline, Figure, Report
 from plait.core.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
 from plait.core.plans import GlobalBatch
 from plait.core.settings import PlannerSettings, RunSettings, SearchSettings
@@ -27,7 +26,8 @@ from plait.cost.time import HeadTime, LayerTime, TimeModel
 from plait.planning.described import plan_described
 from plait.planning.expected import Expected, rates_of
 from plait.planning.workload import Workload
-from plait.utils.benchmarks import BENCHMARKS
+from plait_bench.benchmarks import BENCHMARKS
+from plait_bench.figures import Baseline, Figure, Report
 from plait_bench.inputs import OPTIONS, at_least_one
 
 OBJECTIVES = ("device_seconds", "money", "time")

@@ -11,7 +11,6 @@ from typing import Any
 
 from plait.config.fields import build
 from plait.core.errors import ConfigError
-from plait.core.figures import Figure, Published, Report
 from plait.core.jobs import JobSpec
 from plait.core.samples import Int64
 from plait.core.settings import RunSettings
@@ -21,12 +20,13 @@ from plait.planner.deployment import deploy, relaxation_bound
 from plait.planner.dispatch import ReplicaKind, dispatch, spread
 from plait.planner.dispatch_step import Replicas, plan_step
 from plait.planner.solver import Limits
-from plait.utils.benchmarks import BENCHMARKS
-from plait.utils.progress import part
+from plait_bench.benchmarks import BENCHMARKS
 from plait_bench.exact import exact_dispatch
+from plait_bench.figures import Figure, Published, Report
 from plait_bench.inputs import OPTIONS, read_profile
 from plait_bench.lobra import SAMPLE_STEPS, Assumption, Rows, Task, Workload, costs_of, limits, replicas
 from plait_bench.lorafusion import read_options, scheduler_time
+from plait_bench.progress import part
 
 SOURCE = "LobRA appendix B.2, Table 5 (70B, 4 tasks)"
 WHOLE_STEP = "whole step (bucketing, search and by replica)"

@@ -15,7 +15,6 @@ import torch
 
 from plait.config.fields import build
 from plait.core.errors import ConfigError, PlaitError
-from plait.core.figures import Baseline, Figure, Report
 from plait.core.jobs import JobSpec
 from plait.core.lifecycle import JobResult, JobState, PauseReason
 from plait.core.messages import (
@@ -32,12 +31,13 @@ from plait.core.spans import ReplicaSpans
 from plait.engine.coordinator import Coordinator
 from plait.engine.worker import Worker, WorkerFacts
 from plait.tracking.facts import git_state, hardware
-from plait.utils.benchmarks import BENCHMARKS
-from plait.utils.progress import part
+from plait_bench.benchmarks import BENCHMARKS
 from plait_bench.curves import Curve, Point, RecordedCurves, write_curves
+from plait_bench.figures import Baseline, Figure, Report
 from plait_bench.inputs import OPTIONS
 from plait_bench.joint_side import JointSide, load_joint_side
 from plait_bench.listed_search import JointSearch, parameters_apart, search_together
+from plait_bench.progress import part
 
 PACKAGES = ("torch", "transformers", "optuna", "numpy", "reasoning-gym")
 

@@ -14,7 +14,6 @@ from statistics import quantiles
 
 from plait.config.fields import build
 from plait.core.errors import ConfigError, choices
-from plait.core.figures import Baseline, Figure, Report
 from plait.core.jobs import JobSpec, TrainSpec
 from plait.core.lifecycle import JobResult, JobState, PauseReason
 from plait.core.messages import Event, JobAdmitted, JobEvaluated, JobPaused, JobProgress
@@ -23,11 +22,12 @@ from plait.search.run import SearchLoop
 from plait.search.stopper import make_stopper
 from plait.search.stopping import rung_steps
 from plait.search.trials import Trial
-from plait.utils.benchmarks import BENCHMARKS
-from plait.utils.progress import part
+from plait_bench.benchmarks import BENCHMARKS
 from plait_bench.curves import Curve, RecordedCurves, read_curves
+from plait_bench.figures import Baseline, Figure, Report
 from plait_bench.inputs import OPTIONS, at_least_one, shipped
 from plait_bench.listed_search import Evaluation, Timeline, listed_study
+from plait_bench.progress import part
 
 GROUP = "replay"
 

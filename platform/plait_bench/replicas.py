@@ -12,17 +12,17 @@ from time import perf_counter
 
 from plait.config.fields import build
 from plait.core.errors import ConfigError, PlaitError
-from plait.core.figures import Baseline, Figure, Report
 from plait.core.jobs import JobSpec
 from plait.core.messages import GroupStep, JobProgress, RunSchedule
 from plait.core.settings import RunSettings
 from plait.distributed.fleet import Fleet
 from plait.distributed.launch import Launcher
 from plait.engine.coordinator import Coordinator
-from plait.utils.benchmarks import BENCHMARKS
-from plait.utils.progress import part
+from plait_bench.benchmarks import BENCHMARKS
+from plait_bench.figures import Baseline, Figure, Report
 from plait_bench.inputs import OPTIONS, at_least_one, require_processor
 from plait_bench.joint_side import JointSide, load_joint_side
+from plait_bench.progress import part
 
 WARM_UP = 10  # iterations: peaks are observed in the first, and seconds are fitted after eight
 MOST_IDLE = 3.0  # % of an iteration in which no replica works

@@ -17,7 +17,6 @@ from typing import Any
 
 from plait.config.fields import build
 from plait.core.errors import ConfigError, DataError
-from plait.core.figures import Baseline, Figure, Report
 from plait.core.jobs import JobSpec
 from plait.core.lifecycle import JobResult, JobState
 from plait.core.settings import RunSettings, SearchSettings
@@ -26,9 +25,10 @@ from plait.search.identity import identify
 from plait.search.storage import in_memory, quiet
 from plait.search.study import StudyTrials
 from plait.search.trials import Trial
-from plait.utils.benchmarks import BENCHMARKS
-from plait.utils.progress import part
+from plait_bench.benchmarks import BENCHMARKS
+from plait_bench.figures import Baseline, Figure, Report
 from plait_bench.inputs import OPTIONS, at_least_one, shipped
+from plait_bench.progress import part
 
 RATE, RANK = "train.lr", "adapter.rank"
 Cell = tuple[float, int]  # learning rate, rank

@@ -28,21 +28,21 @@ import torch
 
 from plait.config.fields import build
 from plait.core.errors import ConfigError, DataError, PlaitError, StorageError
-from plait.core.figures import Baseline, Figure, Report
 from plait.core.jobs import JobSpec
 from plait.core.samples import Split
 from plait.core.settings import RunSettings, SearchSettings, StoppingSettings
 from plait.search.objective import check_measured
 from plait.search.stopping import rung_steps
 from plait.tracking.facts import git_state
-from plait.utils.benchmarks import BENCHMARKS
 from plait.utils.files import write_text
-from plait.utils.progress import part
+from plait_bench.benchmarks import BENCHMARKS
 from plait_bench.curves import Curve, Point
+from plait_bench.figures import Baseline, Figure, Report
 from plait_bench.inputs import OPTIONS, at_least_one, require_processor
 from plait_bench.joint_side import JointSide, load_joint_side
 from plait_bench.listed_search import Evaluation, JointSearch, parameters_apart, reached, search_together
 from plait_bench.peft_baseline import InitialWeights, PeftBaseline, Training
+from plait_bench.progress import part
 from plait_bench.replay import replay
 
 

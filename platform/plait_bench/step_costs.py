@@ -15,17 +15,17 @@ from torch.profiler import ProfilerActivity, profile
 
 from plait.config.fields import build
 from plait.core.errors import ConfigError
-from plait.core.figures import Baseline, Figure, Report
 from plait.core.jobs import JobSpec
 from plait.core.plans import Microbatch
 from plait.core.samples import Sample
 from plait.core.settings import RunSettings
 from plait.models.base import BaseModel
 from plait.models.context import MicrobatchContext
-from plait.utils.benchmarks import BENCHMARKS
-from plait.utils.progress import part
+from plait_bench.benchmarks import BENCHMARKS
+from plait_bench.figures import Baseline, Figure, Report
 from plait_bench.inputs import OPTIONS, at_least_one
 from plait_bench.joint_side import JointSide, load_joint_side
+from plait_bench.progress import part
 
 COMPARED = ("reference", "grouped")  # kernels, the slower first: ratios are over it
 CAPACITIES = (128, 256, 512, 1024, 2048, 4096)

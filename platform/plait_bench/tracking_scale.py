@@ -22,7 +22,6 @@ import psutil
 
 from plait.config.fields import build
 from plait.core.errors import ConfigError, StorageError, choices
-from plait.core.figures import Baseline, Figure, Report
 from plait.core.jobs import JobSpec
 from plait.core.lifecycle import JobResult, JobState
 from plait.core.messages import (
@@ -37,11 +36,12 @@ from plait.core.settings import RunSettings, TrackingSettings
 from plait.tracking import SearchFacts, Tracker, locate, ui_command
 from plait.tracking.mlflow_store import Store
 from plait.tracking.names import EVAL_LOSS, OBJECTIVE, TRAIN_LOSS
-from plait.utils.benchmarks import BENCHMARKS
 from plait.utils.durations import duration
-from plait.utils.progress import part
+from plait_bench.benchmarks import BENCHMARKS
+from plait_bench.figures import Baseline, Figure, Report
 from plait_bench.inputs import OPTIONS, at_least_one
 from plait_bench.joint_side import load_joint_side
+from plait_bench.progress import part
 
 TOKENS = 332  # of one step of one adapter: what its curves show, nothing depends on it
 EVALUATIONS = 10  # of one adapter

@@ -50,7 +50,7 @@ def test_it_holds_the_packages_and_the_configuration(wheel: Path) -> None:
     [
         (["-m", "plait", "--cfg", "job", "adapter.rank=3"], "rank: 3"),
         (
-            ["-c", "from plait.utils.benchmarks import BENCHMARKS; print(*BENCHMARKS.names())"],
+            ["-c", "from plait_bench.benchmarks import BENCHMARKS; print(*BENCHMARKS.names())"],
             "joint_vs_peft",
         ),
     ],

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from plait.core.figures import Report
 from plait.core.settings import ClusterSettings, RunSettings
 from plait.utils.paths import conf_dir, sweeps_dir
+from plait_bench.figures import Report
 from plait_bench.lorafusion import Options, bubble_ratio, read_options
 
 RECORDED = Path(__file__).with_name("lorafusion_bubble_ratio.json")

@@ -9,10 +9,10 @@ import pytest
 from plait.core.errors import ConfigError, PlaitError
 from plait.core.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
 from plait.core.settings import EngineSettings, ModelSettings, RunSettings
-from plait.utils.progress import shown
 from plait_bench.joint_side import load_joint_side
 from plait_bench.joint_vs_peft import joint_vs_peft, run_race
 from plait_bench.peft_baseline import PeftBaseline
+from plait_bench.progress import shown
 from plait_bench.step_costs import dropout_cost, time_backends
 from plait_kernels.backends import BACKENDS
 

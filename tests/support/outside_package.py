@@ -20,7 +20,6 @@ from optuna.trial import FrozenTrial
 
 from plait.adapters.variants import VARIANTS
 from plait.core.checks import at_least
-from plait.core.figures import Figure, Report
 from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings
 from plait.data.examples import Pair
@@ -28,7 +27,8 @@ from plait.data.sources import SOURCES, CommonOptions, Rows, Source
 from plait.search.rungs import RungTable
 from plait.search.samplers import SAMPLERS, Sampler
 from plait.search.stopping import CONTINUE, RULES, Decision, RuleRequest, StoppingRule
-from plait.utils.benchmarks import BENCHMARKS
+from plait_bench.benchmarks import BENCHMARKS
+from plait_bench.figures import Figure, Report
 
 VARIANTS.add(FrozenA.name, FrozenA())
 

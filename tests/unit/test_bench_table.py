@@ -6,9 +6,9 @@ import json
 import pytest
 from rich.console import Console
 
-from plait.cli.bench_table import show, to_json
 from plait.core.errors import ConfigError
-from plait.core.figures import Baseline, Figure, Published, Report
+from plait_bench.figures import Baseline, Figure, Published, Report
+from plait_bench.table import show, to_json
 
 PAPER = "a paper, figure 1"
 

@@ -12,25 +12,21 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf, open_dict
 
 from plait.cli import bench
-from plait.cli.bench import (
-    PublishedEntry,
-    beside_published,
-    find_benchmark,
-    listing,
-    named_sweeps,
-)
+from plait.cli.bench import listing, named_sweeps, run_benchmark
 from plait.cli.main import main
 from plait.cli.sweeping import _run
 from plait.config.build import plain, settings_of
 from plait.config.fields import build
 from plait.config.overrides import read_request
 from plait.core.errors import ConfigError
-from plait.core.figures import Figure, Published, Report
 from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings
-from plait.utils.benchmarks import BENCHMARKS, GROUP
+from plait.utils.benchmarks import GROUP
 from plait.utils.paths import conf_dir, sweeps_dir
 from plait.utils.registry import Registry
+from plait_bench.benchmarks import BENCHMARKS
+from plait_bench.figures import Figure, Published, Report
+from plait_bench.run import PublishedEntry, beside_published, find_benchmark
 
 NAMES = [named.name for named in named_sweeps(sweeps_dir())]
 PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
@@ -115,9 +111,10 @@ def test_only_a_registered_benchmark_is_run(name: object, added: str) -> None:
 
 
 def test_a_package_installed_without_its_entry_points_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "BENCHMARKS", Registry("benchmark", key="bench.run"))
+    command: Any = None
+    monkeypatch.setattr(bench, "RUNNERS", Registry("mode", key="mode"))
     with pytest.raises(ConfigError, match="make install"):
-        find_benchmark("joint_vs_peft", "bench")
+        run_benchmark(command, {"mode": "bench"}, {})
 
 
 def test_published_figures_are_attached_to_ours() -> None:

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from plait.core.errors import ConfigError, DataError, InputError
-from plait.core.figures import Benchmark
 from plait.core.settings import ClusterSettings, RunSettings
 from plait.cost.profiles import cluster_profile
+from plait_bench.figures import Benchmark
 from plait_bench.lobra import ablation, deployment, fit_by_degree, read_layer_times, time_model
 from plait_bench.mlora import memory_model
 from plait_bench.planning_time import planner, planning_time

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from plait.utils import progress
-from plait.utils.progress import Progress, part, shown
+from plait_bench import progress
+from plait_bench.progress import Progress, part, shown
 
 
 def test_the_time_left_is_reported_from_the_second_piece_on(monkeypatch: pytest.MonkeyPatch) -> None:

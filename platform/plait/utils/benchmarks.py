@@ -1,10 +1,12 @@
-"""The registry of benchmarks: the functions that ``bench.run`` in files of sweeps/ names."""
+"""What runs the files of sweeps/ that are benchmarks: functions of other packages, by the file's mode."""
 
 from __future__ import annotations
 
-from plait.core.figures import Benchmark
+from collections.abc import Callable
+
 from plait.utils.registry import Registry
 
-GROUP = "plait.benchmarks"  # of the entry points; each names a module whose import registers benchmarks
+GROUP = "plait.benchmarks"  # of the entry points; each names a module whose import registers
 
-BENCHMARKS: Registry[Benchmark] = Registry("benchmark", key="bench.run", group=GROUP)
+# Each takes the search's command, the composed configuration and the verb's flags; it prints its figures.
+RUNNERS: Registry[Callable[..., None]] = Registry("mode", key="mode", group=GROUP)

@@ -1,6 +1,6 @@
 """A benchmark's report as tables for the terminal, and as JSON for programs.
 
-A seam: only the presentation; ``plait.core.figures`` defines the report.
+A seam: only the presentation; ``plait_bench.figures`` defines the report, and no benchmark imports this.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from plait.core.figures import USUAL_TOLERANCE, Baseline, Figure, Published, Report
 from plait.terminal.console import filled, plain
+from plait_bench.figures import USUAL_TOLERANCE, Baseline, Figure, Published, Report
 
 DETAILS = ("figure", "ours", "unit", "how", "note")
 

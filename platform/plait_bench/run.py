@@ -1,0 +1,107 @@
+"""Runs a benchmark of a file of sweeps/, and shows its figures beside the published ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from plait.config.build import Config
+from plait.config.fields import build, unknown_key
+from plait.core.errors import ConfigError, choices
+from plait.engine.build import settle_dtype
+from plait.search.study import suggest_jobs
+from plait.search.trials import SearchCommand
+from plait.terminal.console import wide_console
+from plait.utils.benchmarks import RUNNERS
+from plait_bench.benchmarks import BENCHMARKS
+from plait_bench.figures import Benchmark, Figure, Published, Report, Sense
+from plait_bench.progress import shown
+from plait_bench.table import show, to_json
+
+LOG_WIDTH = 180  # columns if output is not a terminal
+DETAILS, JSON = "--details", "--json"
+
+
+@RUNNERS.register("bench")
+@RUNNERS.register("simulate")
+def run_benchmark(command: SearchCommand, composed: Config, flags: Mapping[str, str]) -> None:
+    """Run the benchmark ``bench.run`` on the search's jobs, and print its figures.
+
+    Args:
+        flags: --details prints all figures, --json the whole report for programs.
+
+    Raises:
+        ConfigError: the benchmark or a key of ``bench`` is unknown.
+    """
+    section = composed["bench"]
+    for key in section:
+        if key not in ("run", "options"):
+            raise unknown_key(f"bench.{key}", ["bench.run", "bench.options"])
+    name = section.get("run")
+    benchmark = find_benchmark(name, str(composed["mode"]))
+    options = dict(section.get("options") or {})
+    with shown(name):
+        report = benchmark(settle_dtype(command.settings), suggest_jobs(command), options)
+    report, unmatched = beside_published(report, _published(composed))
+    if JSON in flags:
+        print(to_json(report))
+    else:
+        show(report, wide_console(LOG_WIDTH), details=DETAILS in flags)
+    if unmatched:
+        raise ConfigError(
+            f"published: {', '.join(unmatched)}",
+            "Each published figure must have the name of a figure of the benchmark.",
+            f"Available: {choices([figure.name for figure in report.figures])}.",
+        )
+
+
+def find_benchmark(name: Any, mode: str) -> Benchmark:
+    """The benchmark registered under a name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not isinstance(name, str):
+        raise ConfigError(
+            f"bench.run={name!r}",
+            f"mode={mode} needs the name of a benchmark.",
+            "Run a named benchmark: `plait bench` lists them.",
+        )
+    return BENCHMARKS.get(name)
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedEntry:
+    """An entry of ``published:`` in a file of sweeps/: the figure's name, and the fields of ``Published``."""
+
+    name: str
+    unit: str
+    value: float
+    source: str
+    tolerance: float | None = None
+    sense: Sense = "near"
+    why: str = ""
+    explained: bool = True
+
+    @property
+    def published(self) -> Published:
+        """The published value."""
+        return Published(self.value, self.source, self.tolerance, self.sense, self.why, self.explained)
+
+
+def beside_published(report: Report, entries: Sequence[PublishedEntry]) -> tuple[Report, list[str]]:
+    """The report with each published value attached to our figure of the same name and unit; names without a
+    figure."""
+    given = {(item.name, item.unit): item for item in entries}
+    figures = tuple(_beside(figure, given.pop((figure.name, figure.unit), None)) for figure in report.figures)
+    return replace(report, figures=figures), [item.name for item in given.values()]
+
+
+def _beside(figure: Figure, entry: PublishedEntry | None) -> Figure:
+    return figure if entry is None else replace(figure, beside=entry.published)
+
+
+def _published(composed: Config) -> list[PublishedEntry]:
+    entries = composed.get("published") or []
+    return [build(PublishedEntry, item, f"published[{index}]") for index, item in enumerate(entries)]
