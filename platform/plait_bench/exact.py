@@ -16,6 +16,7 @@ from plait.planner.deployment import Deployment, able, enumerated, maximal
 from plait.planner.deployment_patterns import Devices
 from plait.planner.dispatch import Dispatch, ReplicaKind, dispatch, dispatch_of, makespan, single
 from plait.planner.solver import Limits, Program, Solution, solve
+from plait_bench.bucketed import BucketedCost
 
 EXACT = Limits(nodes=10**7, seconds=600.0)
 
@@ -134,6 +135,7 @@ class DispatchProgram:
                         values[variable] = float(value)
             seconds = kind.cost.seconds(row)
             if slowest is not None:
+                assert isinstance(kind.cost, BucketedCost)
                 values[slowest] = kind.cost.longest(row)
             values[self.tau] = max(values[self.tau], seconds)
         return values

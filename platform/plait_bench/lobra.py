@@ -34,6 +34,7 @@ from plait.planner.dispatch import (
 )
 from plait.planner.solver import Limits
 from plait_bench.benchmarks import BENCHMARKS
+from plait_bench.bucketed import BucketedCost
 from plait_bench.exact import exact_deployment, exact_dispatch
 from plait_bench.figures import Baseline, Figure, Published, Report
 from plait_bench.inputs import OPTIONS, at_least_one, read_profile, shipped
@@ -147,7 +148,7 @@ def limits(profile: ClusterProfile) -> tuple[int, ...]:
 def costs_of(profile: ClusterProfile, lengths: Sequence[int], devices: int) -> list[ReplicaCost]:
     """T of every configuration that fits into ``devices``."""
     able = [each for each in profile.configurations if each.devices <= devices]
-    return [ReplicaCost.of(each, lengths, profile.time) for each in able]
+    return [BucketedCost.of(each, lengths, profile.time) for each in able]
 
 
 def replicas(costs: Sequence[ReplicaCost], deployment: Rows) -> list[ReplicaKind]:
@@ -519,7 +520,7 @@ def step_errors(model: TimeModel, steps: Sequence[tuple[int, int, int, int, floa
     """Mean relative error of steps, with its sign for each number of stages, and without over all."""
     errors: dict[int, list[float]] = {}
     for tp, stages, tokens, sequences, seconds in steps:
-        cost = ReplicaCost.of(Configuration(tp, stages, tokens), [tokens], model)
+        cost = BucketedCost.of(Configuration(tp, stages, tokens), [tokens], model)
         errors.setdefault(stages, []).append(100.0 * (cost.seconds([sequences]) / seconds - 1.0))
     figures = [
         Figure(

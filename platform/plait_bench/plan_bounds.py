@@ -19,9 +19,8 @@ from plait.core.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
 from plait.core.plans import GlobalBatch
 from plait.core.settings import PlannerSettings, RunSettings, SearchSettings
 from plait.cost.clusters import HOUR, Cluster
-from plait.cost.packed import PackedCost
 from plait.cost.profiles import ClusterProfile, Devices
-from plait.cost.replica import Configuration
+from plait.cost.replica import Configuration, ReplicaCost
 from plait.cost.time import HeadTime, LayerTime, TimeModel
 from plait.planning.described import plan_described
 from plait.planning.expected import Expected, rates_of
@@ -227,7 +226,7 @@ class Optimum:
         return min(_seconds(cost, bins) for bins in _packings(places, cost))
 
 
-def _packings(places: Sequence[int], cost: PackedCost) -> Iterator[list[list[int]]]:
+def _packings(places: Sequence[int], cost: ReplicaCost) -> Iterator[list[list[int]]]:
     """Every way to put sequences of these buckets into microbatches."""
     if not places:
         yield []
@@ -241,7 +240,7 @@ def _packings(places: Sequence[int], cost: PackedCost) -> Iterator[list[list[int
                 yield [*bins[:k], [*own, last], *bins[k + 1 :]]
 
 
-def _seconds(cost: PackedCost, bins: Sequence[Sequence[int]]) -> float:
+def _seconds(cost: ReplicaCost, bins: Sequence[Sequence[int]]) -> float:
     """T of these microbatches, written out stage by stage."""
     stages = range(len(cost.fixed))
     times = [[float(cost.fixed[s] + sum(cost.each[s, j] for j in own)) for own in bins] for s in stages]

@@ -21,8 +21,9 @@ from plait.cost.memory import (
     Phase,
 )
 from plait.cost.profiles import cluster_profile
-from plait.cost.replica import Configuration, ReplicaCost, even_split
+from plait.cost.replica import Configuration, even_split
 from plait.cost.time import EMPTY, HeadTime, LayerTime, MicrobatchShape, TimeModel, fit_head, fit_layer
+from plait_bench.bucketed import BucketedCost
 from plait_bench.inputs import shipped
 from plait_bench.lengths import LengthGenerator, sigma_from_skewness
 from plait_bench.lobra import fit_by_degree, read_layer_times, relative_errors
@@ -115,12 +116,12 @@ def test_head_fit_sees_labelled_tokens_only() -> None:
 def test_a_missing_degree_names_the_existing_ones() -> None:
     time = TimeModel(8, {1: LayerTime(1e-3, 1e-6), 4: LayerTime(1e-3, 1e-6)})
     with pytest.raises(InputError, match="1, 4"):
-        ReplicaCost.of(Configuration(2, 1, 512), [256], time)
+        BucketedCost.of(Configuration(2, 1, 512), [256], time)
 
 
 def test_replica_time_is_appendix_d_for_equal_stages() -> None:
     time = TimeModel(32, {2: LayerTime(2e-3, 3e-6, 1e-10)})
-    cost = ReplicaCost.of(Configuration(2, 4, 4096), [512, 1024, 4096], time)
+    cost = BucketedCost.of(Configuration(2, 4, 4096), [512, 1024, 4096], time)
     per_layer = {
         (b, s): 2e-3 + 3e-6 * b * s + 1e-10 * b * s * s for s in (512, 1024, 4096) for b in range(1, 9)
     }
@@ -128,7 +129,7 @@ def test_replica_time_is_appendix_d_for_equal_stages() -> None:
     expected = 2 * t[8, 512] + t[3, 512] + t[2, 1024] + t[1, 4096] + 3 * max(t[8, 512], t[1, 4096])
     assert cost.seconds([19, 2, 1]) == pytest.approx(expected)
     assert cost.seconds([0, 0, 0]) == 0.0
-    small = ReplicaCost.of(Configuration(2, 4, 1024), [512, 1024, 4096], time)
+    small = BucketedCost.of(Configuration(2, 4, 1024), [512, 1024, 4096], time)
     assert small.seconds([1, 0, 1]) == float("inf")
 
 
@@ -382,7 +383,7 @@ def test_seconds_with_more_sequences_are_those_of_the_rows_with_them(
     configuration: tuple[int, int, int],
 ) -> None:
     time = TimeModel(8, {1: LayerTime(2e-3, 1e-5, 1e-9)}, {1: HeadTime(1e-3, 1e-6)})
-    cost = ReplicaCost.of(Configuration(*configuration), (600, 1000, 3000), time)
+    cost = BucketedCost.of(Configuration(*configuration), (600, 1000, 3000), time)
     rng = np.random.default_rng(0)
     counts = rng.integers(0, 9, (5, 3)) * (np.arange(3) < cost.supported)
     buckets = np.array([0, 1, 2, 0])

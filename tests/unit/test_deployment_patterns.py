@@ -10,21 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import OptimizeResult
 
-from plait.cost.packed import PackedCost
 from plait.cost.replica import Configuration, ReplicaCost
 from plait.cost.time import HeadTime, LayerTime, TimeModel
 from plait.planner.deployment import GAP, completed, deploy, least_cost, relaxation_bound, search
 from plait.planner.deployment_patterns import Patterns, Ranges
 from plait.planner.dispatch import ReplicaKind
-from plait.planner.packed_pricing import PackedPricing
 from plait.planner.pricing import PRECISIONS, Pricing
 from plait.planning.expected import Expected
+from plait_bench.bucketed import BucketedCost, BucketedPricing
 from plait_bench.exact import exact_deployment
 from plait_bench.plan_bounds import Optimum
 
 
 def _instance(
-    seed: int, kind: type[ReplicaCost] = ReplicaCost, most: int = 6
+    seed: int, kind: type[ReplicaCost] = BucketedCost, most: int = 6
 ) -> tuple[list[ReplicaCost], list[int], dict[str, int]]:
     """Costs of one kind, at most so many sequences of each bucket, and devices."""
     rng = np.random.default_rng(seed)
@@ -55,9 +54,8 @@ def test_bound_and_answer_lie_around_the_optimum(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_what_is_found_and_proved_of_packed_sequences_lies_around_every_packing(seed: int) -> None:
-    costs, counts, devices = _instance(seed, PackedCost, most=2)
-    packed = tuple(cost for cost in costs if isinstance(cost, PackedCost))
-    optimum = Optimum(Expected(packed, tuple(counts), 1, devices)).least(devices, None)
+    costs, counts, devices = _instance(seed, ReplicaCost, most=2)
+    optimum = Optimum(Expected(tuple(costs), tuple(counts), 1, devices)).least(devices, None)
     low = relaxation_bound(costs, counts, devices)
     found = search(costs, counts, devices, bound=low, goal=0.001)
     assert low <= found.bound <= optimum * (1 + 1e-6)
@@ -84,13 +82,13 @@ def test_a_solver_that_fails_proves_nothing(status: int, monkeypatch: pytest.Mon
     assert found.bound == low < found.makespan
 
 
-@pytest.mark.parametrize("kind", [ReplicaCost, PackedCost])
+@pytest.mark.parametrize("kind", [BucketedCost, ReplicaCost])
 def test_bounds_hold_if_no_linear_program_is_solved(
     kind: type[ReplicaCost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     costs, counts, devices = _instance(4, kind, most=3)
     solved = deploy(costs, counts, devices)
-    for module in ("deployment", "deployment_patterns", "dispatch", "packed_pricing"):
+    for module in ("deployment", "deployment_patterns", "dispatch", "pricing"):
         monkeypatch.setattr(
             f"plait.planner.{module}.linprog", lambda *_, **__: OptimizeResult(x=None, fun=None, status=4)
         )
@@ -100,7 +98,7 @@ def test_bounds_hold_if_no_linear_program_is_solved(
         found = deploy(costs, counts, devices, most_enumerated=most_enumerated)
         assert found.bound <= solved.makespan * (1 + 1e-6) <= found.makespan * (1 + GAP + 1e-6)
     for cost in costs:
-        priced_by = PackedPricing if kind is PackedCost else Pricing
+        priced_by = Pricing if kind is ReplicaCost else BucketedPricing
         assert priced_by(cost, np.array(counts), 5.0).priced(np.ones(3), 0.1, PRECISIONS[1]).limit >= 0.1
 
 
@@ -117,7 +115,7 @@ def test_small_deployments_are_near_the_optimum(seed: int) -> None:
     head = {tp: HeadTime(float(rng.uniform(0, 0.3)), float(rng.uniform(0, 0.05))) for tp in (1, 2)}
     time = TimeModel(int(rng.integers(4, 7)), layers, head if seed % 2 else {})
     shapes = [(1, 1, int(rng.choice([100, 200, 400]))), (1, 2, 200), (2, 1, 200), (1, 4, 400)]
-    costs = [ReplicaCost.of(Configuration(*shape), [40, 100, 200], time) for shape in shapes]
+    costs = [BucketedCost.of(Configuration(*shape), [40, 100, 200], time) for shape in shapes]
     counts = [int(value) for value in rng.integers(1, 6, size=3)]
     optimum = exact_deployment(costs, counts, {"": 5}).makespan
     found = deploy(costs, counts, {"": 5})
@@ -139,7 +137,7 @@ def test_what_the_relaxation_proves_holds_at_every_makespan() -> None:
         assert nothing.most == 0.0
 
 
-@pytest.mark.parametrize(("kind", "priced_by"), [(ReplicaCost, Pricing), (PackedCost, PackedPricing)])
+@pytest.mark.parametrize(("kind", "priced_by"), [(BucketedCost, BucketedPricing), (ReplicaCost, Pricing)])
 @given(
     st.integers(0, 1000),
     st.lists(st.floats(0.0, 1.0).map(lambda price: round(price, 9)), min_size=3, max_size=3),

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from plait.core.errors import CapacityError
-from plait.cost.replica import Configuration, ReplicaCost
+from plait.cost.replica import Configuration
 from plait.cost.time import HeadTime, LayerTime, TimeModel
 from plait.planner.deployment import deploy, relaxation_bound
 from plait.planner.dispatch import ReplicaKind, dispatch, greedy, makespan, single, spread
+from plait_bench.bucketed import BucketedCost
 from plait_bench.exact import exact_deployment, exact_dispatch
 from plait_bench.lobra import length_based
 
@@ -23,7 +24,7 @@ TIME = TimeModel(
 )
 
 
-def _seconds(cost: ReplicaCost, counts: Sequence[int]) -> float:
+def _seconds(cost: BucketedCost, counts: Sequence[int]) -> float:
     """T of LobRA's appendix D written out microbatch by microbatch, apart from the code under test."""
     tp, pp, most = cost.configuration.tp, cost.configuration.pp, cost.configuration.max_tokens
     microbatches = []
@@ -75,7 +76,7 @@ def _instance(seed: int) -> tuple[list[ReplicaKind], list[int]]:
     for kind in range(kinds):
         tp, pp = int(rng.choice([1, 2, 4])), int(rng.choice([1, 2, 4]))
         most = 4096 if kind == 0 else int(rng.choice([512, 1024, 2048]))
-        cost = ReplicaCost.of(Configuration(tp, pp, most), lengths, TIME)
+        cost = BucketedCost.of(Configuration(tp, pp, most), lengths, TIME)
         built.append(ReplicaKind(cost, int(rng.integers(1, 4))))
     counts = [int(count) for count in rng.integers(0, 6, buckets)]
     counts[0] += not any(counts)
@@ -107,7 +108,7 @@ def test_deployment_equals_brute_force(seed: int, equal_shares: bool) -> None:
     lengths, devices = [256, 1024], int(rng.integers(2, 6))
     shapes = [(1, 1, 1024), (2, 1, 1024), (1, 2, 1024), (4, 1, 2048)]
     costs = [
-        ReplicaCost.of(Configuration(*shape), lengths, TIME)
+        BucketedCost.of(Configuration(*shape), lengths, TIME)
         for shape in shapes
         if shape[0] * shape[1] <= devices
     ]
@@ -136,7 +137,7 @@ def test_deployment_equals_brute_force(seed: int, equal_shares: bool) -> None:
 def test_the_relaxation_is_no_more_than_a_replica_whose_slowest_stage_depends_on_the_batch() -> None:
     """Short sequences weigh on the head's stage, long ones on the layers': no stage has the worst of both."""
     time = TimeModel(7, {1: LayerTime(0.0, 1e-3, 1e-5)}, {1: HeadTime(0.0, 2.5e-3)})
-    cost = ReplicaCost.of(Configuration(1, 2, 400), [40, 400], time)
+    cost = BucketedCost.of(Configuration(1, 2, 400), [40, 400], time)
     counts = [500, 30]
     bound = relaxation_bound([cost], counts, {"": 2})
     busiest = max(float(np.dot(each, counts)) for each in cost.each)
@@ -167,7 +168,7 @@ def test_seconds_equal_the_written_out_sum() -> None:
 
 
 def test_sequence_that_fits_nowhere_is_named() -> None:
-    cost = ReplicaCost.of(Configuration(1, 1, 512), [256, 1024], TIME)
+    cost = BucketedCost.of(Configuration(1, 1, 512), [256, 1024], TIME)
     with pytest.raises(CapacityError, match="1024 tokens") as caught:
         dispatch([ReplicaKind(cost, 2)], [3, 1])
     assert "512 tokens" in str(caught.value)

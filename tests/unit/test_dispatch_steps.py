@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 
 from plait.core.errors import CapacityError, ConfigError, DataError
 from plait.cost.profiles import cluster_profile
-from plait.cost.replica import Configuration, ReplicaCost
+from plait.cost.replica import Configuration
 from plait.cost.time import LayerTime, TimeModel
 from plait.planner.buckets import dynamic_buckets, fixed_buckets
 from plait.planner.deployment import best_equal_replicas, deploy
 from plait.planner.dispatch import device_seconds
 from plait.planner.dispatch_step import Replicas, plan_step
+from plait_bench.bucketed import BucketedCost
 from plait_bench.lobra import Assumption, Task, compare, costs_of, expected_counts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -126,7 +127,7 @@ def test_proposal_keeps_the_best_for_each_length_and_size() -> None:
 
 def test_equal_replicas_are_never_better_than_the_chosen_deployment() -> None:
     shapes = [(1, 1, 2048), (2, 1, 4096), (8, 1, 16384)]
-    costs = [ReplicaCost.of(Configuration(*shape), [512, 2048, 16384], TIME) for shape in shapes]
+    costs = [BucketedCost.of(Configuration(*shape), [512, 2048, 16384], TIME) for shape in shapes]
     counts = [120, 30, 3]
     equal, chosen = best_equal_replicas(costs, counts, {"": 16}), deploy(costs, counts, {"": 16})
     assert str(equal) == "⟨8,1⟩×2"
@@ -139,7 +140,7 @@ def test_equal_replicas_are_never_better_than_the_chosen_deployment() -> None:
 def test_search_keeps_a_replica_for_the_longest_sequence() -> None:
     """Without its rare, large replica a deployment leaves the longest sequence nowhere: it must not win."""
     shapes = [(1, 1, 2048), (2, 1, 4096), (8, 1, 16384)]
-    costs = [ReplicaCost.of(Configuration(*shape), [512, 2048, 16384], TIME) for shape in shapes]
+    costs = [BucketedCost.of(Configuration(*shape), [512, 2048, 16384], TIME) for shape in shapes]
     found = deploy(costs, [300, 40, 1], {"": 24}, most_enumerated=0)
     assert any(kind.cost.configuration.max_tokens == 16384 for kind in found.kinds)
     assert found.bound <= found.makespan

@@ -15,8 +15,8 @@ from plait.cli.plan import MOST_DEVICES, read_numbers, show
 from plait.core.errors import CapacityError, ConfigError
 from plait.core.settings import ClusterSettings, PlannerSettings, RunSettings, SearchSettings
 from plait.cost.clusters import Cluster, described_cluster
-from plait.cost.packed import PackedCost
 from plait.cost.profiles import ClusterProfile, cluster_profile
+from plait.cost.replica import ReplicaCost
 from plait.planner.buckets import mean_step
 from plait.planner.deployment import deploy
 from plait.planner.packed import packed_seconds
@@ -34,11 +34,11 @@ def a100() -> ClusterProfile:
     return cluster_profile(A100)
 
 
-def short_step(profile: ClusterProfile, samples: int = 24) -> tuple[list[PackedCost], tuple[int, ...]]:
+def short_step(profile: ClusterProfile, samples: int = 24) -> tuple[list[ReplicaCost], tuple[int, ...]]:
     """Samples of 60 to 103 tokens, as six jobs of the default search bring 24."""
     lengths = np.random.default_rng(0).integers(60, 104, samples * 40).tolist()
     step = mean_step(lengths, 40, required={each.max_tokens for each in profile.configurations})
-    return [PackedCost.of(each, step.means, profile.time) for each in profile.configurations], step.counts
+    return [ReplicaCost.of(each, step.means, profile.time) for each in profile.configurations], step.counts
 
 
 # ---- packing ----------------------------------------------------------------------------------------------

@@ -2,8 +2,7 @@
 
 import math
 
-from plait.cost.packed import PackedCost
-from plait.cost.replica import Configuration
+from plait.cost.replica import Configuration, ReplicaCost
 from plait.cost.time import LayerTime, TimeModel
 from plait.planning.expected import Expected, deploy_before
 
@@ -12,7 +11,7 @@ SHAPES = ((1, 1, 2048), (2, 1, 4096), (8, 1, 16384))
 
 
 def _wave(counts: tuple[int, int, int], steps: int) -> Expected:
-    costs = tuple(PackedCost.of(Configuration(*shape), [512, 2048, 16384], TIME) for shape in SHAPES)
+    costs = tuple(ReplicaCost.of(Configuration(*shape), [512, 2048, 16384], TIME) for shape in SHAPES)
     return Expected(costs, counts, steps, {"": 16})
 
 

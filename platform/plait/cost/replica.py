@@ -1,14 +1,14 @@
-"""Seconds of one optimiser step on one replica, given how many sequences of each bucket it gets.
+"""Seconds of one optimiser step on one replica, given how many sequences of each length it gets.
 
-LobRA's T (appendix D, Eq. 12): bucket j holds sequences of length s_j; microbatches of b_j = ⌊M / s_j⌋
-sequences, the last one of a bucket with the remainder; 1F1B over pp stages, so the longest microbatch
-counts (pp − 1) more times. Two things are modelled here that the paper leaves out: stages may have
-different numbers of layers, and the last one also runs head and loss. Then
+Sequences are packed together as Plait's engine packs: nothing is padded, and sequences of all buckets share
+microbatches. With n microbatches of at most M tokens in 1F1B order over pp stages,
 
-    T(d) = max over stages of Σ_j [ fixed·⌈d_j / b_j⌉ + each_j·d_j ]  +  (pp − 1)·max over used
-           microbatches and stages of their seconds,
+    T(d) = max over stages of [ fixed·n + Σ_j each_j·d_j ]  +  (pp − 1)·(seconds of the longest microbatch).
 
-which is the paper's T if all stages cost the same.
+Stages may have different numbers of layers, and the last one also runs head and loss. n is bounded from below
+by dual feasible functions, and packing nearly always reaches this bound; a pipeline may use more microbatches
+than necessary, so that none is long. So the seconds here are a proved lower bound for every packing. The
+seconds of an actual packing are in ``plait.planner.packed``.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from plait.cost.time import MicrobatchShape, TimeModel
 
 Float64 = npt.NDArray[np.float64]
 Int64 = npt.NDArray[np.int64]
+
+MOST_PARTS = 8  # largest k of the functions u_k, which count long sequences
+WHOLE = 1e-9  # an excess over a whole number of microbatches below this is rounding
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -64,7 +67,7 @@ def even_split(layers: int, stages: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class ReplicaCost:
-    """T of one configuration over given bucket lengths, in the linear pieces that a solver needs.
+    """T of one configuration for sequences of given lengths, in the linear pieces that a solver needs.
 
     Attributes:
         lengths: s_j, ascending (R,).
@@ -116,9 +119,27 @@ class ReplicaCost:
         return int(np.count_nonzero(self.batch))
 
     @cached_property
+    def room(self) -> Float64:
+        """Share of a microbatch that a sequence of each bucket takes (n, R); by every row, a microbatch holds
+        at most 1.
+
+        The rows are dual feasible functions: tokens, and u_k of Fekete and Schepers (2001), by which a
+        sequence of more than 1/(k + 1) of the capacity takes 1/k.
+        """
+        most = self.configuration.max_tokens
+        share = np.where(self.batch > 0, self.lengths / most, 0.0)
+        rows = [share]
+        for k in range(1, MOST_PARTS + 1):
+            parts, rest = np.divmod((k + 1) * self.lengths, most)
+            rows.append(np.where(self.batch > 0, np.where(rest == 0, share, parts / k), 0.0))
+        every = np.unique(np.array(rows), axis=0)
+        return np.array([row for row in every if not _below(row, every)])
+
+    @cached_property
     def linear(self) -> Float64:
         """Seconds a sequence of each bucket (n, R): by every row, T is at least Σ_j row_j·d_j."""
-        return np.asarray(self.each + self.fixed[:, None] / np.maximum(self.batch, 1))
+        rows = self.each[:, None, :] + self.fixed[:, None, None] * self.room[None]
+        return np.asarray(rows.reshape(-1, len(self.lengths)))
 
     @cached_property
     def per_sequence(self) -> Float64:
@@ -134,48 +155,37 @@ class ReplicaCost:
         """T for counts[j] sequences of bucket j (R,); inf if one of them does not fit."""
         return float(self.seconds_many(np.asarray(counts, dtype=np.int64)[None, :])[0])
 
+    def microbatches(self, counts: Int64) -> Float64:
+        """A lower bound on the microbatches that each row of ``counts`` (rows, R) needs: (rows,)."""
+        return np.asarray(np.ceil((counts @ self.room.T).max(axis=1) - WHOLE))
+
     def seconds_many(self, counts: Int64) -> Float64:
-        """T of each row of ``counts`` (rows, R); inf if one of its sequences does not fit."""
+        """T of each row of ``counts`` (rows, R), which no packing can beat; inf if a sequence does not
+        fit."""
         unsupported = (counts[:, self.supported :] > 0).any(axis=1)
-        d, b = counts[:, : self.supported], self.batch[: self.supported]
-        microbatches = np.sum(-(-d // b), axis=1)
-        work = (np.outer(microbatches, self.fixed) + d @ self.each[:, : self.supported].T).max(axis=1)
+        least = self.microbatches(counts)[:, None]
+        work = counts @ self.each.T
+        seconds = (least * self.fixed + work).max(axis=1)
         if self.ramp:
-            work = work + self.ramp * self._longest(d)
-        return np.where(unsupported, np.inf, work)
+            # The longest microbatch takes at least as long as the longest sequence alone, and as the mean.
+            alone = np.where(counts > 0, (self.fixed[:, None] + self.each).max(axis=0), 0.0).max(axis=1)
+            best = np.sqrt(self.ramp * work / np.maximum(self.fixed, 1e-300))
+            number = np.maximum(np.maximum(least, best), 1.0)
+            even = ((self.fixed * number + work) * (1.0 + self.ramp / number)).max(axis=1)
+            seconds = np.where(least[:, 0] > 0, np.maximum(seconds + self.ramp * alone, even), 0.0)
+        return np.where(unsupported, np.inf, seconds)
 
     def seconds_with(self, counts: Int64, buckets: Int64, more: Int64) -> Float64:
-        """T of each row of ``counts`` (T, R) with ``more[m, t]`` further sequences of bucket ``buckets[m]``.
+        """T of each row of ``counts`` (T, R) with ``more[m, t]`` further sequences of bucket ``buckets[m]``:
+        (M, T)."""
+        rows = np.repeat(counts[None], len(buckets), axis=0)
+        rows[np.arange(len(buckets))[:, None], np.arange(len(counts))[None], buckets[:, None]] += more
+        return self.seconds_many(rows.reshape(-1, counts.shape[1])).reshape(more.shape)
 
-        The same as :meth:`seconds_many` of each such row, without making the rows: (M, T).
-        """
-        n = self.supported
-        if not n:
-            return np.where(more == 0, self.seconds_many(counts), np.inf)
-        d, b = counts[:, :n], self.batch[:n]
-        microbatches = -(-d // b)
-        work = microbatches.sum(axis=1)[:, None] * self.fixed + d @ self.each[:, :n].T
-        fits = buckets < n
-        j = np.where(fits, buckets, 0)
-        after = d[:, j].T + more
-        further = -(-after // b[j][:, None]) - microbatches[:, j].T
-        each = self.each.T[j][:, None, :]
-        seconds = (work + further[..., None] * self.fixed + more[..., None] * each).max(axis=2)
-        if self.ramp:
-            largest = (self.fixed + np.minimum(after, b[j][:, None])[..., None] * each).max(axis=2)
-            largest = np.where(after > 0, largest, 0.0)
-            seconds = seconds + self.ramp * np.maximum(self._longest(d), largest)
-        return np.where(fits[:, None] | (more == 0), seconds, np.inf)
 
-    def longest(self, counts: Sequence[int] | Int64) -> float:
-        """Seconds of the slowest stage for the largest microbatch of ``counts`` (R,)."""
-        d = np.asarray(counts, dtype=np.int64)[None, : self.supported]
-        return float(self._longest(d)[0])
-
-    def _longest(self, d: Int64) -> Float64:
-        size = np.minimum(d, self.batch[: self.supported])
-        parts = self.fixed[:, None] + self.each[:, : self.supported] * size[:, None, :]
-        return np.asarray(np.where(d > 0, parts.max(axis=1), 0.0).max(axis=1, initial=0.0))
+def _below(row: Float64, every: Float64) -> bool:
+    """Whether another row is at least as large everywhere, so that this one is redundant."""
+    return bool(((every >= row).all(axis=1) & (every > row).any(axis=1)).any())
 
 
 def _worst(kinds: list[tuple[int, bool]]) -> list[tuple[int, bool]]:

@@ -13,7 +13,6 @@ without one.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -21,17 +20,14 @@ import numpy as np
 from scipy.optimize import linprog
 
 from plait.core.samples import Int64
-from plait.cost.packed import PackedCost
 from plait.cost.replica import ReplicaCost
 from plait.planner.dispatch import SOLVED, Float64, device_seconds
-from plait.planner.packed_pricing import PackedPricing
-from plait.planner.pricing import HOLDS, PRECISIONS, TOLERANCE, Pricing
+from plait.planner.pricing import HOLDS, MOST_ROUNDS, PRECISIONS, TOLERANCE, Pricing, pricing_of
 from plait.planner.solver import Limit, Limits, Program, solve
 
 Replicas = tuple[int, ...]  # number for each configuration, in the order of the costs
 Devices = Mapping[str, int]  # number by kind, as configurations name it; "" if there is only one kind
 ROUNDS = 300  # rounds of column generation for one makespan
-MOST_ROUNDS = 120  # rounds for all makespans if sequences are packed: each takes hundredths of a second
 REDUCED = 1e-6  # patterns worth less than this above their need, relatively, are not searched for
 WHOLE_LIMITS = Limits(nodes=1, seconds=30.0)  # more nodes cover more, but descent does so equally well
 
@@ -97,8 +93,7 @@ class Patterns:
         self._pricing: tuple[float, tuple[Pricing, ...]] = (0.0, ())
         self._found: dict[tuple[int, tuple[int, ...]], Pattern] = {}
         self._rounds = 0
-        packed = any(isinstance(cost, PackedCost) for cost in costs)
-        self._most_rounds = MOST_ROUNDS if packed else sys.maxsize
+        self._most_rounds = MOST_ROUNDS
 
     @property
     def ended(self) -> bool:
@@ -206,7 +201,8 @@ class Patterns:
         """Start the pricing at ``tau``; the first patterns are an idle replica and one for each bucket
         alone."""
         if self._pricing[0] != tau:
-            self._pricing = tau, tuple(_pricing(cost, self._counts, tau) for cost in self._costs)
+            self._pricing = tau, tuple(pricing_of(cost, self._counts, tau) for cost in self._costs)
+            self._most_rounds = min(each.most_rounds for each in self._pricing[1])
             for place, each in enumerate(self._pricing[1]):
                 for j in (None, *np.flatnonzero(each.alone)):
                     counts = np.zeros(len(self._counts), dtype=np.int64)
@@ -272,10 +268,3 @@ class Patterns:
         parts = np.bincount(kinds, weights=result.x[:-1], minlength=len(self._costs))
         value = float(duals @ limits)
         return _Solved(float(result.x[-1]), prices, needs, value, tuple(float(part) for part in parts))
-
-
-def _pricing(cost: ReplicaCost, counts: Int64, tau: float) -> Pricing:
-    """The knapsacks of a configuration, for its kind of cost."""
-    if isinstance(cost, PackedCost):
-        return PackedPricing(cost, counts, tau)
-    return Pricing(cost, counts, tau)

@@ -9,8 +9,7 @@ import numpy as np
 
 from plait.core.errors import CapacityError
 from plait.core.plans import GlobalBatch
-from plait.cost.packed import PackedCost
-from plait.cost.replica import Configuration
+from plait.cost.replica import Configuration, ReplicaCost
 from plait.cost.time import TimeModel
 from plait.planner.buckets import fine_buckets
 from plait.planner.dispatch import Dispatch, ReplicaKind, dispatch, spread
@@ -144,7 +143,7 @@ def plan_step(lengths: Sequence[int], replicas: Replicas) -> StepPlan:
     buckets = fine_buckets(lengths, required=replicas.limits)
     share = replicas.labelled_share
     kinds = [
-        ReplicaKind(PackedCost.of(configuration, buckets.means, time, labelled_share=share), count)
+        ReplicaKind(ReplicaCost.of(configuration, buckets.means, time, labelled_share=share), count)
         for configuration, time, count in replicas.kinds
     ]
     found = spread(kinds, buckets.counts, dispatch(kinds, buckets.counts))

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import singledispatch
 
 import numpy as np
 
 from plait.core.samples import Int64
-from plait.cost.packed import PackedCost
 from plait.cost.replica import ReplicaCost
 from plait.planner.dispatch import Dispatch, ReplicaKind
 from plait.planner.packing import first_fit_decreasing
@@ -33,12 +33,10 @@ def as_packed(replicas: Sequence[ReplicaKind], chosen: Dispatch) -> Dispatch:
     return replace(chosen, seconds=tuple(seconds))
 
 
+@singledispatch
 def packed_seconds(cost: ReplicaCost, counts: Sequence[int]) -> float:
-    """T for counts[j] sequences of bucket j (R,), packed; a pipeline's capacity is halved if that helps.
-
-    A cost that keeps buckets separate already includes their packing.
-    """
-    if not isinstance(cost, PackedCost) or not any(counts):
+    """T for counts[j] sequences of bucket j (R,), packed; a pipeline's capacity is halved if that helps."""
+    if not any(counts):
         return cost.seconds(counts)
     lengths = [int(n) for n, count in zip(cost.lengths, counts, strict=True) for _ in range(count)]
     place = [j for j, count in enumerate(counts) for _ in range(count)]
@@ -65,7 +63,7 @@ def _packed(lengths: Sequence[int], place: Sequence[int], buckets: int, capacity
     return rows
 
 
-def _seconds(cost: PackedCost, rows: Int64) -> float:
+def _seconds(cost: ReplicaCost, rows: Int64) -> float:
     """T of these microbatches (n, R)."""
     each = cost.fixed + rows @ cost.each.T
     return float(each.sum(axis=0).max() + cost.ramp * each.max())

@@ -1,8 +1,12 @@
 """The most valuable load of one replica within a makespan: knapsacks by dynamic programming.
 
 Buckets have prices, and a replica has τ seconds. Weights that are rounded down prove an upper bound on the
-worth of all choices; choices that fit in time are kept. A seam: LobRA's cost keeps buckets separate, and the
-packed cost (``packed_pricing``) changes what a class of choices is.
+worth of all choices; choices that fit in time are kept.
+
+A class of choices has a range of numbers of microbatches: the smallest determines the fixed seconds, the
+largest bounds what fits. Time, each bound of what fits, and every mixture of the two give a separate
+knapsack; the one with the least worth of divisible sequences is solved for whole ones. A seam: a cost with
+microbatches of its own kind prices in the same way (:func:`pricing_of`), as LobRA's does in its benchmarks.
 """
 
 from __future__ import annotations
@@ -10,13 +14,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import singledispatch
 
 import numpy as np
 import numpy.typing as npt
+from scipy.optimize import linprog
 
 from plait.core.samples import Int64
 from plait.cost.replica import ReplicaCost
-from plait.planner.dispatch import Float64
+from plait.planner.dispatch import SOLVED, Float64
 
 Int16 = npt.NDArray[np.int16]
 Choices = tuple[Int64, Int64]  # for one bucket: sequences, units of time; at most one of them is taken
@@ -25,6 +31,9 @@ CLASSES = 4  # at first
 BACK = (0, 1, 2, 3, 4, 6, 8, 11, 16, 24)  # units of time given up until a choice fits
 TOLERANCE = 1e-7
 HOLDS = 1e-9  # relative tolerance of the seconds that a pattern may take
+MIXED = (0.0, 0.2, 0.4, 0.6, 0.8)  # shares of time in a knapsack's weights; the rest is room
+MOST_DROPPED = 64  # most sequences dropped from a choice to make it fit
+MOST_ROUNDS = 120  # rounds of pricing for all makespans: each takes hundredths of a second
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +42,16 @@ class Precision:
 
     Attributes:
         grid: units of time in which τ is resolved.
-        whole: most sequences of a bucket whose numbers are tried one by one; larger numbers are combined, and
-            the rounding of their parts adds up.
-            slack: a class whose relative excess over the need is at most this is not refined further.
+        slack: a class whose relative excess over the need is at most this is not refined further.
+        finest: whether this is the last one tried.
     """
 
     grid: int
-    whole: int
     slack: float
+    finest: bool = False
 
 
-PRECISIONS = (Precision(2048, 16, 0.006), Precision(16384, 16, 0.001), Precision(16384, 512, 0.0005))
+PRECISIONS = (Precision(2048, 0.006), Precision(16384, 0.001), Precision(16384, 0.0005, finest=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +63,14 @@ class Priced:
 
 
 class Pricing:
-    """The knapsacks of one configuration within ``tau`` seconds."""
+    """The knapsacks of one configuration within ``tau`` seconds.
+
+    Attributes:
+        alone: most sequences of each bucket alone within τ.
+        most_rounds: most rounds of pricing for all makespans.
+    """
+
+    most_rounds = MOST_ROUNDS
 
     def __init__(self, cost: ReplicaCost, counts: Int64, tau: float) -> None:
         self._cost = cost
@@ -94,46 +109,47 @@ class Pricing:
         return Priced(tuple(found), limit)
 
     def _find_levels(self) -> Float64:
-        """Possible seconds of the longest microbatch, ascending; only one value if nothing counts twice."""
-        cost = self._cost
+        """Numbers of microbatches that a pattern can have, ascending."""
         if not self.alone.any():
             return np.zeros(0)
-        if not cost.ramp:
-            return np.array([np.inf])
-        each = [
-            (cost.fixed[:, None] + cost.each[:, j, None] * np.arange(1, min(cost.batch[j], most) + 1)).max(0)
-            for j, most in enumerate(self.alone)
-            if most
-        ]
-        levels = np.unique(np.concatenate(each))
-        return levels[cost.ramp * levels < self._tau]
+        most = float(self._counts.sum())
+        for fixed in self._cost.fixed:
+            if fixed > 0:
+                most = min(most, self._tau * (1 + HOLDS) / fixed - self._cost.ramp)
+        return np.arange(1.0, np.floor(most) + 1.0)
 
     def _find_alone(self) -> Int64:
         """Most sequences of each bucket alone within τ."""
         most = np.zeros(len(self._counts), dtype=np.int64)
         for j in range(self._cost.supported):
-            d = np.arange(1, int(self._counts[j]) + 1)
-            each, b = self._cost.each[:, j, None], int(self._cost.batch[j])
-            seconds = (self._cost.fixed[:, None] * -(-d // b) + each * d).max(axis=0)
-            largest = (self._cost.fixed[:, None] + each * np.minimum(d, b)).max(axis=0)
-            fits = seconds + self._cost.ramp * largest <= self._tau * (1 + HOLDS)
-            most[j] = np.count_nonzero(fits)
+            rows = np.zeros((int(self._counts[j]), len(self._counts)), dtype=np.int64)
+            rows[:, j] = np.arange(1, len(rows) + 1)
+            fits = self._cost.seconds_many(rows) <= self._tau * (1 + HOLDS)
+            most[j] = fits.nonzero()[0].max(initial=-1) + 1
         return most
 
     def _best(
         self, prices: Float64, need: float, first: int, end: int, precision: Precision
     ) -> tuple[float, Int64 | None]:
-        """A worth that no pattern of a class exceeds, and its best pattern if that holds."""
-        longest = float(self._levels[end - 1])
-        room = self._tau * (1 + HOLDS) - self._cost.ramp * (self._levels[first] if self._cost.ramp else 0.0)
-        if room <= 0:
+        """An upper bound on the worth of the patterns of a class, and its best pattern if that fits."""
+        cost, low, high = self._cost, self._levels[first], self._levels[end - 1]
+        left = self._tau * (1 + HOLDS) - cost.fixed * (low + cost.ramp)
+        able = np.flatnonzero((prices > 0) & (self.alone > 0))
+        if left.min() <= 0 or not len(able):
             return 0.0, None
-        sizes = self._largest(longest)
-        able = np.flatnonzero((prices > 0) & (sizes > 0))
-        if self._divisible(prices, sizes, able, room) <= need:
+        seconds = (cost.each * (1.0 + cost.ramp / high) / left[:, None]).mean(axis=0)
+        rows = np.vstack([seconds, *(share * seconds + (1 - share) * cost.room / high for share in MIXED)])
+        worth = _divisible(prices[able], rows[:, able], self.alone[able])
+        least, row = float(worth.min()), rows[int(np.argmin(worth)), able]
+        if least > need and precision != PRECISIONS[0]:
+            least, row = _surrogate(prices[able], rows[:, able], self.alone[able]) or (least, row)
+        if least <= need:
             return need, None
-        scale, whole = precision.grid / room, precision.whole
-        groups = [(j, each) for j in map(int, able) for each in self._choices(j, int(sizes[j]), scale, whole)]
+        groups = [
+            (int(j), choices)
+            for j, share in zip(able, row, strict=True)
+            for choices in _groups(float(share) * precision.grid, int(self.alone[j]))
+        ]
         return self._filled(prices, need, groups, precision.grid)
 
     def _filled(
@@ -157,56 +173,23 @@ class Pricing:
         most = float(best[-1])
         return most, None if most <= need else self._held(steps, grid)
 
-    def _largest(self, longest: float) -> Int64:
-        """Sequences in each bucket's largest microbatch of at most ``longest`` seconds."""
-        cost = self._cost
-        sizes = np.zeros(len(self._counts), dtype=np.int64)
-        for j in np.flatnonzero(self.alone):
-            each = cost.each[:, j]
-            fitting = np.floor(((longest - cost.fixed) / each * (1 + HOLDS)).min()) if cost.ramp else np.inf
-            sizes[j] = max(0, min(cost.batch[j], fitting))
-        return sizes
-
-    def _divisible(self, prices: Float64, sizes: Int64, able: Int64, room: float) -> float:
-        """Worth of the best choice of divisible sequences, which no choice of whole ones exceeds."""
-        cost = self._cost
-        seconds = (cost.fixed[:, None] / sizes[able] + cost.each[:, able]).mean(axis=0)
-        most = np.where(
-            sizes[able] < cost.batch[able], np.minimum(sizes[able], self.alone[able]), self.alone[able]
-        )
-        order = np.argsort(-prices[able] / seconds, kind="stable")
-        used = np.cumsum((seconds * most)[order])
-        before = np.concatenate([[0.0], used[:-1]])
-        share = np.clip((room - before) / np.maximum((seconds * most)[order], 1e-300), 0.0, 1.0)
-        return float((share * (prices[able] * most)[order]).sum())
-
-    def _choices(self, j: int, size: int, scale: float, whole: int) -> list[Choices]:
-        """Numbers of sequences of bucket j in groups: small numbers one by one; large ones as doubling runs
-        of full microbatches, and one that is not full."""
-        cost, batch = self._cost, int(self._cost.batch[j])
-        most = int(self.alone[j]) if size == batch else min(size, int(self.alone[j]))
-        if most <= max(whole, batch):
-            d = np.arange(1, most + 1)
-            return [(d, self._units(cost.fixed[:, None] * -(-d // batch) + cost.each[:, j, None] * d, scale))]
-        full = (cost.fixed + cost.each[:, j] * batch)[:, None]
-        groups, left, run = [], most // batch, 1
-        while left > 0:
-            take = min(run, left)
-            groups.append((np.array([take * batch]), self._units(take * full, scale)))
-            left -= take
-            run *= 2
-        if batch > 1:
-            d = np.arange(1, batch)
-            groups.append((d, self._units(cost.fixed[:, None] + cost.each[:, j, None] * d, scale)))
-        return groups
-
-    def _units(self, seconds: Float64, scale: float) -> Int64:
-        """Whole units of time; if stages differ in cost, their mean, which the slowest one cannot be
-        below."""
-        units: Int64 = np.floor(scale * seconds.mean(axis=0) + 1e-9).astype(np.int64)
-        return units
-
     def _held(self, steps: Sequence[tuple[int, Choices, Int16]], grid: int) -> Int64 | None:
+        """The most valuable choice that fits in time, or what remains of it without some sequences."""
+        taken = self._fitting(steps, grid)
+        if taken is not None:
+            return taken
+        taken = self._traced(steps, grid)
+        for _ in range(MOST_DROPPED):
+            used = np.flatnonzero(taken)
+            fewer = np.repeat(taken[None], len(used), axis=0)
+            fewer[np.arange(len(used)), used] -= 1
+            seconds = self._cost.seconds_many(fewer)
+            taken = fewer[int(np.argmin((seconds - self._cost.seconds(taken)) / self._cost.lengths[used]))]
+            if self._cost.seconds(taken) <= self._tau * (1 + HOLDS):
+                return taken if taken.any() else None
+        return None
+
+    def _fitting(self, steps: Sequence[tuple[int, Choices, Int16]], grid: int) -> Int64 | None:
         """The most valuable choice that fits in time, going back in time; None if none was found."""
         for back in BACK:
             taken = self._traced(steps, grid - back)
@@ -222,3 +205,40 @@ class Pricing:
                 taken[j] += counts[option - 1]
                 left -= int(weights[option - 1])
         return np.minimum(taken, self._counts)
+
+
+@singledispatch
+def pricing_of(cost: ReplicaCost, counts: Int64, tau: float) -> Pricing:
+    """The knapsacks of a configuration, for its kind of cost."""
+    return Pricing(cost, counts, tau)
+
+
+def _divisible(prices: Float64, rows: Float64, alone: Int64) -> Float64:
+    """Worth of the best choice of divisible sequences, of which each row (n, R) allows 1 in total: (n,)."""
+    order = np.argsort(-prices / np.maximum(rows, 1e-300), axis=1, kind="stable")
+    used = np.take_along_axis(rows * alone, order, axis=1)
+    left = 1.0 - (used.cumsum(axis=1) - used)
+    share = np.minimum(np.maximum(left / np.maximum(used, 1e-300), 0.0), 1.0)
+    return np.asarray((share * (prices * alone)[order]).sum(axis=1))
+
+
+def _surrogate(prices: Float64, rows: Float64, alone: Int64) -> tuple[float, Float64] | None:
+    """Worth of the best choice of divisible sequences of which all rows (n, R) allow 1 in all, and the mean
+    of the rows by which nothing is worth more; None if the solver fails."""
+    found = linprog(-prices, A_ub=rows, b_ub=np.ones(len(rows)), bounds=[(0, most) for most in alone])
+    if found.status != SOLVED:
+        return None
+    duals = np.maximum(0.0, -found.ineqlin.marginals)
+    row = duals @ rows / duals.sum() if duals.any() else rows.mean(axis=0)  # without duals, everything fits
+    return -float(found.fun) * (1 + TOLERANCE), row
+
+
+def _groups(units: float, most: int) -> list[Choices]:
+    """Numbers of sequences up to ``most``, in groups of doubling size, given the units of one sequence."""
+    groups, left, run = list[Choices](), most, 1
+    while left > 0:
+        size = min(run, left)
+        groups.append((np.array([size]), np.array([int(size * units + 1e-9)])))
+        left -= size
+        run *= 2
+    return groups

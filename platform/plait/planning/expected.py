@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from plait.core.errors import CapacityError, ConfigError
 from plait.cost.clusters import HOUR, Cluster
-from plait.cost.packed import PackedCost
+from plait.cost.replica import ReplicaCost
 from plait.planner.buckets import mean_step
 from plait.planner.deployment import Deployment, best_equal_replicas, deploy, relaxation_bound
 from plait.planner.deployment_patterns import Devices
@@ -29,7 +29,7 @@ class Expected:
         steps: number of steps of the wave, until its longest job ends.
     """
 
-    costs: tuple[PackedCost, ...]
+    costs: tuple[ReplicaCost, ...]
     counts: tuple[int, ...]
     steps: int
     devices: Devices
@@ -43,7 +43,7 @@ class Expected:
             workload.step_lengths(names), planned, required={each.max_tokens for each, _ in allowed}
         )
         share = workload.labelled_share
-        costs = tuple(PackedCost.of(each, step.means, time, labelled_share=share) for each, time in allowed)
+        costs = tuple(ReplicaCost.of(each, step.means, time, labelled_share=share) for each, time in allowed)
         return cls(costs, step.counts, max(workload.steps[name] for name in names), cluster.devices)
 
     def rent(self, rates: Mapping[str, float] | None, *, slack: float, longest: int) -> Rented:
