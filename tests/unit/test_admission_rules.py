@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.planner.admission import admit
+from plait.engine.jobs import admit
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,10 @@ Plain mutable data, without tensors.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 from plait.core.jobs import JobSpec
 from plait.core.lifecycle import JobResult, JobState, PauseReason
@@ -17,7 +18,8 @@ from plait.core.plans import GlobalBatch
 from plait.core.samples import TokenisedData
 from plait.engine.admission import Admission, Demand
 from plait.engine.steps import DataOrder, learning_rate, training_batch, validation_batch
-from plait.planner.admission import admit
+
+Job = TypeVar("Job")
 
 
 @dataclass(slots=True, eq=False)
@@ -212,6 +214,27 @@ class LiveJob:
         )
 
 
+def admit(
+    ordered: Iterable[Job], fits: Callable[[Sequence[Job]], bool], max_jobs: int | None = None
+) -> list[Job]:
+    """The jobs of the next iteration (mLoRA §3.4): by priority, then arrival, as far as memory allows.
+
+    One that does not fit in addition to those before it is passed over, and later ones may use the room. It
+    is considered first again next time, and those that took its room are preempted as soon as it fits, so no
+    job waits forever behind later ones.
+
+    Args:
+        ordered: those that train or could, by priority, then arrival.
+        fits: whether a group fits into memory; a smaller group must fit if a larger one does.
+        max_jobs: most jobs at once; None leaves it to memory.
+    """
+    chosen: list[Job] = []
+    for job in ordered:
+        if (max_jobs is None or len(chosen) < max_jobs) and fits([*chosen, job]):
+            chosen.append(job)
+    return chosen
+
+
 class Roster:
     """The jobs of one worker, and the choice of those that train next.
 
@@ -275,7 +298,7 @@ class Roster:
             self._ends_left, self._tried = self._every, True
 
     def choose(self) -> tuple[list[LiveJob], list[LiveJob]]:
-        """The jobs that start now, and those that are preempted (``plait.planner.admission.admit``).
+        """The jobs that start now, and those that are preempted (:func:`admit`).
 
         A job that was accepted can always train alone, whatever was learnt since.
         """
