@@ -79,7 +79,8 @@ def even_segments(tokens: int, adapters: Sequence[str]) -> list[RoutedSegment]:
 
 def problem(shape: Shape, *, device: torch.device | str, dtype: torch.dtype, seed: int = 0) -> Problem:
     """Build a problem from a seed on the device, where even a large one takes milliseconds."""
-    generator = torch.Generator(device).manual_seed(seed)
+    drawn_on = "cpu" if torch.device(device).type == "meta" else device  # meta tensors draw nothing
+    generator = torch.Generator(drawn_on).manual_seed(seed)
 
     def normal(*size: int, scale: float) -> Tensor:
         drawn = torch.empty(*size, device=device, dtype=dtype)

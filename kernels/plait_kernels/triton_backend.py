@@ -15,16 +15,16 @@ from plait_kernels.triton_launch import Launcher
 
 
 def available(device: torch.device) -> bool:
-    """Whether Triton can run on the device: a CUDA one, or any in Triton's interpreter."""
+    """Whether Triton can run on the device: a CUDA one, meta tensors, or any in Triton's interpreter."""
     try:
         import triton  # noqa: F401
     except ImportError:
         return False
-    return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+    return device.type in ("cuda", "meta") or os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def _runs(device: torch.device, dtype: torch.dtype) -> bool:
-    unsupported = (torch.float64,) if device.type == "cuda" else (torch.float64, torch.bfloat16)
+    unsupported = (torch.float64,) if device.type != "cpu" else (torch.float64, torch.bfloat16)
     return available(device) and dtype not in unsupported  # the interpreter's bfloat16 is silently wrong
 
 

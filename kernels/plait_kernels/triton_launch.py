@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from plait_kernels.launching import launch
 from plait_kernels.layer import LayerCall
 from plait_kernels.tables import block_table, site_table, span_table, tile_table
 from plait_kernels.tiles import Choice, Tiles
@@ -69,7 +70,16 @@ class Launcher:
             return parts
         out = self.packed(1)
         grid = (_blocks(out.numel(), _SUM_BLOCK),)
-        self.forward.sum_splits[grid](parts, out, out.numel(), out.numel(), SPLITS=splits, BLOCK=_SUM_BLOCK)
+        launch(
+            self.forward.sum_splits,
+            grid,
+            parts,
+            out,
+            out.numel(),
+            out.numel(),
+            SPLITS=splits,
+            BLOCK=_SUM_BLOCK,
+        )
         return out
 
     def down(self) -> Tensor:
@@ -78,7 +88,9 @@ class Launcher:
         rows = tile_table(self.call.routing, tiles.rows)
         s = self.packed(tiles.splits)
         depth = _blocks(_blocks(self.features, tiles.splits), tiles.depth) * tiles.depth
-        self.forward.down[(rows.count, self.site_count * self.rank_blocks, tiles.splits)](
+        launch(
+            self.forward.down,
+            (rows.count, self.site_count * self.rank_blocks, tiles.splits),
             *(self.x, self.x.stride(0), s, table.packed, self.site_count * table.packed, table.origin),
             *(rows.tiles, table.spans, self.sites, self.site_count, table.addresses, self.bank_sites),
             *(self.counters, self.features, depth),
@@ -95,7 +107,9 @@ class Launcher:
         tiles, table = self.chosen.up, self.table
         rows = tile_table(self.call.routing, tiles.rows)
         blocks = block_table(self.call, tiles.columns)
-        self.forward.up[(blocks.shape[0], rows.count)](
+        launch(
+            self.forward.up,
+            (blocks.shape[0], rows.count),
             *(out, out.stride(0), s, table.packed, table.origin, rows.tiles, table.spans, table.scales),
             *(self.sites, table.addresses, self.bank_sites, blocks),
             **{"ALIGN": self.align, "BM": tiles.rows, "BN": tiles.columns, **self.common(tiles)},
@@ -107,7 +121,9 @@ class Launcher:
         out = self.x.new_empty(self.x.shape[0], weight.shape[0])
         rows = tile_table(self.call.routing, tiles.rows, base=True)
         blocks = block_table(self.call, tiles.columns, weight.shape[0])
-        self.forward.linear_up[(rows.count * blocks.shape[0],)](
+        launch(
+            self.forward.linear_up,
+            (rows.count * blocks.shape[0],),
             *(self.x, self.x.stride(0), weight, weight.stride(0), weight.stride(1)),
             *(weight if bias is None else bias, out, out.stride(0), s, table.packed, table.origin),
             *(rows.tiles, rows.count, table.spans, table.scales, self.sites, table.addresses),
@@ -125,7 +141,9 @@ class Launcher:
         width = _blocks(_blocks(widest, tiles.splits), tiles.columns) * tiles.columns
         ds = self.packed(tiles.splits)
         partial = grad.new_empty(max(1, rows.slots * self.weight.shape[0]), dtype=torch.float32)
-        self.backward.up_gradient[(rows.count, self.site_count * self.rank_blocks, tiles.splits)](
+        launch(
+            self.backward.up_gradient,
+            (rows.count, self.site_count * self.rank_blocks, tiles.splits),
             *(grad, grad.stride(0), s, ds, table.packed, self.site_count * table.packed, table.origin),
             *(table.gradient_origin, partial, rows.tiles, table.spans, table.scales, self.sites),
             *(self.site_count, table.addresses, table.gradients, self.bank_sites, rows.slots, width),
@@ -142,7 +160,9 @@ class Launcher:
         chunks = tile_table(self.call.routing, chunk)
         partial = ds.new_empty(max(1, chunks.slots * self.features * self.site_count), dtype=torch.float32)
         grid = (_blocks(self.features, tiles.columns), chunks.count, self.site_count * self.rank_blocks)
-        self.backward.down_gradient[grid](
+        launch(
+            self.backward.down_gradient,
+            grid,
             *(self.x, self.x.stride(0), ds, table.packed, table.gradient_origin, partial, chunks.tiles),
             *(table.spans, self.sites, self.site_count, table.gradients, self.bank_sites, chunks.slots),
             *(self.counters, self.features),
@@ -156,7 +176,9 @@ class Launcher:
             return
         table = self.table
         grid = (_blocks(widest * table.max_rank, _SUM_BLOCK), shared.shape[0], self.site_count)
-        self.backward.sum_partials[grid](
+        launch(
+            self.backward.sum_partials,
+            grid,
             *(partial, table.gradient_origin, shared, table.spans, self.sites, table.gradients),
             *(self.bank_sites, slots),
             **{"IS_B": int(is_b), "BLOCK": _SUM_BLOCK},
@@ -171,7 +193,9 @@ class Launcher:
             dx = grad.new_empty(self.x.shape)
             rows = tile_table(self.call.routing, tiles.rows, base=True)
             blocks = _blocks(self.features, tiles.depth)
-            self.backward.dx_linear[(rows.count * blocks,)](
+            launch(
+                self.backward.dx_linear,
+                (rows.count * blocks,),
                 *(grad, grad.stride(0), weight, weight.stride(0), weight.stride(1), dx, dx.stride(0), ds),
                 *(table.packed, table.origin, rows.tiles, rows.count, table.spans, *tail),
                 *(weight.shape[0], blocks),
@@ -181,7 +205,9 @@ class Launcher:
             return dx
         dx, tiles = grad @ weight, self.chosen.dx
         rows = tile_table(self.call.routing, tiles.rows)
-        self.backward.dx_low_rank[(_blocks(self.features, tiles.columns), rows.count)](
+        launch(
+            self.backward.dx_low_rank,
+            (_blocks(self.features, tiles.columns), rows.count),
             *(dx, dx.stride(0), ds, table.packed, table.origin, rows.tiles, table.spans, *tail),
             **{"DROPOUT": table.dropout, "BM": tiles.rows, "BK": tiles.columns, **self.common(tiles)},
         )

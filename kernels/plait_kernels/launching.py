@@ -1,0 +1,31 @@
+"""The one place from which Triton kernels are launched, so that launches can be counted without a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+Note = Callable[[Any, tuple[object, ...]], None]
+_notes: list[Note] = []
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **constants: object) -> None:
+    """Launch a kernel; its first argument is a tensor. On meta tensors it does nothing, as operators do."""
+    for note in _notes:
+        note(kernel, arguments)
+    first = arguments[0]
+    if not isinstance(first, Tensor) or not first.is_meta:
+        kernel[grid](*arguments, **constants)
+
+
+@contextmanager
+def noted(note: Note) -> Iterator[None]:
+    """Call ``note`` with the kernel and the arguments of each launch."""
+    _notes.append(note)
+    try:
+        yield
+    finally:
+        _notes.remove(note)

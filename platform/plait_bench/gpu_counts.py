@@ -1,0 +1,221 @@
+"""What a step of an 8B model asks of a GPU, counted over meta tensors: launches, waits, bytes, host time.
+
+Nothing is timed on a device. Host time is measured with the launches of Triton's kernels left out, so it is
+the time of Plait's own code and of torch's operators up to where they would meet the device.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+from time import perf_counter
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+
+from plait.config.fields import build
+from plait.core.jobs import JobSpec
+from plait.core.settings import RunSettings
+from plait.cost.fake_memory import fake_context, fake_model
+from plait.cost.probes import Probe, ProbeSegment, probe_loss, probe_routing
+from plait.models.base import BaseModel
+from plait.models.context import MicrobatchContext
+from plait.models.elementwise import SILU, gated, rms_norm
+from plait_bench.benchmarks import BENCHMARKS
+from plait_bench.figures import Baseline, Figure, Report
+from plait_bench.inputs import OPTIONS, at_least_one
+from plait_kernels import AdapterStep, Bank, adamw_step
+from plait_kernels.counting import Counts, counted
+from plait_kernels.synthetic import Shape, problem
+
+DTYPE = torch.bfloat16
+META = torch.device("meta")
+LLAMA_8B = LlamaConfig(
+    vocab_size=128_256,
+    hidden_size=4096,
+    intermediate_size=14_336,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    max_position_embeddings=131_072,
+)
+LAYERS = {"qkv": (4096, 1024, 1024), "o": (4096,), "gate up": (14_336, 14_336), "down": (4096,)}
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+MOST_FORWARD, MOST_BACKWARD = 5, 7  # launches of a layer's call
+MOST_HOST = 25e-3  # seconds of a microbatch of HOST_TOKENS
+HOST_TOKENS = 2048
+MOST_BYTES = 1.2  # of the least possible
+
+
+@dataclass(frozen=True, slots=True)
+class CountOptions:
+    """Options of ``gpu_counts``.
+
+    Attributes:
+        layers: decoder layers of the model.
+        adapters: adapters of one sample each, with ``rank`` and ``dropout``.
+        length: tokens of a sample.
+        labelled: share of the tokens that are labelled.
+        repeats: rounds in which host time is measured.
+    """
+
+    layers: int
+    adapters: int
+    length: int
+    rank: int
+    dropout: float
+    labelled: float
+    repeats: int
+
+    def __post_init__(self) -> None:
+        at_least_one(self, "layers", "adapters", "length", "rank", "repeats")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the microbatch."""
+        return self.adapters * self.length
+
+    @property
+    def probe(self) -> Probe:
+        """The microbatch."""
+        segments = (ProbeSegment(self.rank, (self.length,)),) * self.adapters
+        return Probe(segments, max(1, int(self.labelled * self.tokens)))
+
+
+@BENCHMARKS.register("gpu_counts")
+def gpu_counts(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+    """Launches and host time of a layer's call, bytes of the passes between products, and a whole step.
+
+    Raises:
+        ConfigError: a wrong option.
+    """
+    del settings, jobs
+    asked = build(CountOptions, options, OPTIONS)
+    figures = (*_layer_figures(asked), *_pass_figures(asked.tokens), *_step_figures(asked))
+    assumptions = ("an operator is one launch; a library may need several",)
+    return Report("gpu/counts", figures, assumptions)
+
+
+# ---- a layer's call ---------------------------------------------------------------------------------------
+
+
+def _layer_figures(asked: CountOptions) -> Iterator[Figure]:
+    for name, outputs in LAYERS.items():
+        inputs = 14_336 if name == "down" else 4096
+        shape = Shape(asked.tokens, inputs, outputs, (asked.rank,) * asked.adapters, asked.dropout)
+        made = problem(shape, device=META, dtype=DTYPE)
+        made.train("triton")  # tables are made once for a microbatch
+        forward, backward = _phases(partial(made.run, "triton"), made.grad)
+        for phase, count, most in (("forward", forward, MOST_FORWARD), ("backward", backward, MOST_BACKWARD)):
+            aim = Baseline(most, "aim", at_most=1.0)
+            yield Figure(f"{name}, {phase}: launches", count.launches, "", "computed", aim)
+
+
+def _phases(run: Callable[[], Tensor], grad: Tensor | None) -> tuple[Counts, Counts]:
+    """What forward and backward of ``run`` ask for."""
+    with counted() as forward:
+        out = run()
+    with counted() as backward:
+        torch.autograd.backward(out, grad)
+    return forward, backward
+
+
+# ---- passes between the products --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A pass of one layer: what runs it on fresh input, and the least elements that it moves a token."""
+
+    name: str
+    features: int
+    run: Callable[[Tensor], Tensor]
+    least: int
+
+
+def _pass_figures(tokens: int) -> Iterator[Figure]:
+    hidden, inner = LLAMA_8B.hidden_size, LLAMA_8B.intermediate_size
+    weight = torch.empty(hidden, dtype=DTYPE, device=META)
+    passes = (
+        # x read, out written; x and the gradient read, another written
+        Pass("norm", hidden, lambda x: rms_norm(x, weight, 1e-5, 0.0), 5 * hidden),
+        # gate and up read, out written; gate, up and the gradient read, two written
+        Pass("gated MLP", 2 * inner, lambda x: gated(x, SILU), 8 * inner),
+    )
+    for each in passes:
+        x = torch.empty(tokens, each.features, dtype=DTYPE, device=META, requires_grad=True)
+        out = each.run(x)
+        both = _phases(partial(each.run, x), torch.empty_like(out))
+        least = each.least * tokens * DTYPE.itemsize
+        moved = sum(count.bytes for count in both)
+        launches = sum(count.launches for count in both)
+        aim = Baseline(least / 1e9, "least possible", at_most=MOST_BYTES)
+        note = f"{launches} launches, forward and backward"
+        yield Figure(f"{each.name}: moved", moved / 1e9, "GB", "computed", aim, note)
+
+
+# ---- a step -----------------------------------------------------------------------------------------------
+
+
+class _Step:
+    """A microbatch of the whole model and the optimiser's step after it, on meta tensors."""
+
+    def __init__(self, model: BaseModel, asked: CountOptions) -> None:
+        self.model, self.probe, self.asked = model, asked.probe, asked
+        self.bank = Bank(model.sites, device=META, compute_dtype=DTYPE)
+        model.install(backend="triton")
+        for index in range(asked.adapters):
+            names = [site.name for site in model.sites]
+            self.bank.attach(
+                str(index), rank=asked.rank, scale=1.0, dropout=asked.dropout, seed=index, sites=names
+            )
+
+    def load(self) -> MicrobatchContext:
+        """Routing and layout; what is made for a microbatch and shared by its layers."""
+        routing = probe_routing(self.probe, self.bank)
+        lengths = self.probe.lengths
+        return fake_context(LLAMA_8B, lengths, routing, checkpointing=False, dtype=DTYPE)
+
+    def forward(self, context: MicrobatchContext) -> Tensor:
+        """The weighted loss."""
+        return probe_loss(self.model, self.probe, self.model.hidden(context))
+
+    def optimise(self) -> None:
+        """One step of every adapter."""
+        adamw_step(self.bank, [AdapterStep(name, 1, 1e-4, 1e-4) for name in self.bank.blocks])
+
+    def microbatch(self) -> None:
+        """Everything of one microbatch."""
+        torch.autograd.backward(self.forward(self.load()))
+
+
+def _step_figures(asked: CountOptions) -> Iterator[Figure]:
+    config = copy.deepcopy(LLAMA_8B)
+    model = fake_model(config, layers=asked.layers, dtype=DTYPE)
+    step = _Step(model, asked)
+    step.microbatch()  # what a bank makes once
+    with counted() as load:
+        context = step.load()
+    forward, backward = _phases(partial(step.forward, context), None)
+    with counted() as optimiser:
+        step.optimise()
+    parts = {"load": load, "forward": forward, "backward": backward, "optimiser": optimiser}
+    for name, count in parts.items():
+        note = f"{count.uploads} uploads, {count.waits} waits, {count.bytes / 1e9:.1f} GB in passes"
+        yield Figure(f"step, {name}: launches", count.launches, "", "computed", note=note)
+    waits = sum(count.waits for count in parts.values())
+    yield Figure("step: waits of the host", waits, "", "computed", Baseline(1, "aim", at_most=1.0))
+    short = _Step(model, replace(asked, length=max(1, HOST_TOKENS // asked.adapters)))
+    seconds = [_seconds(short.microbatch) for _ in range(asked.repeats + 1)][1:]
+    aim = Baseline(MOST_HOST, "aim", at_most=1.0)
+    note = f"{HOST_TOKENS} tokens, without Triton's own launching"
+    yield Figure("microbatch: host time", median(seconds), "s", "measured", aim, note)
+
+
+def _seconds(run: Callable[[], None]) -> float:
+    started = perf_counter()
+    run()
+    return perf_counter() - started
