@@ -29,7 +29,8 @@ from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
 
 from plait.core.settings import TrackingSettings
-from plait.tracking import load_search, ui_command
+from plait.tracking.results import load_search
+from plait.tracking.ui import ui_command
 from plait_dashboards.figures import all_figures
 from plait_dashboards.page import report
 from plait_dashboards.reading import read_sweep

@@ -12,7 +12,7 @@ from plotly.subplots import make_subplots
 
 from plait.core.objectives import Objective, pareto_front
 from plait.search.stored import StudyObjective
-from plait.tracking import JobRecord
+from plait.tracking.leaderboard import JobRecord
 from plait_dashboards.parameters import Axis, axis_of
 from plait_dashboards.style import (
     FAINT,

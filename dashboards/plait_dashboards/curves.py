@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import plotly.graph_objects as go
 
-from plait.tracking import JobRecord
+from plait.tracking.leaderboard import JobRecord
 from plait_dashboards.style import (
     BAND,
     GREY,

@@ -8,8 +8,8 @@ from pathlib import Path
 from mlflow import MlflowClient
 
 from plait.core.settings import TrackingSettings
-from plait.tracking import load_search
 from plait.tracking.connection import storage_errors
+from plait.tracking.results import load_search
 from plait_dashboards.figures import all_figures
 from plait_dashboards.page import report, single
 from plait_dashboards.reading import sweep_of

@@ -17,9 +17,10 @@ from mlflow.entities import Metric, Run
 from plait.core.lifecycle import JobState
 from plait.core.settings import TrackingSettings
 from plait.search.stored import StudyObjective, read_study
-from plait.tracking import JobRecord, SearchResult, load_search, names
+from plait.tracking import names
 from plait.tracking.connection import storage_errors
-from plait.tracking.leaderboard import varying
+from plait.tracking.leaderboard import JobRecord, varying
+from plait.tracking.results import SearchResult, load_search
 from plait.tracking.tables import (
     GROUP_STEPS_ARTIFACT,
     GROUP_STEPS_FILE,

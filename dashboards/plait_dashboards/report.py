@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--storage", help="storage of the study (search.storage), if it has moved")
     known = parser.parse_args(arguments)
-    from plait.tracking import AwayError
+    from plait.tracking.connection import AwayError
     from plait_dashboards.figures import all_figures
     from plait_dashboards.page import report
     from plait_dashboards.reading import read_sweep

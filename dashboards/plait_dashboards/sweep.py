@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from plait.core.lifecycle import JobState
 from plait.search.stored import Importance, StudyObjective
-from plait.tracking import JobRecord
-from plait.tracking.leaderboard import varying
+from plait.tracking.leaderboard import JobRecord, varying
 from plait.tracking.tables import GroupStepRow
 
 Floats = NDArray[np.floating[Any]]

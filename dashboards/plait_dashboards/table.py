@@ -7,7 +7,7 @@ import math
 import plotly.graph_objects as go
 
 from plait.core.lifecycle import JobState
-from plait.tracking import JobRecord
+from plait.tracking.leaderboard import JobRecord
 from plait_dashboards.style import figure, say
 from plait_dashboards.sweep import Sweep, outcome, short_names
 

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedTokenizerBase
 
-    from plait.tracking import JobRecord, SearchResult
+    from plait.tracking.leaderboard import JobRecord
+    from plait.tracking.results import SearchResult
 
 Overrides = Sequence[str] | Mapping[str, object]
 USUAL = TrackingSettings()
@@ -162,7 +163,7 @@ class Result:
             return Adapter(record.trial, self._folder(record), self._found, self._settings)
 
     def _folder(self, record: JobRecord) -> Path:
-        from plait.tracking import export
+        from plait.tracking.results import export
         from plait.utils.paths import cache_dir
 
         if not record.run_id:  # read from the study, which has no runs, because the store was down

@@ -33,9 +33,12 @@ from plait.core.messages import (
     ModelFitted,
 )
 from plait.core.settings import RunSettings, TrackingSettings
-from plait.tracking import SearchFacts, Tracker, locate, ui_command
+from plait.tracking.facts import SearchFacts
+from plait.tracking.location import locate
 from plait.tracking.mlflow_store import Store
 from plait.tracking.names import EVAL_LOSS, OBJECTIVE, TRAIN_LOSS
+from plait.tracking.tracker import Tracker
+from plait.tracking.ui import ui_command
 from plait.utils.durations import duration
 from plait_bench.benchmarks import BENCHMARKS
 from plait_bench.figures import Baseline, Figure, Report

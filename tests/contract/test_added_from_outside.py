@@ -20,7 +20,7 @@ from plait.adapters.lora import Lora
 from plait.cli.main import main
 from plait.core.settings import TrackingSettings
 from plait.search.storage import open_storage
-from plait.tracking import load_search
+from plait.tracking.results import load_search
 
 GROUPS = ("stopping_rules", "samplers", "data_sources", "adapter_variants", "benchmarks")
 SEARCH = (

@@ -12,7 +12,7 @@ from mlflow import MlflowClient
 
 from plait.cli.main import main
 from plait.core.settings import TrackingSettings
-from plait.tracking import load_search
+from plait.tracking.results import load_search
 from plait.tracking.tables import GROUP_STEPS_FILE, read_group_steps
 from plait.utils.paths import search_folder
 from plait_dashboards.publish import publish

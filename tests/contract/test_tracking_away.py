@@ -20,21 +20,13 @@ from plait.core.jobs import AdapterSpec, JobSpec
 from plait.core.lifecycle import JobResult, JobState
 from plait.core.messages import GroupStep, JobAdmitted, JobEvaluated, JobProgress
 from plait.core.settings import RunSettings, SearchSettings, TrackingSettings
-from plait.tracking import (
-    AwayError,
-    Begun,
-    Peers,
-    SearchFacts,
-    Tracker,
-    conclude,
-    left_unsent,
-    load_search,
-    locate,
-    send_left,
-)
-from plait.tracking.connection import open_store
-from plait.tracking.location import Location
+from plait.tracking.connection import AwayError, open_store
+from plait.tracking.facts import SearchFacts
+from plait.tracking.location import Location, locate
 from plait.tracking.mlflow_store import Store
+from plait.tracking.results import load_search
+from plait.tracking.search_run import Begun, conclude, left_unsent, send_left
+from plait.tracking.tracker import Peers, Tracker
 from plait.tracking.writer import Writer
 
 STEPS = 6

@@ -20,8 +20,9 @@ import pytest
 
 from plait.core.errors import StorageError
 from plait.core.settings import TrackingSettings
-from plait.tracking import AwayError, check_tracking, connection, locate
-from plait.tracking.connection import open_store
+from plait.tracking import connection
+from plait.tracking.connection import AwayError, check_tracking, open_store
+from plait.tracking.location import locate
 from plait.utils.addresses import redact
 
 Usage = namedtuple("Usage", "total used free")

@@ -14,8 +14,12 @@ from plait.core.jobs import JobSpec
 from plait.core.lifecycle import JobResult, JobState
 from plait.core.messages import GroupStep, JobAdmitted, JobProgress
 from plait.core.settings import RunSettings, SearchSettings, TrackingSettings
-from plait.tracking import SearchFacts, Tracker, left_unsent, load_search, locate, send_left
 from plait.tracking.event_log import logs_folder
+from plait.tracking.facts import SearchFacts
+from plait.tracking.location import locate
+from plait.tracking.results import load_search
+from plait.tracking.search_run import left_unsent, send_left
+from plait.tracking.tracker import Tracker
 
 STEPS = 20
 

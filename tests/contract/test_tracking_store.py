@@ -27,16 +27,10 @@ from plait.core.messages import (
     JobProgress,
 )
 from plait.core.settings import RunSettings, SearchSettings, TrackingSettings
-from plait.tracking import (
-    DataFacts,
-    SearchFacts,
-    Tracker,
-    export,
-    load_search,
-    locate,
-    search_address,
-    search_names,
-)
+from plait.tracking.facts import DataFacts, SearchFacts
+from plait.tracking.location import locate
+from plait.tracking.results import export, load_search, search_address, search_names
+from plait.tracking.tracker import Tracker
 
 STEPS = 12
 

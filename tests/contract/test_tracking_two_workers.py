@@ -17,8 +17,13 @@ from plait.core.lifecycle import JobResult, JobState, PauseReason
 from plait.core.messages import GroupStep, JobAdmitted, JobEvaluated, JobPaused, JobProgress
 from plait.core.settings import RunSettings, SearchSettings, TrackingSettings
 from plait.terminal.text import status_line
-from plait.tracking import JobRecord, Peers, SearchFacts, Tracker, conclude, load_search, locate, send_left
+from plait.tracking.facts import SearchFacts
+from plait.tracking.leaderboard import JobRecord
+from plait.tracking.location import locate
 from plait.tracking.mlflow_store import Store
+from plait.tracking.results import load_search
+from plait.tracking.search_run import conclude, send_left
+from plait.tracking.tracker import Peers, Tracker
 
 OBJECTIVES = SearchSettings(
     trials=4, metric=("eval/loss", "adapter.rank"), direction=("minimize", "minimize")

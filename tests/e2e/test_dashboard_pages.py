@@ -19,7 +19,7 @@ from made_up_search import FIGURES, make_up
 from plait.cli.main import main
 from plait.core.settings import TrackingSettings
 from plait.search.storage import JOURNAL, open_storage
-from plait.tracking import load_search
+from plait.tracking.results import load_search
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 

@@ -15,7 +15,9 @@ from plait.core.jobs import AdapterSpec, JobSpec
 from plait.core.lifecycle import JobResult, JobState
 from plait.core.messages import GroupStep, JobAdmitted, JobEvaluated, JobProgress
 from plait.core.settings import RunSettings, SearchSettings, TrackingSettings
-from plait.tracking import DataFacts, SearchFacts, SearchResult, Tracker, load_search, search_address
+from plait.tracking.facts import DataFacts, SearchFacts
+from plait.tracking.results import SearchResult, load_search, search_address
+from plait.tracking.tracker import Tracker
 from plait_dashboards.publish import publish
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]

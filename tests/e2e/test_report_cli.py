@@ -7,7 +7,9 @@ from mlflow import MlflowClient
 
 from plait.cli.main import main
 from plait.core.settings import RunSettings, TrackingSettings
-from plait.tracking import SearchFacts, Tracker, load_search
+from plait.tracking.facts import SearchFacts
+from plait.tracking.results import load_search
+from plait.tracking.tracker import Tracker
 
 
 def test_a_finished_search_has_its_figures(

@@ -18,7 +18,7 @@ from sqlalchemy.exc import OperationalError
 from plait.cli.main import main
 from plait.core.settings import TrackingSettings
 from plait.search.storage import study_lock
-from plait.tracking import load_search
+from plait.tracking.results import load_search
 
 Trials = Callable[..., list[FrozenTrial]]
 Leaderboard = Callable[..., list[dict[str, Any]]]

@@ -11,13 +11,13 @@ from mlflow import MlflowClient
 from plait.cli.main import main
 from plait.core.settings import TrackingSettings
 from plait.search.recorded import recorded_command
-from plait.tracking import load_search
+from plait.tracking.results import load_search
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import os, sys
 from plait.cli.main import main
-from plait.tracking import Tracker
+from plait.tracking.tracker import Tracker
 Tracker.end_search = lambda *_: os._exit(9)
 main(sys.argv[1:])
 """

@@ -15,7 +15,7 @@ from plait.cli.main import main
 from plait.core.settings import TrackingSettings
 from plait.search.storage import open_storage
 from plait.search.stored import read_study
-from plait.tracking import load_search
+from plait.tracking.results import load_search
 from plait_dashboards.costs import pareto, pareto_axes
 from plait_dashboards.reading import read_sweep
 

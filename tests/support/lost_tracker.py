@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from plait.tracking import Tracker
+from plait.tracking.tracker import Tracker
 
 TRACKERS = ("plait-tracking",)  # names of the threads of trackers
 

@@ -18,7 +18,8 @@ from plait.core.lifecycle import JobResult, JobState
 from plait.core.messages import GroupStep, JobAdmitted, JobEvaluated, JobProgress
 from plait.core.settings import RunSettings, SearchSettings, TrackingSettings
 from plait.search.storage import open_storage
-from plait.tracking import SearchFacts, Tracker
+from plait.tracking.facts import SearchFacts
+from plait.tracking.tracker import Tracker
 
 TOGETHER, CAPACITY = 16, 2048
 RANKS, DROPOUTS = (4, 8, 16, 32, 64), (0.0, 0.05, 0.1)

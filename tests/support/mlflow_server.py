@@ -11,7 +11,7 @@ import urllib.request
 from pathlib import Path
 
 from plait.core.settings import TrackingSettings
-from plait.tracking import ui_command
+from plait.tracking.ui import ui_command
 
 STARTUP_SECONDS = 120
 

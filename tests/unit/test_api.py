@@ -22,7 +22,9 @@ from plait.config.overrides import read_request
 from plait.core.errors import ConfigError, PlaitError, StorageError
 from plait.core.lifecycle import JobState
 from plait.core.settings import TrackingSettings
-from plait.tracking import JobRecord, Location, SearchResult
+from plait.tracking.leaderboard import JobRecord
+from plait.tracking.location import Location
+from plait.tracking.results import SearchResult
 from plait.utils.paths import conf_dir
 
 
@@ -186,7 +188,7 @@ def test_an_adapter_is_that_of_its_run_though_a_restarted_search_wrote_into_the_
         fetched.append(name)
         destination.mkdir(parents=True)
 
-    monkeypatch.setattr("plait.tracking.export", export)
+    monkeypatch.setattr("plait.tracking.results.export", export)
     monkeypatch.setenv("PLAIT_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "trial-0000"
     folder.mkdir()
@@ -198,7 +200,7 @@ def test_an_adapter_is_that_of_its_run_though_a_restarted_search_wrote_into_the_
 def test_without_its_runs_a_search_has_the_adapters_in_its_folder_and_no_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("plait.tracking.export", lambda *_: pytest.fail("there is no run to export"))
+    monkeypatch.setattr("plait.tracking.results.export", lambda *_: pytest.fail("there is no run to export"))
     adapter = _result(tmp_path, "").adapter(0)
     assert adapter.folder == tmp_path
     assert repr(adapter) == f"Adapter(trial=0, folder={tmp_path!r})"  # a notebook shows it

@@ -11,7 +11,9 @@ from plait.cli.results import store_parser, store_settings
 from plait.core.errors import ConfigError
 from plait.core.lifecycle import JobState
 from plait.core.settings import TrackingSettings
-from plait.tracking import JobRecord, Location, SearchResult
+from plait.tracking.leaderboard import JobRecord
+from plait.tracking.location import Location
+from plait.tracking.results import SearchResult
 
 RECORDS = [
     JobRecord("a", 0, {"train.lr": 1e-3}, JobState.FINISHED, objective=2.0),

@@ -10,7 +10,7 @@ import pytest
 from plait.cli.results import ui
 from plait.core.errors import ConfigError
 from plait.core.settings import TrackingSettings
-from plait.tracking import UiCommand, check_port, ui_command
+from plait.tracking.ui import UiCommand, check_port, ui_command
 
 
 def command(folder: Path, port: object) -> UiCommand:

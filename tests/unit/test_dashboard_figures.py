@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from plait.core.lifecycle import JobState
 from plait.core.objectives import Objective
 from plait.search.stored import Importance, StudyObjective
-from plait.tracking import JobRecord, Leaderboard
+from plait.tracking.leaderboard import JobRecord, Leaderboard
 from plait.tracking.tables import GroupStepRow
 from plait_dashboards import curves, packing, parameters, table
 from plait_dashboards.costs import device_seconds, pareto, pareto_axes, seconds_by_outcome

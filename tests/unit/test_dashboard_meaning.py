@@ -10,7 +10,7 @@ import pytest
 
 from plait.core.lifecycle import JobState
 from plait.search.stored import Importance, StudyObjective
-from plait.tracking import JobRecord
+from plait.tracking.leaderboard import JobRecord
 from plait.tracking.tables import GroupStepRow
 from plait_dashboards import curves, packing, parameters, table
 from plait_dashboards.costs import device_seconds, pareto

@@ -24,7 +24,7 @@ from plait.core.settings import RunSettings, SearchSettings, TrackingSettings
 from plait.search.checks import find_search
 from plait.search.launch import _Launch
 from plait.search.trials import SearchCommand
-from plait.tracking import Peers
+from plait.tracking.tracker import Peers
 
 
 def path() -> tuple[tuple[str, int], ...]:

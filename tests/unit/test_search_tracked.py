@@ -12,8 +12,7 @@ from plait.core.settings import RunSettings, SearchSettings, TrackingSettings
 from plait.search.attributes import TRACKED
 from plait.search.storage import in_memory
 from plait.search.tracked import Tracked, tracked_run, without_store
-from plait.tracking import AwayError
-from plait.tracking.connection import _is_away
+from plait.tracking.connection import AwayError, _is_away
 from plait.tracking.location import Location
 
 HERE, THERE = "http://here:5000", "http://there:5000"

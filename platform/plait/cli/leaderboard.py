@@ -45,7 +45,8 @@ def read_search(settings: TrackingSettings, name: str | None) -> SearchResult:
         SearchError: the search does not exist.
         StorageError: neither can be read.
     """
-    from plait.tracking import AwayError, load_search
+    from plait.tracking.connection import AwayError
+    from plait.tracking.results import load_search
 
     try:
         return load_search(settings, name)

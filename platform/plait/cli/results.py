@@ -29,7 +29,8 @@ def ui(arguments: Sequence[str]) -> int:
     named = bool(words) and not words[0].startswith("-") and not _STORE_KEY.match(words[0])
     name = words.pop(0) if named else None
     known, rest = parser.parse_known_args(words)
-    from plait.tracking import check_port, run_ui, search_address, ui_command
+    from plait.tracking.results import search_address
+    from plait.tracking.ui import check_port, run_ui, ui_command
 
     settings = store_settings(known)
     command = ui_command(settings, rest)
@@ -61,7 +62,7 @@ def export(arguments: Sequence[str]) -> int:
     parser.add_argument("--to", type=as_path, required=True, metavar="DIR", help="the folder to create")
     parser.add_argument("--trial", type=int, metavar="N", help="trial of the search; default: the best")
     known = parser.parse_args(arguments)
-    from plait.tracking import export as export_adapter
+    from plait.tracking.results import export as export_adapter
 
     record, folder = export_adapter(store_settings(known), known.name, known.to, trial=known.trial)
     print(f"{record.name}: {folder}")

@@ -38,7 +38,7 @@ from plait.search.study import check_restart
 from plait.search.suggest import check_options
 from plait.search.tracked import Tracked, tracked_run
 from plait.search.trials import SearchCommand
-from plait.tracking import AwayError
+from plait.tracking.connection import AwayError
 from plait.utils.paths import cache_dir, search_folder
 
 if TYPE_CHECKING:

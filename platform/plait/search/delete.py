@@ -24,8 +24,9 @@ from plait.search.ownership import process_id
 from plait.search.recorded import RecordedCommand, given, recorded_command
 from plait.search.storage import quiet, study_lock
 from plait.search.stored import NoStudyError, hosts_of, stored_study
-from plait.tracking import delete_runs, left_unsent, locate, stored_runs
-from plait.tracking.location import sqlite_in
+from plait.tracking.location import locate, sqlite_in
+from plait.tracking.results import delete_runs, stored_runs
+from plait.tracking.search_run import left_unsent
 from plait.utils.paths import search_folder, user_path
 
 ADAPTERS = "adapters"

@@ -49,11 +49,13 @@ from plait.search.storage import Patience, from_anywhere, open_storage
 from plait.search.study import StudyTrials
 from plait.search.tracked import Tracked, ask_store, catch_up, without_store
 from plait.search.trials import SearchCommand, Trial
-from plait.tracking import Begun, DataFacts, Peers, SearchFacts, Tracker, data_facts, locate
+from plait.tracking.facts import DataFacts, SearchFacts, data_facts
 from plait.tracking.figures import Figures
 from plait.tracking.leaderboard import Leaderboard, orphan
-from plait.tracking.location import VARIABLE, sqlite_in, store_elsewhere
+from plait.tracking.location import VARIABLE, locate, sqlite_in, store_elsewhere
 from plait.tracking.processes import ProcessRow
+from plait.tracking.search_run import Begun
+from plait.tracking.tracker import Peers, Tracker
 from plait.utils.addresses import redact
 from plait.utils.paths import search_folder
 

@@ -16,20 +16,13 @@ from plait.search.storage import Patience, quiet
 from plait.search.stored import read_standing, stored_study
 from plait.search.study import StudyTrials
 from plait.search.trials import Trial
-from plait.tracking import (
-    AwayError,
-    JobRecord,
-    Leaderboard,
-    SearchResult,
-    check_tracking,
-    conclude,
-    left_unsent,
-    locate,
-    send_left,
-)
+from plait.tracking.connection import AwayError, check_tracking
 from plait.tracking.event_log import logs_folder
 from plait.tracking.figures import Figures
-from plait.tracking.location import sqlite_in
+from plait.tracking.leaderboard import JobRecord, Leaderboard
+from plait.tracking.location import locate, sqlite_in
+from plait.tracking.results import SearchResult
+from plait.tracking.search_run import conclude, left_unsent, send_left
 
 
 @dataclass(frozen=True, slots=True)
