@@ -172,6 +172,8 @@ def _on_device(call: LayerCall, x: Tensor) -> Measure:
         except torch.OutOfMemoryError:
             raise
         except _refusals() as refusal:
+            if isinstance(refusal, RuntimeError) and not refused(refusal):
+                raise
             _log.debug("%s without %s: %s", stage, chosen, refusal)
             return math.inf
 
@@ -193,8 +195,23 @@ def _layer(launcher: Launcher, grad: Tensor) -> None:
 
 
 def _refusals() -> tuple[type[Exception], ...]:
-    """The errors of Triton if tiles need too many resources, or a compiler or the driver refuses them."""
+    """The errors of Triton if tiles need too many resources, or its compiler refuses them."""
     from triton.compiler.errors import CompilationError
     from triton.runtime.errors import OutOfResources, PTXASError
 
     return OutOfResources, PTXASError, CompilationError, RuntimeError
+
+
+_BROKEN = ("illegal", "misaligned", "unspecified launch failure", "device-side assert")
+
+
+def refused(error: RuntimeError) -> bool:
+    """Whether the driver or the compiler refuses a launch. A kernel that read or wrote where it must not is a
+    fault, after which the device cannot be used."""
+    text = str(error).lower()
+    return not isinstance(error, _accelerator_error()) and not any(word in text for word in _BROKEN)
+
+
+def _accelerator_error() -> type[RuntimeError]:
+    found: type[RuntimeError] = torch.AcceleratorError
+    return found

@@ -32,7 +32,7 @@ from plait_kernels.backends import BACKENDS
 from plait_kernels.bench_check import Check, check, torch_lora
 from plait_kernels.errors import KernelError
 from plait_kernels.synthetic import Problem, Shape, even_segments, problem
-from plait_kernels.timing import seconds
+from plait_kernels.timing import Taken, median_seconds, taken
 from plait_kernels.triton_backend import available
 
 # (in, outputs of the sites that share x): Llama-3.1-8B and Qwen2.5-32B by their published configurations.
@@ -50,12 +50,14 @@ MODELS = {
 SMALL = {"smollm2-135m qkv": (576, (576, 192, 192)), "smollm2-135m o": (576, (576,))}
 MIXED = (4, 8, 16, 32, 64, 128)
 PHASES = ("forward", "backward", "both")
+Medians = dict[str, dict[str, float]]  # seconds by subject and phase
 
 
 @dataclass(frozen=True)
 class Row:
     """One shape's result: medians in seconds by subject and phase, ratios, and what bounds them.
 
+    `seconds` are the device's, `host_seconds` those until the work was queued; ratios are of the device's.
     `roofline` is the time of both passes over the frozen layer's that the extra bytes and operations need at
     the measured bandwidth and product speed.
     """
@@ -66,7 +68,8 @@ class Row:
     ranks: str
     dropout: float
     checks: dict[str, Check]
-    seconds: dict[str, dict[str, float]]
+    seconds: Medians
+    host_seconds: Medians
     peak_bytes: dict[str, int]
     to_torch_lora: dict[str, float]
     to_frozen: dict[str, float]
@@ -155,20 +158,25 @@ def _phase(run: Callable[[Tensor], Tensor], made: Problem, phase: str) -> Callab
 
 def time_subjects(
     made: Problem, runs: dict[str, Callable[[Tensor], Tensor]], *, repeats: int
-) -> dict[str, dict[str, float]]:
-    """Median seconds of every phase; in each round all subjects take their turn."""
-    found: dict[str, dict[str, list[float]]] = {name: {phase: [] for phase in PHASES} for name in runs}
+) -> tuple[Medians, Medians]:
+    """Median seconds of every phase, of the device and of the host; in each round all subjects take their
+    turn."""
+    found: dict[str, dict[str, list[Taken]]] = {name: {phase: [] for phase in PHASES} for name in runs}
     device = made.x.device
     for phase in PHASES:
         ready = {name: _phase(run, made, phase) for name, run in runs.items()}
         for run in ready.values():
-            seconds(run, device, warmup=3, repeats=0)
+            taken(run, device, repeats=0)
         for _ in range(repeats):
             for name, run in ready.items():
                 _flush(device)
-                found[name][phase] += seconds(run, device, warmup=0, repeats=1)
+                found[name][phase] += taken(run, device, warmup=0, repeats=1)
+    return _medians(found, lambda each: each.device), _medians(found, lambda each: each.host)
+
+
+def _medians(found: dict[str, dict[str, list[Taken]]], of: Callable[[Taken], float]) -> Medians:
     return {
-        name: {phase: statistics.median(values) for phase, values in phases.items()}
+        name: {phase: statistics.median(map(of, values)) for phase, values in phases.items()}
         for name, phases in found.items()
     }
 
@@ -206,8 +214,8 @@ def measure_peak(device: torch.device, dtype: torch.dtype) -> Peak:
     size = 8192 if device.type == "cuda" else 1024
     square = torch.randn(size, size, device=device).to(dtype)
     block = torch.empty(2**30 if device.type == "cuda" else 2**26, dtype=torch.int8, device=device)
-    product = statistics.median(seconds(lambda: square @ square, device, warmup=3, repeats=10))
-    copy = statistics.median(seconds(lambda: block.clone(), device, warmup=3, repeats=10))
+    product = median_seconds(lambda: square @ square, device)
+    copy = median_seconds(lambda: block.clone(), device)
     return Peak(2 * size**3 / product, 2 * block.numel() / copy)
 
 
@@ -242,12 +250,13 @@ def measure(case: Case, backends: Sequence[str], peak: Peak, options: argparse.N
     made = problem(shape, device=options.device, dtype=getattr(torch, options.dtype))
     checks = {backend: check(made, backend) for backend in backends}
     runs = subjects(made, backends)
-    times = time_subjects(made, runs, repeats=options.repeats)
+    times, host = time_subjects(made, runs, repeats=options.repeats)
     both = {subject: phases["both"] for subject, phases in times.items()}
     operations = 4 * shape.tokens * shape.in_features * sum(shape.out_features)
     extra_bytes, extra_operations = extra_work(shape, made.x.element_size())
     return Row(
         *(case.layer, shape.tokens, len(shape.ranks), case.ranks, shape.dropout, checks, times),
+        host_seconds=host,
         peak_bytes={subject: _peak_bytes(made, run) for subject, run in runs.items()},
         to_torch_lora={subject: both["torch-lora"] / value for subject, value in both.items()},
         to_frozen={subject: value / both["frozen"] for subject, value in both.items()},
@@ -303,15 +312,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write every figure to this file, and resume from it")
     found = parser.parse_args(arguments)
     if found.backends is None:
-        candidates = [name for name in BACKENDS if BACKENDS[name].candidate(found.device)]
-        found.backends = candidates if large else ["reference", *candidates]
+        dtype = getattr(torch, found.dtype)
+        runs = [name for name in BACKENDS if BACKENDS[name].runs(found.device, dtype)]
+        found.backends = [name for name in runs if name != "reference"] if large else ["reference", "grouped"]
     return found
 
 
 def _print(row: dict[str, Any], backends: Sequence[str]) -> None:
+    host = {name: 1e6 * times["both"] for name, times in row["host_seconds"].items()}
     parts = [
         f"{name} {row['to_torch_lora'][name]:.2f}x torch-lora {row['to_frozen'][name]:.2f}x frozen"
-        f" {100 * row['share_of_peak'][name]:.0f}% of peak {row['peak_bytes'][name] / 2**20:.0f} MiB"
+        f" {100 * row['share_of_peak'][name]:.0f}% of peak, host {host[name]:.0f} us"
+        f" {row['peak_bytes'][name] / 2**20:.0f} MiB"
         f"{'' if row['checks'][name]['right'] else ' WRONG'}"
         for name in backends
     ]

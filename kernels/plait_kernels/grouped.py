@@ -156,4 +156,4 @@ def _dropped_down_gradients(
         span.block.at(site, GRADIENTS)[0].add_(own[index].T @ dropped[index], alpha=span.block.scale)
 
 
-GROUPED = register(Backend("grouped", forward, backward, candidate=lambda _device: True))
+GROUPED = register(Backend("grouped", forward, backward, candidate=lambda device: device.type != "cuda"))

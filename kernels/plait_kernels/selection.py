@@ -28,8 +28,10 @@ def choose_backend(
 ) -> Selection:
     """The fastest backend that is right for a device.
 
-    Only one is a candidate on a CPU. On a CUDA device `grouped` and `triton` are timed, forward and
-    backward of a square layer with four adapters of rank 16.
+    Plait's own have one candidate for each kind of device: `grouped` on a CPU, `triton` on a CUDA device,
+    where tiles and the vendor's products are chosen for each layer (`autotuning`); where Triton does not run
+    it is `grouped`, too. Several are timed, forward and backward of a square layer with four adapters of
+    rank 16.
 
     Args:
         device: device of the model.
@@ -43,8 +45,8 @@ def choose_backend(
         for backend in BACKENDS.values()
         if backend.deterministic and backend.candidate(device) and backend.runs(device, dtype)
     ]
-    if len(candidates) == 1:
-        return Selection(candidates[0], {})
+    if len(candidates) <= 1:
+        return Selection(candidates[0] if candidates else "grouped", {})
     made = problem(Shape(tokens, features, (features,), (16,) * 4), device=device, dtype=dtype)
     return fastest(candidates, lambda backend: median_seconds(partial(made.train, backend), device))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from plait_kernels import grouped
 from plait_kernels.autotuning import choice
 from plait_kernels.backends import Backend, register
+from plait_kernels.launching import launch
 from plait_kernels.layer import LayerCall
 from plait_kernels.triton_launch import Launcher
 
@@ -26,6 +28,21 @@ def available(device: torch.device) -> bool:
 def _runs(device: torch.device, dtype: torch.dtype) -> bool:
     unsupported = (torch.float64,) if device.type != "cpu" else (torch.float64, torch.bfloat16)
     return available(device) and dtype not in unsupported  # the interpreter's bfloat16 is silently wrong
+
+
+def _launches(device: torch.device) -> bool:
+    """Whether a kernel really runs on the device, which also takes a C compiler and Python's headers."""
+    if device.type != "cuda" or not available(device):
+        return False
+    from plait_kernels.triton_forward import sum_splits
+
+    parts, out = torch.ones(2, 16, device=device), torch.empty(16, device=device)
+    try:
+        launch(sum_splits, (1,), parts, out, 16, 16, SPLITS=2, BLOCK=16)
+    except Exception as refusal:  # whatever a compiler, a linker or a driver says
+        warnings.warn(f"backend 'triton' is left out: {refusal}", RuntimeWarning, stacklevel=2)
+        return False
+    return True
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, call: LayerCall) -> tuple[Tensor, list[Tensor]]:
@@ -62,6 +79,6 @@ TRITON = register(
         runs=_runs,
         needs="Triton needs its package, a CUDA device (or TRITON_INTERPRET=1, for tests, without bfloat16) "
         "and no float64",
-        candidate=lambda device: device.type == "cuda",
+        candidate=_launches,
     )
 )

@@ -107,6 +107,26 @@ def test_a_backend_that_cannot_run_after_all_is_left_out():
         assert fastest(("grouped", "triton"), measure) == Selection("grouped", {"grouped": 2.0})
 
 
+def test_on_a_gpu_triton_is_chosen_without_measuring(monkeypatch):
+    monkeypatch.setitem(BACKENDS, "triton", replace(BACKENDS["triton"], candidate=lambda _: True))
+    assert choose_backend("cuda", dtype=torch.bfloat16) == Selection("triton", {})
+    monkeypatch.setitem(BACKENDS, "triton", replace(BACKENDS["triton"], candidate=lambda _: False))
+    assert choose_backend("cuda", dtype=torch.bfloat16) == Selection("grouped", {})
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError("Triton Error [CUDA]: invalid argument"), True),
+        (RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), False),
+        (RuntimeError("Triton Error [CUDA]: misaligned address"), False),
+        (torch.AcceleratorError("CUDA error: invalid argument"), False),
+    ],
+)
+def test_a_fault_is_never_taken_for_a_refusal(error, expected):
+    assert autotuning.refused(error) == expected
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_tuning_on_a_device_leaves_the_gradients_alone(make_layer, monkeypatch, tmp_path):
