@@ -52,6 +52,8 @@ class Identity:
 class BaseModel:
     """A frozen causal language model, run block by block over packed samples.
 
+    It has all layers until :meth:`keep` leaves one stage of a pipeline.
+
     Args:
         model: a model of transformers with dense weights; it is changed in place.
         max_length: longest sample in tokens.
@@ -73,6 +75,8 @@ class BaseModel:
         self._model = model.requires_grad_(False)
         self._model.train(False)
         self._parts: Parts = find_parts(model)
+        self._device = self._parts.head.weight.device
+        self.own = range(len(self._parts.layers))  # the layers that are here
         self._binding = Binding()
         self.linears: tuple[LinearInfo, ...] = find_linears(model, self._parts.prefix)
         self.outside = find_outside(model, self.linears)
@@ -90,7 +94,7 @@ class BaseModel:
 
     @property
     def layer_count(self) -> int:
-        """Number of decoder layers."""
+        """Number of decoder layers of the whole model."""
         return len(self._parts.layers)
 
     @property
@@ -109,9 +113,9 @@ class BaseModel:
         return int(self._parts.head.weight.shape[0])
 
     def tensors(self) -> Iterator[Tensor]:
-        """All frozen weights and buffers."""
-        yield from self._model.parameters()
-        yield from self._model.buffers()
+        """All frozen weights and buffers that are here."""
+        every = (*self._model.parameters(), *self._model.buffers())
+        return (tensor for tensor in every if not tensor.is_meta)
 
     @property
     def weight_bytes(self) -> int:
@@ -130,7 +134,7 @@ class BaseModel:
     @property
     def device(self) -> torch.device:
         """The device of the weights."""
-        return self._parts.head.weight.device
+        return self._device
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
@@ -144,12 +148,13 @@ class BaseModel:
 
     @property
     def sites(self) -> tuple[Site, ...]:
-        """Every linear layer as a site, siblings grouped; ``module`` is its index in ``linears``."""
+        """Every linear layer that is here as a site, siblings grouped; ``module`` is its index in
+        ``linears``."""
         return tuple(site for groups in self._groups for group in groups for site in group.sites)
 
     @property
     def groups(self) -> tuple[LinearGroup, ...]:
-        """The linear layers in groups: siblings, which read the same input, form one group."""
+        """The linear layers that are here in groups: siblings, which read the same input, form one group."""
         return tuple(group for groups in self._groups for group in groups)
 
     def frozen_weight(self, name: str) -> Tensor:
@@ -165,6 +170,35 @@ class BaseModel:
     def install(self, *, backend: str) -> None:
         """Choose the backend that computes the adapters' part of the linear layers."""
         self._binding.backend = backend
+
+    # ---- stages ---------------------------------------------------------------------------------------
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the embedding is here."""
+        return self.own.start == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the head is here."""
+        return self.own.stop == self.layer_count
+
+    def keep(self, layers: range) -> None:
+        """Keep a stage: these layers, with the embedding if they are the first, the head if the last.
+
+        All else is freed. A weight that embedding and head share stays where one of them does.
+        """
+        parts = self._parts
+        self.own = layers
+        for index in set(range(self.layer_count)) - set(layers):
+            parts.layers[index] = nn.Module()
+            self._groups[index] = []
+        if not self.is_first:
+            _free(parts.embedding)
+            if parts.positions is not None:
+                _free(parts.positions)
+        if not self.is_last:
+            _free(parts.head)
 
     # ---- running --------------------------------------------------------------------------------------
 
@@ -183,10 +217,13 @@ class BaseModel:
             return cast(Tensor, checkpoint(self._run, index, hidden, context, use_reentrant=False))
         return self._run(index, hidden, context)
 
-    def hidden(self, context: MicrobatchContext) -> Tensor:
-        """Hidden states (tokens, hidden) after the last layer, block by block."""
-        hidden = self.embed(context)
-        for index in range(self.layer_count):
+    def hidden(self, context: MicrobatchContext, entering: Tensor | None = None) -> Tensor:
+        """Hidden states (tokens, hidden) after the last layer that is here, block by block.
+
+        ``entering`` are those of the stage before; None on the first.
+        """
+        hidden = self.embed(context) if entering is None else entering
+        for index in self.own:
             hidden = self.layer(index, hidden, context)
         return hidden
 
@@ -321,3 +358,9 @@ class BaseModel:
         error = float((found.float() - wanted).norm() / wanted.norm())
         if not error <= TOLERANCE[self.dtype]:
             raise unusable(self._model, f"{block} differs from the whole model's (by {error:.1e})")
+
+
+def _free(module: nn.Module) -> None:
+    """Free a module's weights; their shapes stay."""
+    for name, weight in list(module.named_parameters(recurse=False)):
+        setattr(module, name, nn.Parameter(weight.to("meta"), requires_grad=False))
