@@ -9,14 +9,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from plait.core.plans import GlobalBatch, Replica
+from plait.core.plans import Replica
 from plait.core.settings import RunSettings
 from plait.cost.clusters import HOUR
 from plait.cost.profile_store import Profile
 from plait.cost.time import MicrobatchShape, TimeModel
 from plait.engine.admission import Admission, Demand
 from plait.engine.packer import Packer
-from plait.planner.packing_exact import pack_all
 from plait.planner.schedule import turns
 from plait.planning.outlook import GroupOutlook, Outlook, ProcessOutlook, ReplicaOutlook, TrialOutlook
 from plait.planning.workload import MOST_STEPS, Phase, Workload
@@ -49,25 +48,20 @@ class Here:
         devices: in words.
         number: how many, all of which are paid for.
         threads: of each process, if several share a processor.
-        replicas: of the processes, with their capacities and speeds, if there are several.
+        replicas: of the processes, with their capacities and speeds.
         dispatch: seconds by which samples are dispatched to them, as in a run.
     """
 
     devices: str
+    replicas: Sequence[Replica]
     number: int = 1
     threads: int | None = None
-    replicas: Sequence[Replica] = (Replica(),)
     dispatch: TimeModel | None = None
 
     @property
     def measure(self) -> str:
         """The command that measures the seconds of a process."""
         return "plait profile" if self.threads is None else f"plait profile engine.threads={self.threads}"
-
-    def pack(self, capacity: int) -> Pack:
-        """How samples are packed: of several processes, as the engine does it."""
-        several = len(self.replicas) > 1
-        return _dispatched(Packer(self.replicas, self.dispatch)) if several else _exactly(capacity)
 
 
 def plan_here(
@@ -85,15 +79,15 @@ def plan_here(
     demands = {job.name: admission.demand(job.adapter, workload.longest[job.name]) for job in workload.jobs}
     waves = _waves(demands, settings, admission)
     capacity, time = settings.engine.capacity_or_usual, None if profile is None else profile.time
-    pack, speeds = here.pack(capacity), tuple(each.speed for each in here.replicas)
+    packer, speeds = Packer(here.replicas, here.dispatch), tuple(each.speed for each in here.replicas)
     parts = [
-        (wave, phase, _Packed.of(phase, workload.labelled_share, pack, time, speeds))
+        (wave, phase, _Packed.of(phase, workload.labelled_share, packer, time, speeds))
         for wave, names in enumerate(waves, start=1)
         for phase in workload.phases(names)
     ]
     groups = _groups(parts, here.number, lambda names: admission.predicted([demands[name] for name in names]))
     alone = [
-        _Packed.of(phase, workload.labelled_share, pack, time, speeds)
+        _Packed.of(phase, workload.labelled_share, packer, time, speeds)
         for job in workload.jobs
         for phase in workload.phases([job.name])
     ]
@@ -109,7 +103,7 @@ def plan_here(
         groups=tuple(groups),
         microbatches=sum(group.microbatches for group in groups),
         microbatches_alone=sum(each.microbatches for each in alone),
-        assumptions=_assumptions(parts, here, timed=time is not None),
+        assumptions=_assumptions(parts, here, timed=time is not None, repeats=packer.repeats),
         predicted_seconds=seconds,
         device_seconds=_times(here.number, seconds),
         device_seconds_alone=_times(here.number, _total(each.seconds for each in alone)),
@@ -136,45 +130,6 @@ def _waves(
     )
 
 
-Turn = tuple[GlobalBatch, ...]
-Lengths = Sequence[int]
-
-
-# Packs turns, each into microbatches: the number of their replica and the lengths of their samples. It also
-# says whether packing again gives the same: no limit of time decided.
-Pack = Callable[[Sequence[Turn]], tuple[list[list[tuple[int, Lengths]]], bool]]
-
-
-def _exactly(capacity: int) -> Pack:
-    """All in one replica."""
-
-    def pack(turns: Sequence[Turn]) -> tuple[list[list[tuple[int, Lengths]]], bool]:
-        packed = pack_all(list(turns), capacity=capacity)
-        bins: list[list[tuple[int, Lengths]]] = [
-            [(0, [each.batches[batch].lengths[place] for batch, place in items]) for items in each.bins]
-            for each in packed
-        ]
-        return bins, all(each.limit_hit != "time" for each in packed)
-
-    return pack
-
-
-def _dispatched(packer: Packer) -> Pack:
-    """As the engine does it."""
-
-    def pack(turns: Sequence[Turn]) -> tuple[list[list[tuple[int, Lengths]]], bool]:
-        bins: list[list[tuple[int, Lengths]]] = [
-            [
-                (each.replica, [length for segment in each.segments for length in segment.lengths])
-                for each in packer.pack(turn)
-            ]
-            for turn in turns
-        ]
-        return bins, packer.repeats
-
-    return pack
-
-
 @dataclass(frozen=True, slots=True)
 class _Packed:
     """Microbatches of jobs that train together in a phase.
@@ -182,40 +137,38 @@ class _Packed:
     Attributes:
         seconds: of each step those of its slowest replica, summed; None if nothing is known.
         busy, tokens: by replica.
-        repeats: as :class:`Pack`.
     """
 
     microbatches: int
     seconds: float | None
     busy: tuple[float, ...] | None
     tokens: tuple[float, ...]
-    repeats: bool
 
     @classmethod
     def of(
         cls,
         phase: Phase,
         labelled_share: float,
-        pack: Pack,
+        packer: Packer,
         time: TimeModel | None,
         speeds: Sequence[float],
     ) -> _Packed:
+        """The microbatches as the engine packs them."""
         batches, scale = phase.batches, phase.scale
-        packed, repeats = pack(list(turns(batches, [tuple(batches)])))
+        packed = [packer.pack(turn) for turn in turns(batches, [tuple(batches)])]
         tokens, busy = np.zeros((2, len(packed), len(speeds)))
-        for step, bins in enumerate(packed):
-            for replica, lengths in bins:
-                whole = sum(lengths)
-                tokens[step, replica] += whole
+        for step, microbatches in enumerate(packed):
+            for each in microbatches:
+                tokens[step, each.replica] += each.tokens
                 if time is not None:
-                    shape = MicrobatchShape.of(lengths, labelled=round(labelled_share * whole))
-                    busy[step, replica] += time.microbatch(shape) / speeds[replica]
+                    lengths = [length for segment in each.segments for length in segment.lengths]
+                    shape = MicrobatchShape.of(lengths, labelled=round(labelled_share * each.tokens))
+                    busy[step, each.replica] += time.microbatch(shape) / speeds[each.replica]
         return cls(
             round(scale * sum(map(len, packed))),
             None if time is None else scale * float(busy.max(axis=1).sum()),
             None if time is None else tuple(map(float, scale * busy.sum(axis=0))),
             tuple(map(float, scale * tokens.sum(axis=0))),
-            repeats,
         )
 
 
@@ -246,7 +199,9 @@ def _processes(
     return tuple(found)
 
 
-def _assumptions(parts: Sequence[tuple[int, Phase, _Packed]], here: Here, *, timed: bool) -> tuple[str, ...]:
+def _assumptions(
+    parts: Sequence[tuple[int, Phase, _Packed]], here: Here, *, timed: bool, repeats: bool
+) -> tuple[str, ...]:
     processes = len(here.replicas)
     said = {
         WAVES: True,
@@ -254,7 +209,7 @@ def _assumptions(parts: Sequence[tuple[int, Phase, _Packed]], here: Here, *, tim
         NO_STEPS: timed,
         NO_EXCHANGE: timed and processes > 1,
         SHARED: timed and here.number < processes,
-        NOT_REPEATED: not all(packed.repeats for *_, packed in parts),
+        NOT_REPEATED: not repeats,
     }
     return tuple(line for line, holds in said.items() if holds)
 
