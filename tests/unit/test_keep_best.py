@@ -138,10 +138,10 @@ def test_another_word_is_refused() -> None:
         TrainSpec(keep="first")  # type: ignore[arg-type]
 
 
-def test_searches_that_keep_the_last_are_named_as_before() -> None:
+def test_what_is_kept_is_part_of_what_a_search_is() -> None:
     def name(train: TrainSpec) -> str:
         return identify(Space(()), JobSpec("base", train=train), RunSettings()).name
 
-    assert "train.keep" not in JobSpec("a").parameters()
+    assert JobSpec("a").parameters()["train.keep"] == "last"
     assert JobSpec("a", train=TrainSpec(keep="best")).parameters()["train.keep"] == "best"
     assert name(TrainSpec()) != name(TrainSpec(keep="best"))

@@ -144,15 +144,9 @@ class JobSpec:
     data: DataSpec = field(default_factory=lambda: DataSpec("reasoning_gym"))
 
     def parameters(self) -> dict[str, Any]:
-        """Values of the config keys that define the job, as MLflow and the leaderboard show them.
-
-        ``train.keep`` is among them only if it is not the default "last", so that searches from before this
-        key existed keep their names.
-        """
+        """Values of the config keys that define the job, as MLflow and the leaderboard show them."""
         flat = {f"adapter.{key}": value for key, value in asdict(self.adapter).items()}
         flat |= {f"train.{key}": value for key, value in asdict(self.train).items()}
-        if self.train.keep == "last":
-            del flat["train.keep"]
         flat["data.source"] = self.data.source
         flat |= {f"data.{key}": value for key, value in self.data.mapping().items()}
         return flat

