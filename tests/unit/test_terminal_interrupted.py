@@ -10,7 +10,8 @@ from plait.core.jobs import AdapterSpec, JobSpec
 from plait.core.lifecycle import JobResult, JobState
 from plait.core.messages import Event, GroupStep, JobAdmitted, JobEvaluated, JobProgress
 from plait.engine.coordinator import INTERRUPTED
-from plait.terminal.text import share_done, status_line
+from plait.terminal.progress import share_done
+from plait.terminal.text import status_line
 from plait.terminal.view import EXITING as ANSWER
 from plait.terminal.view import Terminal, jobs_table, print_summary
 from plait.tracking.leaderboard import JobRecord, Leaderboard

@@ -22,13 +22,13 @@ from plait.core.messages import (
     JobPaused,
     JobProgress,
 )
+from plait.terminal.progress import share_done
 from plait.terminal.text import (
     best_line,
     progress_line,
     rungs_waited_for,
     setting,
     settings_line,
-    share_done,
     shown_first,
     status_line,
     status_rows,
@@ -430,6 +430,35 @@ def test_time_left_of_a_resumed_search_leaves_out_what_is_done() -> None:
         stage.play(GroupStep("g0", step, ("trial-0001",), 1, 8, 12.0, None, 256))
     assert share_done(board) == 0.75
     assert stage.view.seconds_left == pytest.approx(60.0)
+
+
+def test_what_is_done_and_the_time_left_have_one_measure() -> None:
+    stage = Stage(board_of(2, trials=4), terminal=False)
+    for trial in range(2):
+        stage.play(JobAdmitted(spec(trial), 0, 10, "g0"))
+        stage.step(trial, 1)
+    pace = stage.view._pace
+    assert pace.share_done == 2 / 40
+    for trial in range(2):
+        stage.play(replace(ended("pruned", None, job=spec(trial).name), step=1))
+    assert pace.share_done == pytest.approx(0.5)  # the other two are expected to take one step, too
+
+
+def test_the_share_that_is_done_falls_only_if_more_trials_are_wanted() -> None:
+    board = board_of(3, trials=4)
+    stage = Stage(board, terminal=False)
+    for trial in range(2):
+        stage.play(JobAdmitted(spec(trial), 0, 10, "g0"))
+        stage.step(trial, 1)
+        stage.play(replace(ended("pruned", None, job=spec(trial).name), step=1))
+    pace = stage.view._pace
+    said = pace.share_done
+    stage.play(JobAdmitted(spec(2), 0, 10, "g0"))
+    stage.step(2, 2)
+    assert share_done(board) < said  # it gets further than was expected
+    assert pace.share_done == said
+    board.trials = 8
+    assert pace.share_done == share_done(board)
 
 
 def test_trials_not_yet_suggested_count_as_work_to_do() -> None:

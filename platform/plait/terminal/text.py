@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 from plait.core.lifecycle import JobState
+from plait.terminal.progress import share_done
 from plait.tracking.leaderboard import JobRecord, Leaderboard
 from plait.tracking.processes import ProcessRow
 from plait.utils.durations import duration
@@ -57,14 +58,6 @@ def settings_line(record: JobRecord, keys: Sequence[str]) -> str:
     return " ".join(f"{key}={setting(record.parameters[key])}" for key in said)
 
 
-def share_done(board: Leaderboard) -> float:
-    """Share of the search's training that is done, in [0, 1]; every trial counts the same."""
-    total = max(board.trials, len(board.jobs), 1)
-    open_jobs = [job for job in board.jobs.values() if not job.ended]
-    begun = sum(job.step / job.steps for job in open_jobs if job.steps)
-    return min((len(board.jobs) - len(open_jobs) + begun) / total, 1.0)
-
-
 def all_trained(board: Leaderboard) -> bool:
     """Whether no step is left to train but not all jobs have ended: the last ones are being evaluated."""
     if len(board.jobs) < board.trials:
@@ -73,13 +66,18 @@ def all_trained(board: Leaderboard) -> bool:
     return bool(open_jobs) and all(0 < job.steps <= job.step and not job.ended for job in open_jobs)
 
 
-def status_parts(board: Leaderboard, left: float | None) -> list[str]:
-    """The status of the whole search, most important part first. ``left`` are the remaining
-    seconds, if they can be estimated."""
+def status_parts(board: Leaderboard, left: float | None, share: float | None = None) -> list[str]:
+    """The status of the whole search, most important part first.
+
+    Args:
+        left: remaining seconds, if they can be estimated.
+        share: share of the training that is done; None: as it is now.
+    """
+    share = share_done(board) if share is None else share
     total = max(board.trials, len(board.jobs))
     states = Counter(job.state for job in board.jobs.values())
     ended = len(board.jobs) - sum(states[state] for state in ORDER)
-    done = f"{min(100 * share_done(board), 100 if ended >= total else 99):.0f} % done"
+    done = f"{min(100 * share, 100 if ended >= total else 99):.0f} % done"
     if all_trained(board):
         done += ", evaluating"
     elif left is not None and ended < total:
@@ -92,21 +90,21 @@ def status_parts(board: Leaderboard, left: float | None) -> list[str]:
     return parts
 
 
-def status_line(board: Leaderboard, left: float | None) -> str:
+def status_line(board: Leaderboard, left: float | None, share: float | None = None) -> str:
     """The status of the whole search in one line."""
-    return " · ".join(status_parts(board, left))
+    return " · ".join(status_parts(board, left, share))
 
 
-def progress_line(board: Leaderboard, left: float | None) -> str:
+def progress_line(board: Leaderboard, left: float | None, share: float | None = None) -> str:
     """The status with the losses, if no table shows them."""
-    return " · ".join([status_line(board, left), *losses(board)])
+    return " · ".join([status_line(board, left, share), *losses(board)])
 
 
-def status_rows(board: Leaderboard, left: float | None, width: int) -> list[str]:
+def status_rows(board: Leaderboard, left: float | None, width: int, share: float | None = None) -> list[str]:
     """The status in at most ``MOST_STATUS`` lines of ``width`` characters; less important parts are
     dropped."""
     lines: list[str] = []
-    for part in status_parts(board, left):
+    for part in status_parts(board, left, share):
         if lines and len(lines[-1]) + len(part) + 3 <= width:
             lines[-1] += f" · {part}"
         elif len(lines) < MOST_STATUS:

@@ -10,12 +10,9 @@ import errno
 import math
 import os
 import time
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from statistics import fmean
 from types import TracebackType
 from typing import Any, Self
 
@@ -38,6 +35,7 @@ from plait.core.messages import (
     Notice,
 )
 from plait.terminal.console import leave_terminal
+from plait.terminal.progress import share_done, steps_left
 from plait.terminal.text import (
     MOST_PROCESSES,
     all_trained,
@@ -206,7 +204,7 @@ class Terminal:
         processes = self._processes()
         around = LINES_AROUND + (min(len(processes), MOST_PROCESSES + 1) + 1 if processes else 0)
         rows = max(self._console.height - around, 1)
-        status = status_rows(self._board, self.seconds_left, self._console.width)
+        status = status_rows(self._board, self.seconds_left, self._console.width, self._pace.share_done)
         lines = [Text(line, "bold", no_wrap=True, overflow="ellipsis") for line in status]
         if self._exiting:
             lines.append(Text(self._exiting_text(), "yellow", no_wrap=True, overflow="ellipsis"))
@@ -252,7 +250,7 @@ class Terminal:
                 self._print(_ended_line(event, self._board.jobs.get(event.job)))
             case GroupStep() if self._clock() - self._shown >= self._line_seconds or self._was_last(event):
                 self._shown = self._clock()
-                self._print(progress_line(self._board, self.seconds_left))
+                self._print(progress_line(self._board, self.seconds_left, self._pace.share_done))
                 if line := processes_line(self._processes()):
                     self._print(line)
 
@@ -458,6 +456,7 @@ class Pace:
         self._interrupted = False
         self.step_seconds: float | None = None
         self._seconds = self._steps = 0.0
+        self._wanted, self._share = 0, 0.0  # trials, and the share of them that was said to be done
 
     def handle(self, event: Event) -> None:
         """Learn from an event."""
@@ -490,44 +489,11 @@ class Pace:
         left = steps_left(list(self._board.jobs.values()), self._board.trials)
         return None if left is None else left * self._seconds / self._steps
 
-
-def steps_left(jobs: Sequence[JobRecord], trials: int) -> float | None:
-    """Remaining optimiser steps, estimated from the jobs that have ended.
-
-    A job is expected to get as far as the average of those that ended beyond its present step; a trial that
-    is not suggested yet, as far as the average of all. If none has ended, each takes all its steps.
-
-    Args:
-        trials: least total number of trials.
-
-    Returns:
-        The estimate; None before the first job has started.
-    """
-    plans = [job.steps for job in jobs if _planned(job)]
-    if not plans:
-        return None
-    usual = fmean(plans)
-    trained = (job for job in jobs if job.ended and job.state != JobState.INFEASIBLE)
-    ends = sorted(_share(job, usual) for job in trained)
-    sums = [0.0, *accumulate(reversed(ends))]  # of the furthest ones
-
-    def expected(share: float) -> float:
-        further = len(ends) - bisect_right(ends, share)
-        return (sums[further] / further if further else 1.0) - share
-
-    begun = sum((job.steps or usual) * expected(_share(job, usual)) for job in jobs if not job.ended)
-    to_come = fmean(ends) if ends else 1.0
-    return begun + (max(trials, len(jobs)) - len(jobs)) * usual * to_come
-
-
-def _planned(job: JobRecord) -> bool:
-    """Whether ``steps`` is the job's budget. For a job that ended in an earlier process it is its last step,
-    and 0 for one that has not started."""
-    return job.steps > job.step or (job.steps > 0 and (not job.ended or job.state == JobState.FINISHED))
-
-
-def _share(job: JobRecord, usual: float) -> float:
-    """The share of its budget, or of the usual budget if that is not known, that a job has done."""
-    if job.state == JobState.FINISHED:
-        return 1.0
-    return job.step / (job.steps if _planned(job) else max(usual, job.step, 1))
+    @property
+    def share_done(self) -> float:
+        """Share of the search's training that is done. It never falls, although the expected work may grow;
+        only further trials make it fall."""
+        wanted = max(self._board.trials, len(self._board.jobs))
+        before = self._share if wanted == self._wanted else 0.0
+        self._wanted, self._share = wanted, max(before, share_done(self._board))
+        return self._share
