@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from hydra import compose
@@ -57,6 +58,8 @@ def explain(error: HydraException, arguments: Sequence[str]) -> ConfigError:
             return ConfigError(
                 given, "The configuration of this data source does not define this key.", f"Add it: +{given}"
             )
+        if elsewhere := _of_another_choice(key, arguments):
+            return elsewhere
         known = _all_keys(key, arguments)
         unknown = unknown_key(key, there, known) if "." in key else _no_group(key, known)
         added = _MISSING_PLUS.search(text)
@@ -69,6 +72,27 @@ def explain(error: HydraException, arguments: Sequence[str]) -> ConfigError:
             "Use `plait sweep` for several.",
         )
     return _unlisted(error.__cause__, arguments) or _as_it_is(error)
+
+
+def _of_another_choice(key: str, arguments: Sequence[str]) -> ConfigError | None:
+    """The error if other choices of the key's config group have it; None if no choice has."""
+    path = key.partition("[")[0].replace(".", "/")
+    group, _, name = path.rpartition("/")
+    while group and not (conf_dir() / group).is_dir():  # a key within a mapping, such as a pruner's options
+        group, _, name = group.rpartition("/")
+    having = [file.stem for file in sorted((conf_dir() / group).glob("*.yaml")) if group and _has(file, name)]
+    if not having:
+        return None
+    given = next((word for word in arguments if key_of(word) == key), f"{key}=...")
+    owners = [f"{group}={each}" for each in having]
+    remedy = f"Write {' or '.join(f'`{owner} {given}`' for owner in owners)}."
+    return ConfigError(given, f"This key exists only with {' or '.join(owners)}.", remedy)
+
+
+def _has(file: Path, name: str) -> bool:
+    """Whether a file of a config group defines the key itself."""
+    content = OmegaConf.load(file)
+    return isinstance(content, DictConfig) and name in list(content)  # also if it is "???"
 
 
 def _no_group(key: str, known: Sequence[str]) -> ConfigError:

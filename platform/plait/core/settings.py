@@ -41,6 +41,14 @@ class ModelSettings:
 
     def __post_init__(self) -> None:
         check(self, "model")
+        for name, kind in (("id", "hf"), ("path", "gguf")):
+            value = getattr(self, name)
+            if value is not None and self.kind != kind:  # another model would be trained without a word
+                raise ConfigError(
+                    f"model.{name}={value} with model.kind={self.kind}",
+                    f"Only model={kind} has a model.{name}.",
+                    f"Write `model={kind} model.{name}={value}`.",
+                )
 
 
 @dataclass(frozen=True, slots=True)
