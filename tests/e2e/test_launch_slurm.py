@@ -42,7 +42,9 @@ def test_the_script_runs_the_search_in_the_tasks_of_srun(
     options = ["--tasks-per-node", "2", "--gpus-per-task", "0", "--time", "1:00:00", "--partition", "cpu"]
     options += ["--cpus-per-task", "3"]
     assert main(["launch", "slurm", *options, *short, *SEARCH]) == 0
-    assert "Submit it with: sbatch mine.sbatch" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "Submit it with: sbatch mine.sbatch" in said
+    assert "Without --time" not in said
     subprocess.run(["bash", "-n", "mine.sbatch"], check=True)
     script = (folder / "mine.sbatch").read_text()
     asked = {line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH")}
@@ -59,8 +61,13 @@ def test_the_script_runs_the_search_in_the_tasks_of_srun(
     assert len(leaderboard()) == 3
 
 
-def test_an_interrupted_search_is_queued_again(folder: Path, short: tuple[str, ...]) -> None:
+def test_an_interrupted_search_is_queued_again(
+    folder: Path, short: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["launch", "slurm", *short, *SEARCH, "--to", "again.sbatch"]) == 0
+    said = capsys.readouterr().out
+    assert "Without --time, the job gets the partition's default limit" in said
+    assert "120 s before the end of its time, the search saves" in said
     for status, queued in ((130, "requeue 77\n"), (3, None)):
         stand_in(folder, "srun", f"#!/bin/sh\nexit {status}\n")
         stand_in(folder, "scontrol", '#!/bin/sh\necho "$@" > queued\n')

@@ -179,6 +179,14 @@ def _result(folder: Path, run_id: str) -> api.Result:
     return api.Result(found, TrackingSettings())
 
 
+def test_a_trial_is_shown_in_one_line(tmp_path: Path) -> None:
+    (record,) = _result(tmp_path, "a" * 32)._found.records
+    record.objective, record.step, record.others = 1.25, 40, (8.0,)
+    record.parameters = {"adapter.rank": 8, "data.source": "file"}
+    assert repr(record) == "<trial-0000: finished, objective 1.25, 8, step 40, adapter.rank=8>"
+    assert str(JobRecord("trial-0001", 1)) == "<trial-0001: queued, step 0>"
+
+
 def test_an_adapter_is_that_of_its_run_though_a_restarted_search_wrote_into_the_same_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

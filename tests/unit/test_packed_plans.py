@@ -114,6 +114,12 @@ def test_the_table_of_devices_marks_the_cheapest_and_says_what_does_not_fit() ->
     assert four.money == pytest.approx(4 * four.seconds / 100)
     assert (found.predicted_seconds, found.money, found.objective) == (four.seconds, four.money, None)
     assert four.replicas
+    assert "best: 4 × A100-40GB, which takes the least device-seconds (planner" in printed(found)
+    wide = RunSettings(search=SearchSettings(parallel=2), planner=PlannerSettings(slack=9.0))
+    near = plan_described(work, wide, cluster, None, tokeniser="x", numbers=numbers)
+    assert [each.chosen for each in near.every] == [False, False, True]
+    assert "least time of those within 900 % (planner.slack)" in printed(near)
+    assert "the least device-seconds (planner.objective), that of 4 × " in printed(near)
     assert found.error is None
     assert "has no measurement" in found.error_source
     assert [each.trial for each in found.trials] == ["j0", "j1"]

@@ -63,6 +63,12 @@ def main(arguments: Sequence[str]) -> int:
     except OSError as error:
         raise StorageError(f"{path}: {error.strerror}", "The script cannot be written there.") from error
     print(f"{path}: nodes {known.nodes}, processes {known.nodes * known.tasks_per_node}")
+    if known.time is None:
+        print(
+            "Without --time, the job gets the partition's default limit; with a shorter one, as in --time 4:00:00, "
+            "it may start earlier."
+        )
+    print(f"{SAVE_SECONDS} s before the end of its time, the search saves; its job is then queued again.")
     print(f"Submit it with: sbatch {shlex.quote(str(path))}")
     print(f"{directory} must be on a file system that all nodes share.")
     return EXIT_DONE

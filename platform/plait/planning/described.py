@@ -111,9 +111,9 @@ def plan_described(
     together = min(settings.search.parallel, planner.max_jobs or settings.search.parallel)
     waves = fill_waves([job.name for job in workload.jobs], lambda names: len(names) <= together)
     search = _Search(workload, planner, memory, together, waves)
-    objective, every = None, tuple[DevicesOutlook, ...]()
+    objective, every, judged = None, tuple[DevicesOutlook, ...](), ""
     if numbers:
-        planned, every = _of_numbers(search, [cluster.with_devices(each) for each in numbers])
+        planned, every, judged = _of_numbers(search, [cluster.with_devices(each) for each in numbers])
     else:
         planned, objective = search.chosen(cluster)
     if on_wave is not None:
@@ -123,14 +123,18 @@ def plan_described(
         _outlook(planned, search),
         objective=objective,
         every=every,
+        judged=judged,
         trials=_trials(planned, workload),
         device_seconds_side_by_side=side_by_side(workload, planned.cluster),
         assumptions=_assumptions(settings, cluster, planned, tokeniser),
     )
 
 
-def _of_numbers(search: _Search, clusters: Sequence[Cluster]) -> tuple[Planned, tuple[DevicesOutlook, ...]]:
-    """The best plan by the objective, slack included, and the outlook for each number of devices."""
+def _of_numbers(
+    search: _Search, clusters: Sequence[Cluster]
+) -> tuple[Planned, tuple[DevicesOutlook, ...], str]:
+    """The best plan by the objective, slack included, the outlook for each number of devices, and why that
+    plan is the best."""
     plans, refused = dict[int, Planned](), dict[int, CapacityError]()
     for place, cluster in enumerate(clusters):
         try:
@@ -147,7 +151,8 @@ def _of_numbers(search: _Search, clusters: Sequence[Cluster]) -> tuple[Planned, 
             1.0 if rates is None else sum(rates[kind] * n for kind, n in planned.cluster.devices.items())
         )
 
-    limit = (1.0 + search.planner.slack) * min(map(value, plans.values()))
+    least = min(plans, key=lambda place: value(plans[place]))
+    limit = (1.0 + search.planner.slack) * value(plans[least])
     near = [place for place, planned in plans.items() if value(planned) <= limit]
     best = min(near, key=lambda place: plans[place].device_seconds if by_time else plans[place].seconds)
     rows = tuple(
@@ -156,7 +161,20 @@ def _of_numbers(search: _Search, clusters: Sequence[Cluster]) -> tuple[Planned, 
         else DevicesOutlook(str(cluster), refused=f"{refused[place].value}: {refused[place].rule}")
         for place, cluster in enumerate(clusters)
     )
-    return plans[best], rows
+    return plans[best], rows, _judged(search.planner, str(clusters[best]), str(clusters[least]))
+
+
+def _judged(planner: PlannerSettings, best: str, least: str) -> str:
+    """Why a number of devices is the best although another one may have the least of the objective."""
+    wanted = planner.objective.replace("_", "-")
+    if best == least:
+        return f"best: {best}, which takes the least {wanted} (planner.objective)"
+    other = "device-seconds" if planner.objective == "time" else "time"
+    return (
+        f"best: {best}, which takes the least {other} of those within {100 * planner.slack:g} % "
+        f"(planner.slack) of the least {wanted} (planner.objective), that of {least}; planner.slack=0 "
+        "chooses the latter"
+    )
 
 
 def _of_devices(cluster: Cluster, planned: Planned, chosen: bool) -> DevicesOutlook:

@@ -54,7 +54,7 @@ from plait.terminal.text import (
     silence_text,
     status_rows,
 )
-from plait.tracking.leaderboard import JobRecord, Leaderboard
+from plait.tracking.leaderboard import USUAL_KEYS, JobRecord, Leaderboard
 from plait.tracking.processes import ProcessRow
 from plait.utils.durations import duration
 
@@ -65,7 +65,6 @@ EXITING = "Finishing this step, then exiting{}. Press Ctrl-C again to exit at on
 CLOSING = "Writing the last records to MLflow."
 # Events that come for several jobs in a row: the best job is printed after the last of them.
 TOGETHER = (JobEvaluated, JobGenerated, JobResult)
-USUAL_KEYS = ("adapter.rank", "train.lr")  # parameters shown if none varies
 STYLES = {
     JobState.QUEUED: "dim",
     JobState.RUNNING: "cyan",

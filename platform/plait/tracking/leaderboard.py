@@ -34,11 +34,12 @@ from plait.tracking.names import OBJECTIVE, objective_name
 from plait.tracking.values import parameter_text
 
 Cell = str | int | float | None
+USUAL_KEYS = ("adapter.rank", "train.lr")  # parameters shown if none varies
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class JobRecord:
-    """What events have reported about one job.
+    """What events have reported about one job. Its text is short; the attributes have everything.
 
     Attributes:
         trial: Optuna's number of the trial.
@@ -79,6 +80,12 @@ class JobRecord:
     feasible: bool = True
     on_front: bool = False
     outside: str = ""
+
+    def __repr__(self) -> str:
+        values = ", ".join(f"{value:.6g}" for value in self.values)
+        facts = [str(self.state), *([f"objective {values}"] if values else []), f"step {self.step}"]
+        facts += [f"{key}={self.parameters[key]}" for key in USUAL_KEYS if key in self.parameters]
+        return f"<{self.name}: {', '.join(facts)}>"
 
     @property
     def live(self) -> bool:
