@@ -65,8 +65,8 @@ def main(arguments: Sequence[str]) -> int:
     print(f"{path}: nodes {known.nodes}, processes {known.nodes * known.tasks_per_node}")
     if known.time is None:
         print(
-            "Without --time, the job gets the partition's default limit; with a shorter one, as in --time 4:00:00, "
-            "it may start earlier."
+            "Without --time, the job gets the partition's default limit; with a shorter one, as in "
+            "--time 4:00:00, it may start earlier."
         )
     print(f"{SAVE_SECONDS} s before the end of its time, the search saves; its job is then queued again.")
     print(f"Submit it with: sbatch {shlex.quote(str(path))}")

@@ -314,7 +314,7 @@ def show(outlook: Outlook, console: Console) -> None:
         console.print(_processes(outlook))
     if outlook.every:
         console.print(_devices(outlook))
-        plain(console, outlook.judged)
+        plain(console, outlook.why)
     if outlook.simulated:
         console.print(_simulated(outlook))
     if outlook.changes:

@@ -111,9 +111,9 @@ def plan_described(
     together = min(settings.search.parallel, planner.max_jobs or settings.search.parallel)
     waves = fill_waves([job.name for job in workload.jobs], lambda names: len(names) <= together)
     search = _Search(workload, planner, memory, together, waves)
-    objective, every, judged = None, tuple[DevicesOutlook, ...](), ""
+    objective, every, why = None, tuple[DevicesOutlook, ...](), ""
     if numbers:
-        planned, every, judged = _of_numbers(search, [cluster.with_devices(each) for each in numbers])
+        planned, every, why = _of_numbers(search, [cluster.with_devices(each) for each in numbers])
     else:
         planned, objective = search.chosen(cluster)
     if on_wave is not None:
@@ -123,7 +123,7 @@ def plan_described(
         _outlook(planned, search),
         objective=objective,
         every=every,
-        judged=judged,
+        why=why,
         trials=_trials(planned, workload),
         device_seconds_side_by_side=side_by_side(workload, planned.cluster),
         assumptions=_assumptions(settings, cluster, planned, tokeniser),
@@ -161,10 +161,10 @@ def _of_numbers(
         else DevicesOutlook(str(cluster), refused=f"{refused[place].value}: {refused[place].rule}")
         for place, cluster in enumerate(clusters)
     )
-    return plans[best], rows, _judged(search.planner, str(clusters[best]), str(clusters[least]))
+    return plans[best], rows, _why_best(search.planner, str(clusters[best]), str(clusters[least]))
 
 
-def _judged(planner: PlannerSettings, best: str, least: str) -> str:
+def _why_best(planner: PlannerSettings, best: str, least: str) -> str:
     """Why a number of devices is the best although another one may have the least of the objective."""
     wanted = planner.objective.replace("_", "-")
     if best == least:

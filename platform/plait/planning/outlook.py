@@ -181,7 +181,7 @@ class Outlook:
         trials: trials sorted by name, with the values that distinguish them.
         objective: the objective by which devices were chosen; None if they were given.
         every: the outlook for each requested number of devices.
-        judged: why one of these is the best.
+        why: why one of these is the best.
         processes: the outlook for each of several processes on this machine.
         measure: the command that measures the seconds, if they are unknown for want of a profile.
         money: cost of the devices; None if a price or the time is not known.
@@ -211,7 +211,7 @@ class Outlook:
     trials: tuple[TrialOutlook, ...] = ()
     objective: ObjectiveOutlook | None = None
     every: tuple[DevicesOutlook, ...] = ()
-    judged: str = ""
+    why: str = ""
     processes: tuple[ProcessOutlook, ...] = ()
     measure: str = ""
     money: float | None = None
