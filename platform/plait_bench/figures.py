@@ -12,7 +12,7 @@ from plait.core.settings import RunSettings
 
 How = Literal["measured", "simulated", "computed"]
 Sense = Literal["near", "at most", "at least"]
-Result = Literal["within", "outside, explained", "outside, unexplained"]
+Result = Literal["within", "outside, explained", "outside, unexplained", "fitted"]
 USUAL_TOLERANCE = 0.1  # of a published value
 
 
@@ -27,6 +27,7 @@ class Published:
         sense: whether our value should be near it, at most it or at least it (seconds of another machine).
         why: what explains a difference beyond the tolerance; it must have been tried.
         explained: whether ``why`` explains all of it.
+        fitted: whether the cost model was fitted to it, so that meeting it is no evidence.
 
     Raises:
         ConfigError: the value is 0 and there is no tolerance.
@@ -38,6 +39,7 @@ class Published:
     sense: Sense = "near"
     why: str = ""
     explained: bool = True
+    fitted: bool = False
 
     def __post_init__(self) -> None:
         if self.value == 0 and self.tolerance is None:
@@ -83,6 +85,11 @@ class Baseline:
     def explained(self) -> bool:
         """Whether ``why`` is given: as for a published value."""
         return bool(self.why)
+
+    @property
+    def fitted(self) -> bool:
+        """Whether a cost model was fitted to it: never."""
+        return False
 
     def difference(self, ours: float) -> float:
         """The ratio; 1 if both are zero."""
@@ -140,6 +147,8 @@ class Figure:
         """The comparison in words; None if nothing is claimed."""
         if self.beside is None or self.within is None:
             return None
+        if self.beside.fitted:
+            return "fitted"
         if self.within:
             return "within"
         return "outside, explained" if self.beside.why and self.beside.explained else "outside, unexplained"

@@ -34,16 +34,7 @@ def run_benchmark(command: SearchCommand, composed: Config, flags: Mapping[str, 
     Raises:
         ConfigError: the benchmark or a key of ``bench`` is unknown.
     """
-    section = composed["bench"]
-    for key in section:
-        if key not in ("run", "options"):
-            raise unknown_key(f"bench.{key}", ["bench.run", "bench.options"])
-    name = section.get("run")
-    benchmark = find_benchmark(name, str(composed["mode"]))
-    options = dict(section.get("options") or {})
-    with shown(name):
-        report = benchmark(settle_dtype(command.settings), suggest_jobs(command), options)
-    report, unmatched = beside_published(report, _published(composed))
+    report, unmatched = compared(command, composed)
     if JSON in flags:
         print(to_json(report))
     else:
@@ -54,6 +45,26 @@ def run_benchmark(command: SearchCommand, composed: Config, flags: Mapping[str, 
             "Each published figure must have the name of a figure of the benchmark.",
             f"Available: {choices([figure.name for figure in report.figures])}.",
         )
+
+
+def compared(command: SearchCommand, composed: Config) -> tuple[Report, list[str]]:
+    """The report of the benchmark of a file, next to what is published, and published names without a figure.
+
+    Raises:
+        ConfigError: the benchmark or a key of ``bench`` or ``paper`` is unknown.
+    """
+    section, paper = composed["bench"], build(Paper, composed.get("paper") or {}, "paper")
+    for key in section:
+        if key not in ("run", "options"):
+            raise unknown_key(f"bench.{key}", ["bench.run", "bench.options"])
+    name = section.get("run")
+    benchmark = find_benchmark(name, str(composed["mode"]))
+    options = dict(section.get("options") or {})
+    with shown(name):
+        report = benchmark(settle_dtype(command.settings), suggest_jobs(command), options)
+    report, unmatched = beside_published(report, _published(composed))
+    assumed = tuple(f"The paper leaves open: {each}" for each in paper.leaves_open)
+    return replace(report, assumptions=(*report.assumptions, *assumed)), unmatched
 
 
 def find_benchmark(name: Any, mode: str) -> Benchmark:
@@ -83,11 +94,31 @@ class PublishedEntry:
     sense: Sense = "near"
     why: str = ""
     explained: bool = True
+    fitted: bool = False
 
     @property
     def published(self) -> Published:
         """The published value."""
-        return Published(self.value, self.source, self.tolerance, self.sense, self.why, self.explained)
+        return Published(
+            self.value, self.source, self.tolerance, self.sense, self.why, self.explained, self.fitted
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Paper:
+    """The section ``paper`` of a file of sweeps/: which of a paper's figures it is for.
+
+    Attributes:
+        name: of the paper; "" for other files.
+        figures: figures, tables and sections, as the paper numbers them.
+        needs: what the file needs that not every machine has; "" if it runs anywhere.
+        leaves_open: what the paper does not say and the file assumes.
+    """
+
+    name: str = ""
+    figures: tuple[str, ...] = ()
+    needs: str = ""
+    leaves_open: tuple[str, ...] = ()
 
 
 def beside_published(report: Report, entries: Sequence[PublishedEntry]) -> tuple[Report, list[str]]:
@@ -99,7 +130,9 @@ def beside_published(report: Report, entries: Sequence[PublishedEntry]) -> tuple
 
 
 def _beside(figure: Figure, entry: PublishedEntry | None) -> Figure:
-    return figure if entry is None else replace(figure, beside=entry.published)
+    if entry is None:
+        return figure
+    return replace(figure, beside=entry.published, detail=figure.detail or entry.fitted)
 
 
 def _published(composed: Config) -> list[PublishedEntry]:

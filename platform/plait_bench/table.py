@@ -27,6 +27,8 @@ def show(report: Report, console: Console, *, details: bool) -> None:
     for kind in (Published, Baseline):
         if rows := [figure for figure in compared if isinstance(figure.beside, kind)]:
             _show_compared(report.name, rows, console)
+    if fitted := [figure for figure in report.figures if figure.result == "fitted"]:
+        plain(console, _fitted(fitted))
     if compared:
         console.print()
     if details or not compared:
@@ -35,6 +37,13 @@ def show(report: Report, console: Console, *, details: bool) -> None:
         more = len(report.figures) - len(compared)
         others = f"{more} more figures, " if more else ""
         plain(console, f"--details shows {others}notes and assumptions; --json is for programs.")
+
+
+def _fitted(figures: Sequence[Figure]) -> str:
+    """One line about figures that are no evidence."""
+    off = [100 * abs(each.beside.difference(each.ours)) for each in figures if each.beside is not None]
+    mean, largest = sum(off) / len(off), max(off)
+    return f"{len(off)} that the model was fitted to: {mean:.1f} % off in the mean, {largest:.1f} % at most"
 
 
 def to_json(report: Report) -> str:

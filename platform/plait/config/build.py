@@ -27,7 +27,7 @@ CLUSTER_KEYS = tuple(each.name for each in fields(ClusterSettings) if each.name 
 RUN_GROUPS = tuple(field.name for field in fields(RunSettings))
 MODES: tuple[str, ...] = get_args(Mode)
 # Keys of a file of sweeps/ that describe it, in addition to the groups.
-SWEEP_KEYS = ("mode", "description", "takes", "published", "bench")
+SWEEP_KEYS = ("mode", "description", "takes", "published", "paper", "bench")
 
 
 def plain(config: DictConfig) -> dict[str, Any]:
