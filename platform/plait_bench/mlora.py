@@ -21,11 +21,11 @@ from plait.cost.time import StageTime
 from plait.models.base import BaseModel
 from plait.models.load import load_model
 from plait.simulate.events import Order, Pipeline, Run, Work, simulate
+from plait.simulate.orders import BackwardFirst, GPipe
 from plait.utils.paths import cache_dir
 from plait_bench.benchmarks import BENCHMARKS
 from plait_bench.figures import Baseline, Figure, How, Published, Report
 from plait_bench.inputs import OPTIONS, at_least_one
-from plait_bench.pipelines import BackwardFirst, GPipe
 from plait_bench.progress import part
 from plait_kernels.loss import CHUNK_LOGITS
 

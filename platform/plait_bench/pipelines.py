@@ -6,7 +6,6 @@ What a paper leaves open is an argument here and named if a figure is shown.
 from __future__ import annotations
 
 import json
-import math
 import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
@@ -22,51 +21,12 @@ from plait.planner.grouping import group_jobs, head_tail
 from plait.planner.packing_exact import PackingLimits, pack_all
 from plait.planner.schedule import ScheduleItem, build_schedule, turns
 from plait.planner.verify import verify
-from plait.simulate.events import Action, Choose, OneFOneB, Pipeline, Ready, Work, in_order
+from plait.simulate.events import OneFOneB, Pipeline, Work
 from plait.simulate.forecast import Machine, job_load, schedule_work
+from plait.simulate.orders import BackwardFirst, GPipe
 from plait_bench.lengths import LengthGenerator
 
 Trace = Mapping[str, Sequence[Sequence[int]]]  # by job: the lengths of each global batch
-
-
-@dataclass(frozen=True, slots=True)
-class GPipe:
-    """All forwards of a global batch, then all its backwards."""
-
-    batches: Sequence[int]
-
-    def chooser(self, stage: int, stages: int) -> Choose:
-        """The same list on every stage."""
-        del stage, stages
-        actions, begin = list[Action](), 0
-        for count in self.batches:
-            places = range(begin, begin + count)
-            actions += [Action("forward", place) for place in places]
-            actions += [Action("backward", place) for place in places]
-            begin += count
-        return in_order(actions)
-
-
-@dataclass(frozen=True, slots=True)
-class BackwardFirst:
-    """LoRAPP (mLoRA §3.2): whatever is ready, backward before forward, earlier before later.
-
-    Attributes:
-        limited: hold at most stages − s microbatches on stage s, as 1F1B does.
-    """
-
-    limited: bool = False
-
-    def chooser(self, stage: int, stages: int) -> Choose:
-        """The rule, with the stage's limit."""
-        most = stages - stage if self.limited else math.inf
-
-        def choose(ready: Ready, in_flight: int) -> Action | None:
-            if ready["backward"]:
-                return Action("backward", min(ready["backward"]))
-            return Action("forward", min(ready["forward"])) if ready["forward"] and in_flight < most else None
-
-        return choose
 
 
 def mixed_lengths(generators: Mapping[str, LengthGenerator], count: int, *, seed: int, job: str) -> list[int]:

@@ -20,10 +20,10 @@ from plait.simulate.events import (
     Work,
     simulate,
 )
+from plait.simulate.orders import BackwardFirst, GPipe
 from plait.simulate.report import measure, most_held
 from plait.simulate.timeline import chrome_trace, timeline_figure
 from plait_bench.lorafusion import imbalance_floor
-from plait_bench.pipelines import BackwardFirst, GPipe
 
 
 def work(job: str, step: int, tokens: int = 1) -> Work:
