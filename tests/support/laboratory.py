@@ -237,6 +237,8 @@ class Laboratory:
         worker: Worker | None = None,
         folder: Path | None = None,
         cluster: ClusterSettings | None = None,
+        renew: Callable[[], Worker] | None = None,
+        grown: Callable[[], bool] = lambda: False,
     ) -> History:
         """Train the jobs together until none is left; ``between`` is called before each iteration.
 
@@ -247,7 +249,9 @@ class Laboratory:
         recorder = Recorder(LocalWorker(self.model, data, engine), before=before)
         planner = PlannerSettings(max_jobs=max_jobs)
         settings = RunSettings(engine=engine, planner=planner, cluster=cluster or ClusterSettings())
-        coordinator = Coordinator(worker or recorder, data, settings, folder=folder or self.folder)
+        coordinator = Coordinator(
+            worker or recorder, data, settings, folder=folder or self.folder, renew=renew, grown=grown
+        )
         for job in jobs:
             coordinator.submit(job, resume_from=(resume_from or {}).get(job.name))
         events: list[Event] = []

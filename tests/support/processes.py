@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from functools import partial
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
+import torch
 from forked import FORKS, Forked
 from laboratory import random_data
 
 from plait.core.settings import ClusterSettings, EngineSettings, ModelSettings, RunSettings
-from plait.distributed import launch, process
+from plait.distributed import join, launch, process
 from plait.distributed.fleet import Fleet
 from plait.distributed.launch import Launcher
 from plait.distributed.places import Address
 from plait.engine.catalogue import DataCatalogue
+from plait.engine.local_worker import LocalWorker
 from plait.engine.span_recorder import SpanRecorder
 
 
@@ -28,12 +31,16 @@ class ForkedProcess:
 
     Attributes:
         ahead: seconds by which the clock of each is ahead of that of the one before, as on other hosts.
+        short_at: microbatches in which memory runs out, counted from 1, by the number of the process.
     """
 
     ahead = 0.0
+    short_at: ClassVar[Mapping[int, int]] = {}
 
-    def __init__(self, address: Address, key: bytes, number: int, log: Path) -> None:
-        given = (address, key, number, str(log), self.ahead * number)
+    def __init__(
+        self, address: Address, key: bytes, number: int, log: Path | None, _local: int | None = None
+    ) -> None:
+        given = (address, key, number, str(log or ""), self.ahead * number, self.short_at.get(number))
         self._process: Any = FORKS.Process(target=_serve, args=given)
         self._process.start()
         self.pid = self._process.pid
@@ -49,16 +56,30 @@ class ForkedProcess:
         self._process.join()
 
 
-def _serve(address: Address, key: bytes, number: int, log: str, ahead: float) -> None:
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+def _serve(address: Address, key: bytes, number: int, log: str, ahead: float, short_at: int | None) -> None:
+    if log:
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
     process.SpanRecorder = partial(SpanRecorder, lambda: time.monotonic() + ahead)  # type: ignore[misc]
+    if short_at is not None:
+        LocalWorker._forward = _running_short(LocalWorker._forward, short_at)  # type: ignore[method-assign]
     process.serve(address, key, number)
 
 
+def _running_short(forward: Any, at: int) -> Any:
+    counted = count(1)
+
+    def short(*given: Any) -> Any:
+        if next(counted) == at:
+            raise torch.OutOfMemoryError("no room")
+        return forward(*given)
+
+    return short
+
+
 def _run_forking(*given: Any) -> None:
-    launch.start_process = ForkedProcess  # type: ignore[assignment]
+    join.start_process = launch.start_process = ForkedProcess  # type: ignore[assignment]
     Forked.run(*given)
 
 
@@ -78,10 +99,12 @@ class ForkedSearch(Forked):
 
 @contextmanager
 def fleet(
-    count: int, model: ModelSettings, engine: EngineSettings, folder: Path, **cluster: Any
+    processes: int, model: ModelSettings, engine: EngineSettings, folder: Path, **cluster: Any
 ) -> Iterator[Fleet]:
     """A fleet of forked processes on random data."""
-    settings = RunSettings(model=model, engine=engine, cluster=ClusterSettings(processes=count, **cluster))
+    settings = RunSettings(
+        model=model, engine=engine, cluster=ClusterSettings(processes=processes, **cluster)
+    )
     launcher = Launcher(settings.cluster, start=ForkedProcess)
     with closing(launcher):
         yield launcher.fleet(folder, settings, DataCatalogue(random_data))

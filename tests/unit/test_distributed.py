@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -19,7 +18,13 @@ import pytest
 from laboratory import random_data, random_texts
 from processes import ForkedProcess
 
-from plait.core.errors import ConfigError, LostProcessError, ModelError, ProcessError
+from plait.core.errors import (
+    ConfigError,
+    GatheringInterruptedError,
+    LostProcessError,
+    ModelError,
+    ProcessError,
+)
 from plait.core.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
 from plait.core.messages import (
     Attach,
@@ -49,6 +54,7 @@ from plait.distributed.channel import (
     Door,
     Goodbye,
     Hello,
+    Load,
     Measure,
     Provide,
     Refusal,
@@ -70,7 +76,8 @@ from plait.distributed.places import (
 )
 from plait.distributed.places import KEY as KEY_NAME
 from plait.distributed.processes import Fate, Process, Processes
-from plait.distributed.start import Start
+from plait.distributed.start import Start, Started
+from plait.distributed.waiting import Waiting
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.worker import ActivationShape, WorkerFacts
 
@@ -91,10 +98,17 @@ def door() -> Iterator[Door]:
     door.close()
 
 
+def came_in(door: Door, far: Channel, number: int = 0) -> Channel:
+    """The coordinator's end of a link, once the other end has said who it is."""
+    far.send(Hello(number, "host", number))
+    came = door.next(10.0)
+    assert came is not None
+    return came[0]
+
+
 def test_a_message_arrives_and_a_closed_link_is_an_end(door: Door) -> None:
     far = connect(door.address, KEY)
-    near = door.next(10.0)
-    assert near is not None
+    near = came_in(door, far)
     far.send(Beat())
     assert near.receive() == Beat()
     far.close()
@@ -106,10 +120,7 @@ def test_a_process_with_another_key_is_refused(door: Door) -> None:
     with pytest.raises(AuthenticationError):
         connect(door.address, b"x" * 32)
     assert door.next(0.1) is None
-    known = threading.Thread(target=connect, args=(door.address, KEY))
-    known.start()
-    assert door.next(10.0) is not None
-    known.join()
+    came_in(door, connect(door.address, KEY))
 
 
 def test_other_versions_are_refused_before_anything_is_unpickled(
@@ -165,6 +176,16 @@ class Silent:
         assert self.status == -9
 
 
+class Killed(Silent):
+    """What was killed before it came."""
+
+    def poll(self) -> int:
+        return -9
+
+    def wait(self) -> None:
+        pass
+
+
 class Dying(Silent):
     """What ends at once."""
 
@@ -205,6 +226,128 @@ def test_a_process_that_ends_at_once_is_named_with_its_last_words(tmp_path: Path
     with named as caught, launched(tmp_path, Dying):
         pass
     assert "what it said last" in caught.value.rule
+
+
+def test_one_that_is_killed_before_all_came_comes_again(tmp_path: Path) -> None:
+    started: list[int] = []
+    said: list[str] = []
+
+    def start(address: Address, key: bytes, number: int, log: Path) -> Started:
+        started.append(number)
+        return Killed(log) if started == [0, 1] else ForkedProcess(address, key, number, log)
+
+    with closing(Launcher(SETTINGS.cluster, start=start)) as launcher:
+        launcher.say = said.append
+        assert len(launcher.fleet(tmp_path, SETTINGS, DataCatalogue(random_data)).processes) == 2
+    assert started == [0, 1, 0, 1]
+    assert said == ["process 1 ended with status -9. Bringing the processes together again ..."]
+
+
+def test_one_that_is_lost_again_and_again_is_left_out(tmp_path: Path) -> None:
+    started: list[int] = []
+    said: list[str] = []
+
+    def start(address: Address, key: bytes, number: int, log: Path) -> Started:
+        started.append(number)
+        return Killed(log) if number == 1 else ForkedProcess(address, key, number, log)
+
+    with closing(Launcher(SETTINGS.cluster, start=start)) as launcher:
+        launcher.say = said.append
+        (left,) = launcher.fleet(tmp_path, SETTINGS, DataCatalogue(random_data)).processes.all
+    assert left.hello.process == 0
+    assert started == [0, 1, 0, 1, 0, 1, 0]
+    assert said[-1] == "process 1 is left out: lost 3 times; the last time it ended with status -9"
+
+
+def test_once_all_have_trained_one_that_fails_to_start_is_left_out(tmp_path: Path) -> None:
+    running: list[Started] = []
+
+    def start(address: Address, key: bytes, number: int, log: Path) -> Started:
+        fails = number == 1 and len(running) > 2
+        running.append(Dying(log) if fails else ForkedProcess(address, key, number, log))
+        return running[-1]
+
+    with closing(Launcher(SETTINGS.cluster, start=start)) as launcher:
+
+        def together() -> Fleet:
+            return launcher.fleet(tmp_path, SETTINGS, DataCatalogue(random_data))
+
+        fleet = together()
+        running[1].kill()
+        with pytest.raises(LostProcessError, match="process 1"):
+            fleet.execute(Attach(JOB))
+        for _ in range(2):
+            with pytest.raises(LostProcessError, match="process 1 ended with status 7"):
+                together()
+        assert len(together().processes) == 1
+
+
+def test_the_user_may_interrupt_processes_that_come_together_again(tmp_path: Path) -> None:
+    running: list[ForkedProcess] = []
+
+    def start(*given: Any) -> ForkedProcess:
+        running.append(ForkedProcess(*given))
+        return running[-1]
+
+    with closing(Launcher(SETTINGS.cluster, start=start)) as launcher:
+        fleet = launcher.fleet(tmp_path, SETTINGS, DataCatalogue(random_data))
+        running[1].kill()
+        with pytest.raises(LostProcessError, match="process 1"):
+            fleet.execute(Attach(JOB))
+        launcher.stopping = lambda: True
+        with pytest.raises(GatheringInterruptedError):
+            launcher.fleet(tmp_path, SETTINGS, DataCatalogue(random_data))
+        assert len(running) == 4
+        assert all(each.poll() is not None for each in running)
+
+
+@pytest.fixture
+def waiting(door: Door) -> Waiting:
+    return Waiting(door, 3)
+
+
+def until_come(waiting: Waiting, *numbers: int) -> None:
+    while waiting.all.keys() != set(numbers):
+        waiting.look(10.0)
+
+
+def test_one_that_is_left_out_is_told_why_and_is_not_wrong(door: Door, waiting: Waiting) -> None:
+    waiting.leave_out(1, "lost 3 times")
+    ends = [connect(door.address, KEY) for _ in range(3)]
+    for number, each in zip((1, 3, 2), ends, strict=True):
+        each.send(Hello(number, "host", number))
+    until_come(waiting, 2)
+    while not all(each.connection.poll(0) for each in ends[:2]):
+        waiting.look(0.1)
+    assert ends[0].receive() == Goodbye("lost 3 times", wrong=False)
+    assert ends[1].receive() == Goodbye("the coordinator waits for 3 processes, from 0 on")
+    assert waiting.dismiss_all() == {2}
+    assert ends[2].receive() == Goodbye()
+
+
+def test_one_that_comes_late_loads_the_model_and_must_have_the_same(door: Door, waiting: Waiting) -> None:
+    said: list[str] = []
+    waiting.say = said.append
+    load = Load(SETTINGS.model, "cpu")
+    ends = [connect(door.address, KEY) for _ in range(3)]
+    for number, each in enumerate(ends):
+        each.send(Hello(number, "host", number))
+    until_come(waiting, 0, 1, 2)
+    waiting.load(load, {0, 1, 2}, "ours")
+    assert [each.receive() for each in ends] == [load] * 3
+    ends[0].send(Beat())
+    ends[0].send(Answer(model="ours"))
+    ends[1].send(Answer(model="another"))
+    ends[2].send(Refusal(ModelError("no such folder")))
+    while not (waiting.all.keys() == {0, 1} and all(each.ready for each in waiting.all.values())):
+        waiting.look(0.1)
+    waiting.load(load, {0, 1}, "ours")
+    assert said == [
+        "process 2 (host, pid 2) is left out: no such folder",
+        "process 1 (host, pid 1) is left out: another model than the others have",
+    ]
+    assert waiting.take(lambda each: each.ready).keys() == {0}
+    assert waiting.all == {}
 
 
 def test_a_model_that_cannot_be_loaded_is_the_error_of_the_run(tmp_path: Path) -> None:
@@ -259,6 +402,7 @@ def test_a_process_from_elsewhere_may_stay_away_wake_up_and_come_again(tmp_path:
         elsewhere = come()
         fleet = together()
         assert len(fleet.processes) == 2
+        launcher._cluster = replace(cluster, join_seconds=1.0)
         fleet.processes.silence = 2.0
         os.kill(elsewhere.pid, signal.SIGSTOP)
         with pytest.raises(LostProcessError, match=r"process 1 .*was silent for"):
@@ -273,6 +417,7 @@ def test_a_process_from_elsewhere_may_stay_away_wake_up_and_come_again(tmp_path:
         os.kill(alone.processes.all[0].hello.pid, signal.SIGKILL)
         with pytest.raises(LostProcessError, match="process 0"):
             alone.execute(Detach("a"))
+        launcher._cluster = cluster
         back = come()
         assert len(together().processes) == 2
     back.wait()
@@ -359,8 +504,7 @@ def test_sending_and_an_answer_that_waits_are_no_silence(door: Door, monkeypatch
     ends = []
     for number in range(2):
         ends.append(connect(door.address, KEY))
-        near = door.next(10.0)
-        assert near is not None
+        near = came_in(door, ends[-1], number)
         processes.all.append(Process(Hello(number, "host", number), SlowLink(near, clock)))  # type: ignore[arg-type]
 
     def watch() -> None:
@@ -522,8 +666,7 @@ def test_the_time_of_a_request_that_a_lost_process_brings_to_nothing_is_known(
     ends = []
     for number in range(3):
         ends.append(connect(door.address, KEY))
-        near = door.next(10.0)
-        assert near is not None
+        near = came_in(door, ends[-1], number)
         processes.all.append(Process(Hello(number, "host", number), near))
 
     def watch() -> None:

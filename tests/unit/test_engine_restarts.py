@@ -13,7 +13,7 @@ from curve_worker import ADAPTER, CurveWorker, lengths_data, load_lengths
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.core.errors import LostProcessError, ProcessError
+from plait.core.errors import GatheringInterruptedError, LostProcessError, ProcessError
 from plait.core.jobs import JobSpec, TrainSpec
 from plait.core.lifecycle import JobResult, JobState, PauseReason
 from plait.core.messages import (
@@ -197,6 +197,37 @@ def test_an_interrupted_run_waits_for_no_process_that_is_lost(tmp_path: Path) ->
     assert result.state == JobState.PAUSED
     assert result.checkpoint is not None
     assert result.checkpoint.name == f"step-{result.step:08d}"
+
+
+def test_a_run_that_is_interrupted_while_processes_gather_saves_and_counts_nothing(tmp_path: Path) -> None:
+    coordinator = made(tmp_path, [(9, False)], checkpoint_steps=1)
+    coordinator.submit(job(1))
+    while coordinator.restarts.count == 0:
+        coordinator.advance()
+
+    def interrupted() -> Mortal:
+        raise GatheringInterruptedError("interrupted")
+
+    coordinator._renew = interrupted
+    assert coordinator.advance() == []
+    coordinator.stop()
+    (result,) = (each for each in coordinator.advance() if isinstance(each, JobResult))
+    assert (result.state, coordinator.restarts.count) == (JobState.PAUSED, 1)
+    assert result.checkpoint is not None
+
+
+def test_with_processes_that_join_jobs_train_on_from_where_they_are(tmp_path: Path) -> None:
+    joining = [False, False, False, True, False, False, True]
+    coordinator = made(tmp_path, [], checkpoint_steps=None)
+    coordinator._grown = lambda: bool(joining) and joining.pop(0)
+    events = trained(coordinator, rungs=True)
+    check(events)
+    assert not joining
+    moved = [each for each in events if isinstance(each, JobPaused) and each.reason == PauseReason.JOINED]
+    assert len(moved) == 3
+    assert all(each.step > 0 for each in moved)
+    assert len([each for each in events if isinstance(each, JobProgress)]) == 3 * STEPS
+    assert coordinator.restarts.count == 0
 
 
 def shrinking(

@@ -80,6 +80,10 @@ class LostProcessError(ProcessError):
     seconds = 0.0
 
 
+class GatheringInterruptedError(LostProcessError):
+    """The user interrupts a run whose processes are coming together again: there is nothing to save."""
+
+
 class CheckpointError(PlaitError, RuntimeError):
     """A checkpoint is missing, truncated or altered."""
 

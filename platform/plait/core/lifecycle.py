@@ -48,13 +48,15 @@ ENDED = frozenset(
 class PauseReason(StrEnum):
     """Why a job has no slot. The value is shown after the word "paused".
 
-    ``LOST``: it fell back to its last checkpoint; like a preempted one it resumes by itself.
+    ``LOST``: it fell back to its last checkpoint. ``JOINED``: it moves to more processes, as it is. Like a
+    preempted one, such a job resumes by itself.
     """
 
     AT_RUNG = "at a rung"
     BY_ORDER = "by order"
     PREEMPTED = "preempted"
     LOST = "a process was lost"
+    JOINED = "a process joined"
 
 
 @dataclass(frozen=True, slots=True)

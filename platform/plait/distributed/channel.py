@@ -43,18 +43,18 @@ from plait.engine.worker import WorkerFacts
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Load the base model, as this one of the processes."""
+    """Load the base model."""
 
     model: ModelSettings
     device: str
-    number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """Join the other processes, once all have loaded their model.
+    """Join the other processes, once all have loaded their model; a group that was joined before is left.
 
     Attributes:
+        number: of this one.
         port: of the store in which they find each other, on the coordinator's host.
         generation: how often the processes of this run have come together.
         processes: how many there are.
@@ -63,6 +63,7 @@ class Join:
         interface: of that network, if it was given.
     """
 
+    number: int
     port: int
     generation: int
     processes: int
@@ -116,9 +117,14 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Goodbye:
-    """The run is over, or the process is not let in: why; "" if all is well."""
+    """The run is over, or the process is not let in: why; "" if all is well.
+
+    Attributes:
+        wrong: whether the process was started in a wrong way.
+    """
 
     reason: str = ""
+    wrong: bool = True
 
 
 # ---- what a process sends ------------------------------------------------------------------------------
@@ -149,6 +155,7 @@ class Answer:
         seconds: by the clock, waiting for other processes included.
         facts: of a worker that was built.
         rate: matrix products a second, if that was asked.
+        model: digest of the model that was loaded.
         began, ended: when the process took the request and was done, by its own clock.
         spans: what it did since its answer before.
     """
@@ -157,6 +164,7 @@ class Answer:
     seconds: float = 0.0
     facts: WorkerFacts | None = None
     rate: float = 0.0
+    model: str = ""
     began: float = 0.0
     ended: float = 0.0
     spans: tuple[Span, ...] = ()
@@ -239,6 +247,7 @@ VERSIONS = (
     f"Python {'.'.join(platform.python_version_tuple()[:2])}"
 )
 WELCOME = b"welcome"
+HELLO_SECONDS = 10.0  # that a process which has the key may take to say who it is
 LONGEST_WORDS = 1024  # bytes that are read before the other end's versions are known
 
 
@@ -263,7 +272,8 @@ def connect(address: Address, key: bytes, versions: str = VERSIONS) -> Channel:
 
 
 class Door:
-    """Where processes come in. Threads accept them, check keys and versions, so that every wait has a limit.
+    """Where processes come in. Threads accept them, check keys and versions and hear who they are, so that
+    every wait has a limit.
 
     Args:
         send_seconds: as :class:`Channel`.
@@ -276,7 +286,7 @@ class Door:
         self._listener = Listener(address, backlog=64)
         self._key = key
         self._send_seconds = send_seconds
-        self._came: queue.SimpleQueue[Channel] = queue.SimpleQueue()
+        self._came: queue.SimpleQueue[tuple[Channel, Hello]] = queue.SimpleQueue()
         self._open = True
         self.refused: dict[str, str] = {}
         threading.Thread(target=self._accept, daemon=True, name="door").start()
@@ -301,17 +311,20 @@ class Door:
             answer_challenge(link, self._key)
             if (theirs := link.recv_bytes(LONGEST_WORDS).decode(errors="replace")) == VERSIONS:
                 link.send_bytes(WELCOME)
-                self._came.put(channel)
-                return
-            self.refused[channel.far] = theirs
-            link.send_bytes(f"it has {theirs}, the coordinator {VERSIONS}: use the same for all".encode())
+                hello = channel.receive() if link.poll(HELLO_SECONDS) else None
+                if isinstance(hello, Hello):
+                    self._came.put((channel, hello))
+                    return
+            else:
+                self.refused[channel.far] = theirs
+                link.send_bytes(f"it has {theirs}, the coordinator {VERSIONS}: use the same for all".encode())
         except AuthenticationError:
             self.refused[channel.far] = "another key"
         except (EOFError, OSError):
             pass
         channel.close()
 
-    def next(self, seconds: float) -> Channel | None:
+    def next(self, seconds: float) -> tuple[Channel, Hello] | None:
         """The next process that comes in; None where none does in time."""
         try:
             return self._came.get(timeout=max(0.0, seconds))

@@ -61,7 +61,6 @@ class Fleet:
         self.processes = processes
         self._data = data
         self._provided: set[DataSpec] = set()
-        self._sent: set[str] = set()  # digests of contents
         self._jobs: set[str] = set()
         self._sharded = cluster.optimiser == "sharded"
         self.facts = self._build(engine, memory_bytes, cluster)
@@ -182,13 +181,18 @@ class Fleet:
         return [replace(event, seconds=spent + sum(answer.seconds for answer in shared.values()))]
 
     def _provide(self, spec: DataSpec) -> None:
-        """See that all processes have the data of a spec; each content is sent once."""
+        """See that all processes have the data of a spec; each content is sent once to each."""
         if spec in self._provided:
             return
         data = self._data.of(spec)
-        self.processes.ask_all(Provide(spec, data.digest, None if data.digest in self._sent else data))
+        requests = {
+            number: Provide(spec, data.digest, None if data.digest in each.contents else data)
+            for number, each in enumerate(self.processes.all)
+        }
+        self.processes.ask(requests)
         self._provided.add(spec)
-        self._sent.add(data.digest)
+        for each in self.processes.all:
+            each.contents.add(data.digest)
 
     def _run_schedule(self, command: RunSchedule) -> Sequence[WorkerEvent]:
         """Round by round, since all replicas add up at the end of each; the rest is left if memory runs

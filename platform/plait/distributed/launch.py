@@ -12,27 +12,28 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 from torch._C._distributed_c10d import TCPStore
 
-from plait.core.errors import ConfigError, LostProcessError
+from plait.core.errors import ConfigError, GatheringInterruptedError, LostProcessError, ProcessError
 from plait.core.settings import ClusterSettings, RunSettings
-from plait.distributed.channel import Channel, Door, Goodbye, Hello, Join, Load
+from plait.distributed.channel import Door, Join, Load
 from plait.distributed.fleet import Fleet
 from plait.distributed.places import Meeting, Place, announce, random_key, retract, shared_key
 from plait.distributed.processes import Fate, Process, Processes
 from plait.distributed.start import Start, Started, start_process
+from plait.distributed.waiting import Waiting
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.devices import Cores, choose_device, thread_shares
+from plait.engine.restarts import Restarts
 
 HERE, ANYWHERE = "127.0.0.1", "0.0.0.0"
 LOG_LINES = 5  # of a process that died, shown
 LINGER_SECONDS = 15.0  # in which a process that was launched with this one may come to a run that is over
-HELLO_SECONDS = 10.0  # that a process which has the key may take to say who it is
 
 
 class Launcher:
@@ -46,6 +47,7 @@ class Launcher:
 
     Attributes:
         watch: called several times a second while processes are waited for.
+        stopping: whether the user wants no more; asked as often.
 
     Raises:
         ConfigError: hosts differ and share no key; the port is taken.
@@ -55,6 +57,7 @@ class Launcher:
         self, cluster: ClusterSettings, place: Place | None = None, *, start: Start | None = None
     ) -> None:
         self.watch: Callable[[], None] = lambda: None
+        self.stopping: Callable[[], bool] = lambda: False
         self._cluster = cluster
         self._start = start or start_process
         self._count = cluster.processes if place is None else place.processes
@@ -70,44 +73,86 @@ class Launcher:
         self._store: TCPStore | None = None
         self._store_port = 0
         self._generation = 0
-        self._waiting: dict[int, Process] = {}  # from elsewhere, by the number that they were launched with
+        self._waiting = Waiting(self._door, self._count)
         self._here: _Here | None = None
         self._processes: Processes | None = None
+        self._request: Load | None = None
+        self._trained = ""  # the digest of the model, once all have come together
+        self._restarts = Restarts(cluster.restarts)  # before that
+        self._losses: dict[int, Restarts] = {}  # of each process
 
     def fleet(self, folder: Path, settings: RunSettings, data: DataCatalogue) -> Fleet:
-        """The processes as one worker: all of them the first time; later those of this host and whichever
-        come from elsewhere in time.
+        """The processes as one worker: all of them the first time. After a loss those of this host and
+        whichever come from elsewhere in time; else those that train and those that have come since.
 
         Args:
             folder: for what the processes of this host print; it is kept where one dies.
 
         Raises:
-            LostProcessError: one did not come, or died.
+            LostProcessError: one did not come, or died: before the first time, again and again.
+            ProcessError: one did not come the first time.
             ModelError: the model cannot be loaded.
         """
+        while True:
+            try:
+                return self._together(folder, settings, data)
+            except GatheringInterruptedError:
+                raise
+            except LostProcessError as error:
+                if self._trained or not self._restarts.another():
+                    raise
+                self.say(f"{error.value}. Bringing the processes together again ...")
+
+    @property
+    def say(self) -> Callable[[str], None]:
+        """Tells the user."""
+        return self._waiting.say
+
+    @say.setter
+    def say(self, say: Callable[[str], None]) -> None:
+        self._waiting.say = say
+
+    def _together(self, folder: Path, settings: RunSettings, data: DataCatalogue) -> Fleet:
+        """One attempt to bring the processes together; as :meth:`fleet`."""
         self._generation += 1
-        here = self._here = _Here(folder, self._own)
-        processes = self._processes = Processes(self._cluster.silence_seconds, here.fate, here.end)
+        device = choose_device(settings.engine.device).type  # the same for all: NCCL and gloo do not mix
+        self._request = Load(settings.model, device)
+        processes = self._processes
+        if processes is None or not processes.live:
+            self._blame()
+            here = self._here = _Here(folder, self._own)
+            processes = self._processes = Processes(self._cluster.silence_seconds, here.fate, here.end)
         try:
-            processes.all = self._gather(here)
-            return self._load(processes, settings, data)
+            processes.all = self._grow(processes) if processes.all else self._gather(processes)
+            fleet = self._load(processes, settings, data)
         except BaseException as error:
-            processes.close(lost=isinstance(error, LostProcessError))
+            if isinstance(error, LostProcessError):
+                processes.error = error
+            processes.close(lost=processes.error is not None)
             raise
+        self._trained = fleet.facts.model
+        return fleet
+
+    def grown(self) -> bool:
+        """Whether a process has come, and loaded the model, that does not train yet."""
+        self._waiting.look()
+        assert self._request is not None
+        assert self._processes is not None
+        new = self._waiting.all.keys() - {each.hello.process for each in self._processes.all}
+        self._waiting.load(self._request, new, self._trained)
+        return any(self._waiting.all[number].ready for number in new & self._waiting.all.keys())
 
     def close(self, *, linger: bool = True) -> None:
         """End all processes; ``linger``: tell those that are still to come that there is nothing to do."""
-        ended: set[int] = set()
+        ended = set(self._waiting.left_out)
         if self._processes is not None:
             self._processes.close()
             ended |= self._processes.dismissed
+        ended |= self._waiting.dismiss_all()
         end = time.monotonic() + (min(LINGER_SECONDS, self._cluster.join_seconds) if linger else 0.0)
         while self._from_elsewhere - ended and time.monotonic() < end:
-            if (channel := self._door.next(0.2)) is not None:
-                self._welcome(channel)
-            for number in list(self._waiting):
-                ended.add(number)
-                _refuse(self._waiting.pop(number).channel, "")
+            self._waiting.look(0.2)
+            ended |= self._waiting.dismiss_all()
         self._door.close()
         self._store = None
         if self._announced is not None:
@@ -115,49 +160,100 @@ class Launcher:
 
     # ---- who is there ----------------------------------------------------------------------------------
 
-    def _gather(self, here: _Here) -> list[Process]:
-        """Start the processes of this host and wait for all; those from elsewhere may stay away later on.
+    @property
+    def _expected(self) -> set[int]:
+        """The numbers of those that may train."""
+        return set(range(self._count)) - self._waiting.left_out.keys()
+
+    def _grow(self, processes: Processes) -> list[Process]:
+        """The processes that train, and others that have come since and are ready.
 
         Raises:
-            LostProcessError: one did not come.
+            LostProcessError: one that trained is gone.
         """
+        for each in processes.all:
+            if not each.channel.idle:
+                raise processes.lost(each, "died")
+        there = {each.hello.process: each for each in processes.all}
+        there |= self._waiting.take(lambda each: each.ready and each.hello.process not in there)
+        return [there[number] for number in sorted(there)]
+
+    def _gather(self, processes: Processes) -> list[Process]:
+        """Start those of this host and wait for all; once all have trained, those from elsewhere may stay
+        away.
+
+        Raises:
+            LostProcessError: one was killed; once all have trained, one of this host ended or did not come.
+            ProcessError: before that.
+        """
+        assert self._here is not None
         seconds = self._cluster.join_seconds
         end = time.monotonic() + seconds
-        for number in self._own:
-            here.start(self._start, self._meeting, number)
+        own = self._expected & set(self._own)
+        for number in sorted(own):
+            self._here.start(self._start, self._meeting, number)
         while True:
-            self._waiting = {number: each for number, each in self._waiting.items() if each.channel.idle}
-            missing = set(range(self._count)) - set(self._waiting)
+            self._waiting.look(0.2)
+            missing = self._expected - {number for number, each in self._waiting.all.items() if not each.busy}
             late = time.monotonic() > end
-            if not missing or (late and self._generation > 1 and missing.isdisjoint(self._own)):
-                came, self._waiting = self._waiting, {}
+            may_stay = self._trained and missing.isdisjoint(own) and missing < self._expected
+            if not missing or (late and may_stay):
+                came = self._waiting.take(lambda each: not each.busy)
                 return [came[number] for number in sorted(came)]
-            for number in sorted(missing & set(self._own)):
-                here.check_coming(number, seconds, late=late)
+            for number in sorted(missing & own):
+                self._check_coming(processes, number, late=late)
             if late:
                 raise self._missing(sorted(missing), seconds)
-            self.watch()
-            if (channel := self._door.next(0.2)) is not None:
-                self._welcome(channel)
+            self._look()
 
-    def _welcome(self, channel: Channel) -> None:
-        """Take in a process that says who it is; one that came before under its number is gone."""
-        with suppress(EOFError, OSError):  # one that died at once is named by its exit status
-            hello = channel.receive() if channel.connection.poll(HELLO_SECONDS) else None
-            if not isinstance(hello, Hello):
-                channel.close()
-            elif not 0 <= hello.process < self._count:
-                _refuse(channel, f"the coordinator waits for {self._count} processes, from 0 on")
-            else:
-                if (before := self._waiting.pop(hello.process, None)) is not None:
-                    before.channel.close()
-                self._waiting[hello.process] = Process(hello, channel)
+    def _look(self) -> None:
+        """What is done again and again while processes are waited for.
 
-    def _missing(self, numbers: Sequence[int], seconds: float) -> LostProcessError:
-        there = ", ".join(str(self._waiting[number]) for number in sorted(self._waiting))
+        Raises:
+            GatheringInterruptedError: the user wants no more.
+        """
+        self.watch()
+        if self.stopping():
+            raise GatheringInterruptedError("interrupted while the processes came together")
+
+    def _check_coming(self, processes: Processes, number: int, *, late: bool) -> None:
+        """See whether a process of this host may still come.
+
+        Raises:
+            LostProcessError: it was killed.
+            ProcessError: before all have trained, it has ended by itself, or is ``late``.
+        """
+        assert self._here is not None
+        fate = self._here.fate(number)
+        assert fate is not None
+        seconds = self._cluster.join_seconds
+        if fate.status is not None or late:
+            how = f"did not come within {seconds:.0f} s" if late else f"ended with status {fate.status}"
+            processes.culprit, processes.how = number, how
+            killed = fate.status is not None and fate.status < 0
+            kind = LostProcessError if killed or self._trained else ProcessError  # else it would end so again
+            raise kind(
+                f"process {number} {how}",
+                f"All processes must come before the model is loaded.{fate.log}",
+                "Start the search again; cluster.join_seconds is the longest wait.",
+            )
+
+    def _blame(self) -> None:
+        """Leave the process that was lost out, if it is lost again and again and there is another one."""
+        lost = self._processes
+        if lost is None or lost.culprit is None or lost.error is None:
+            return
+        losses = self._losses.setdefault(lost.culprit, Restarts(max(1, self._cluster.restarts // 2)))
+        if not losses.another() and self._expected - {lost.culprit}:
+            why = f"lost {losses.count} times; the last time it {lost.how}"
+            self._waiting.leave_out(lost.culprit, why)
+
+    def _missing(self, numbers: Sequence[int], seconds: float) -> ProcessError:
+        there = ", ".join(str(each) for _, each in sorted(self._waiting.all.items()))
         refused = sorted(self._door.refused.items())
         wrong = "".join(f" From {host} a process came with {what}." for host, what in refused)
-        return LostProcessError(
+        kind = LostProcessError if self._trained else ProcessError
+        return kind(
             f"process{'es' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))} of {self._count} did "
             f"not come within {seconds:.0f} s",
             f"All processes must come before the model is loaded. Here: {there}.{wrong}",
@@ -168,15 +264,17 @@ class Launcher:
     # ---- what they load --------------------------------------------------------------------------------
 
     def _load(self, processes: Processes, settings: RunSettings, data: DataCatalogue) -> Fleet:
-        """Have all load the model and join each other."""
-        engine, all_processes = settings.engine, processes.all
-        device = choose_device(engine.device).type  # the same for all: NCCL and gloo do not mix
-        requests = (Load(settings.model, device, number) for number in range(len(processes)))
-        processes.ask(dict(enumerate(requests)))
+        """Have all load the model that have not, and all join each other."""
+        engine, all_processes, request = settings.engine, processes.all, self._request
+        assert request is not None
+        processes.watch = self._look
+        loading = {number: request for number, each in enumerate(all_processes) if not each.loaded}
+        for number, answer in processes.ask(loading).items():
+            all_processes[number].loaded = answer.model
         processes.ask({number: self._join(number, all_processes) for number in range(len(processes))})
         per_host = Counter(each.hello.host for each in all_processes)
         memory = None
-        if device == "cpu":
+        if request.device == "cpu":
             memory = min(each.hello.memory_bytes // per_host[each.hello.host] for each in all_processes)
         threads = engine.threads or _threads(all_processes)
         cluster = _remaining(settings.cluster, [each.hello.process for each in all_processes])
@@ -186,6 +284,7 @@ class Launcher:
         outward = next((each.channel.near for each in processes if each.channel.far != HERE), "")
         cluster = self._cluster
         return Join(
+            number,
             self._served(),
             self._generation,
             len(processes),
@@ -227,12 +326,6 @@ def _threads(processes: Sequence[Process]) -> int:
     return min(share for cores in hosts.values() for share in thread_shares(cores))
 
 
-def _refuse(channel: Channel, reason: str) -> None:
-    with suppress(OSError):
-        channel.send(Goodbye(reason))
-    channel.close()
-
-
 @contextmanager
 def _port_named(cluster: ClusterSettings) -> Iterator[None]:
     try:
@@ -257,22 +350,6 @@ class _Here:
     def start(self, start: Start, meeting: Meeting, number: int) -> None:
         """Start the process of a number."""
         self._started[number] = start(meeting.address, meeting.key, number, self._logs[number])
-
-    def check_coming(self, number: int, seconds: float, *, late: bool) -> None:
-        """See whether a process may still come.
-
-        Raises:
-            LostProcessError: it has ended, or it is ``late``.
-        """
-        fate = self.fate(number)
-        assert fate is not None
-        if fate.status is not None or late:
-            how = f"did not come within {seconds:.0f} s" if late else f"ended with status {fate.status}"
-            raise LostProcessError(
-                f"process {number} {how}",
-                f"All processes must come before the model is loaded.{fate.log}",
-                "Start the search again; cluster.join_seconds is the longest wait.",
-            )
 
     def fate(self, number: int) -> Fate | None:
         """How a process stands, with the last lines of what it printed; None if it was started elsewhere."""

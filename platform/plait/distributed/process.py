@@ -65,7 +65,7 @@ class Replica:
 
     def __init__(self, channel: Channel, local: int, request: Load, recorder: SpanRecorder) -> None:
         self._recorder = recorder
-        self.number = request.number
+        self.number = 0
         self._channel = channel
         self._device = choose_device(request.device)
         if self._device.type == "cuda":
@@ -83,6 +83,11 @@ class Replica:
         return self._made_exchange
 
     @property
+    def model(self) -> str:
+        """The digest of the base model."""
+        return self._model.identity.digest
+
+    @property
     def worker(self) -> LocalWorker:
         """The engine's worker, once it is built."""
         assert self._worker is not None
@@ -97,6 +102,8 @@ class Replica:
         started = time.perf_counter()
         match request:
             case Join():
+                self.close()
+                self.number, self._worker = request.number, None
                 self._made_exchange = self._join(request)
                 return Answer()
             case Build(engine, sharded):
@@ -162,9 +169,10 @@ class Replica:
             ) from error
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the group, if it is in one."""
         if self._made_exchange is not None:
             self._made_exchange.close()
+            self._made_exchange = None
 
 
 def serve(address: Address, key: bytes, number: int, local: int | None = None) -> int:
@@ -204,7 +212,7 @@ def serve(address: Address, key: bytes, number: int, local: int | None = None) -
                 if isinstance(request, Load):
                     replica = Replica(channel, number if local is None else local, request, recorder)
                     recorder.lap("load")
-                    answer = Answer()
+                    answer = Answer(model=replica.model)
                 else:
                     assert replica is not None
                     answer = replica.answer(request)
@@ -226,7 +234,7 @@ def _end(number: int, goodbye: Goodbye) -> int:
     if not goodbye.reason:
         return EXIT_DONE
     _say(number, goodbye.reason)
-    return EXIT_BAD_INPUT
+    return EXIT_BAD_INPUT if goodbye.wrong else EXIT_DONE  # a launcher may end all where one fails
 
 
 def _say(number: int, text: str) -> None:

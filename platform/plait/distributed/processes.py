@@ -59,6 +59,8 @@ class Process:
         asked: when that was sent, or answered.
         busy: whether it is not answered yet.
         heard: time of its last sign of life.
+        loaded: digest of the model that it has loaded; "": none yet.
+        contents: digests of the data sets that it has.
         clock: how far its clock is from this process's.
         spans: what it did, as far as no one has taken that.
     """
@@ -69,8 +71,24 @@ class Process:
     asked: float = field(default_factory=time.monotonic)
     busy: bool = False
     heard: float = field(default_factory=time.monotonic)
+    loaded: str = ""
+    contents: set[str] = field(default_factory=set)
     clock: ClockOffset = field(default_factory=ClockOffset)
     spans: deque[Span] = field(default_factory=lambda: deque(maxlen=MOST_KEPT))
+
+    @property
+    def ready(self) -> bool:
+        """Whether it has loaded the model and can join others."""
+        return bool(self.loaded) and not self.busy
+
+    def send(self, request: object) -> None:
+        """Send it a request.
+
+        Raises:
+            OSError: it is gone, or does not take it.
+        """
+        self.doing, self.asked, self.busy = DOING[type(request).__name__], time.monotonic(), True
+        self.channel.send(request)
 
     def __str__(self) -> str:
         return f"process {self.hello.process} ({self.hello.host}, pid {self.hello.pid})"
@@ -104,6 +122,9 @@ class Processes:
         watch: called every second or more often while processes are waited for.
         dismissed: those that know that the run is over, by the numbers they were launched with.
         spent: device seconds of all requests so far, those that came to nothing, too.
+        culprit: the number of the one that was lost; None if none was, or it is not known which.
+        how: how it was lost, in words.
+        error: since one was lost: what was said then.
     """
 
     def __init__(
@@ -117,10 +138,17 @@ class Processes:
         self.silence = silence
         self._fate = fate
         self._ended = ended
-        self._lost_one = False
+        self._lost_one = self._closed = False
         self.dismissed: set[int] = set()
         self.spent = 0.0
-        self._error: LostProcessError | None = None  # since one was lost
+        self.culprit: int | None = None
+        self.how = ""
+        self.error: LostProcessError | None = None
+
+    @property
+    def live(self) -> bool:
+        """Whether they can be asked."""
+        return not self._closed
 
     def __len__(self) -> int:
         return len(self.all)
@@ -136,19 +164,17 @@ class Processes:
             LostProcessError: a process died, or was silent for too long: then all are ended.
             PlaitError: what a process says cannot be done, once all have answered.
         """
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         pending: dict[object, tuple[int, Process]] = {}
         for number, request in requests.items():
             process = self.all[number]
-            process.doing, process.asked = DOING[type(request).__name__], time.monotonic()
-            process.busy = True
             pending[process.channel.connection] = number, process
             try:
-                process.channel.send(request)
+                process.send(request)
             except OSError as error:
                 full = isinstance(error, BlockingIOError)
-                raise self._lost(process, "does not take what is sent to it" if full else "died") from error
+                raise self.lost(process, "does not take what is sent to it" if full else "died") from error
         sent = time.monotonic()  # after the last one: a large data set takes a while to send
         for _, process in pending.values():
             process.heard = sent
@@ -170,7 +196,7 @@ class Processes:
             said = self._named(first, refused[first]) if answers or lost else refused[first]
             if isinstance(said, LostProcessError):
                 self.close(lost=True)
-                self._error = said
+                self.error = said
             raise said
         return {number: answers[number] for number in sorted(answers)}
 
@@ -191,14 +217,14 @@ class Processes:
             if now - began > ASLEEP:  # stopped with the others, by Ctrl-Z
                 process.heard = now
             if link not in links and (silent := now - process.heard) > self.silence:
-                raise self._lost(process, f"was silent for {silent:.0f} s")
+                raise self.lost(process, f"was silent for {silent:.0f} s")
         return [pending[link] for link in links]
 
     def _receive(self, process: Process) -> Answer | Refusal | Beat:
         try:
             message = process.channel.receive()
         except (EOFError, OSError) as error:
-            raise self._lost(process, "died") from error
+            raise self.lost(process, "died") from error
         process.heard = time.monotonic()
         assert isinstance(message, Answer | Refusal | Beat)
         if isinstance(message, Answer):
@@ -213,6 +239,7 @@ class Processes:
 
     def close(self, *, lost: bool = False) -> None:
         """End all processes; where one was lost, those from outside may come again."""
+        self._closed = True
         self._lost_one |= lost
         for process in self.all:
             if not self._lost_one:
@@ -222,7 +249,7 @@ class Processes:
             process.channel.close()
         self._ended(self._lost_one)
 
-    def _lost(self, process: Process, how: str) -> LostProcessError:
+    def lost(self, process: Process, how: str) -> LostProcessError:
         """End all processes, since those left may wait for this one; what to say of it.
 
         Where one was killed, others may have ended because of it: then it is the one to name.
@@ -237,13 +264,14 @@ class Processes:
             process = killed[0]
         fate = fates[process]
         status = "" if fate.status is None else f" with status {fate.status}"
+        self.culprit, self.how = process.hello.process, f"{how}{status} while {process.doing}"
         self.close(lost=True)
-        self._error = LostProcessError(
-            f"{process} {how}{status} while {process.doing}",
+        self.error = LostProcessError(
+            f"{process} {self.how}",
             f"A run ends where one of its processes does; checkpoints are whole.{fate.log}",
             "The same command resumes the search.",
         )
-        return self._error
+        return self.error
 
 
 def _lives(fate: Fate | None) -> bool:

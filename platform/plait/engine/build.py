@@ -250,12 +250,14 @@ def build_coordinator(
     checkpoints: Path | None = None,
     commit: Callable[[], None] = lambda: None,
     make_worker: MakeWorker | None = None,
+    grown: Callable[[], bool] = lambda: False,
 ) -> Coordinator:
     """Load the model and put the engine together.
 
     Args:
         folder: folder for finished adapters, and for checkpoints if ``checkpoints`` is None.
         make_worker: makes the worker that owns the tensors; None: one in this process.
+        grown: whether it would make one with more processes now.
 
     Raises:
         ModelError, CapacityError: the model cannot be loaded, or does not fit.
@@ -275,7 +277,9 @@ def build_coordinator(
     def renew() -> Worker:
         assert make_worker is not None
         chosen = replace(begun.engine, kernels=worker.facts.chosen["kernels"])
-        cluster = replace(begun.cluster, speeds=worker.facts.speeds)
+        speeds, cluster = worker.facts.speeds, begun.cluster
+        if len(speeds) == cluster.processes:  # all have come the first time
+            cluster = replace(cluster, speeds=speeds)
         return make_worker(replace(begun, engine=chosen, cluster=cluster), data)
 
     # By the kernels that were asked for, and the threads that each of several processes has got.
@@ -292,6 +296,7 @@ def build_coordinator(
         commit=commit,
         profile=stored_profile(replace(settings, engine=own), worker.facts.model),
         renew=None if make_worker is None else renew,
+        grown=grown,
     )
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
-from plait.core.errors import ConfigError, LostProcessError
+from plait.core.errors import ConfigError, GatheringInterruptedError, LostProcessError
 from plait.core.jobs import JobSpec
 from plait.core.lifecycle import JobState, PauseReason
 from plait.core.messages import (
@@ -64,6 +64,7 @@ class Coordinator:
         checkpoints: folder for checkpoints instead of ``checkpoints/``.
         commit: makes everything recorded so far durable; called before a checkpoint is taken.
         renew: makes another worker if this one's processes are lost; None: that ends the run.
+        grown: whether the worker that ``renew`` makes now would have more processes than this one.
 
     Attributes:
         restarts: after losses of the worker's processes.
@@ -82,9 +83,10 @@ class Coordinator:
         commit: Callable[[], None] = lambda: None,
         group: str = "group-0",
         renew: Callable[[], Worker] | None = None,
+        grown: Callable[[], bool] = lambda: False,
     ) -> None:
         self._group = group
-        self._settings, self._profile, self._renew = settings, profile, renew
+        self._settings, self._profile, self._renew, self._grown = settings, profile, renew, grown
         self.restarts = Restarts(settings.cluster.restarts, clock)
         self._lost: LostProcessError | None = None  # from then on until there is another worker
         self._ledger = Ledger(worker)
@@ -252,7 +254,9 @@ class Coordinator:
         if self._stopping:
             return self._interrupt()
         lost, self._lost = self._lost, None
-        return self._outlive(self._iterate() if lost is None else self._come_back())
+        if lost is not None:
+            return self._outlive(self._come_back())
+        return self._outlive(self._take_in() if self._grown() else self._iterate())
 
     def _settle(self) -> Iterator[Event]:
         roster = self._roster
@@ -290,6 +294,8 @@ class Coordinator:
                 found.append(event)
         except LostProcessError as error:
             self._lost = self._lost or error
+        if isinstance(self._lost, GatheringInterruptedError):
+            return found  # the search stops at this boundary
         if self._lost is not None and before is None:
             if self._renew is None or not self.restarts.another():
                 raise self._lost
@@ -308,14 +314,35 @@ class Coordinator:
 
     def _come_back(self) -> Iterator[Event]:
         """Have another worker in the place of the lost one."""
-        assert self._renew is not None
-        began = self._clock()
-        self._use(self._renew())
-        seconds = self._clock() - began
+        seconds = self._change_worker()
         self.restarts.seconds += seconds
         count = len(self._replicas)
         who = "1 process trains" if count == 1 else f"{count} processes train"
         yield Notice(f"{who} again after {seconds:.1f} s")
+
+    def _take_in(self) -> Iterator[Event]:
+        """Train on with the processes that have come since, too: all jobs are saved, and move there as they
+        are."""
+        jobs = list(self._live.values())
+        saved, events = self.checkpointer.save(jobs, urgent=False)
+        yield from events
+        if any(_older(job, saved.get(job.name)) for job in jobs):
+            yield from self._iterate()  # the disk refuses: they are taken in later
+            return
+        for job in jobs:
+            job.resume_from = saved.get(job.name, job.resume_from)
+            self._finishing.ended(job.name)
+            self._roster.queue(job)
+            yield _paused(job, PauseReason.JOINED)
+        seconds = self._change_worker()
+        yield Notice(f"{len(self._replicas)} processes train from now on; the change took {seconds:.1f} s")
+
+    def _change_worker(self) -> float:
+        """Have the worker that can be had now; the seconds that this took."""
+        assert self._renew is not None
+        began = self._clock()
+        self._use(self._renew())
+        return self._clock() - began
 
     def _detach(self, job: str) -> None:
         """Take a job from the worker; if that is lost, it does not have it any more."""
@@ -387,8 +414,8 @@ class Coordinator:
             return [_paused(job, reason)]
         saved, events = self.checkpointer.save([job], urgent=urgent)
         checkpoint = saved.get(job.name)
-        if job.step > 0 and (checkpoint is None or checkpoint.name != checkpoint_name(job.step)):
-            return events  # an older checkpoint would lose steps
+        if _older(job, checkpoint):
+            return events  # it would lose steps
         job.resume_from = checkpoint
         self._detach(job.name)
         move(job)
@@ -520,6 +547,11 @@ class Coordinator:
             self._end(each.job, JobState.FINISHED, each.reason, adapter=each.adapter) for each in finished
         ]
         return [*events, *ends]
+
+
+def _older(job: LiveJob, checkpoint: Path | None) -> bool:
+    """Whether a checkpoint lacks the last steps of a job."""
+    return job.step > 0 and (checkpoint is None or checkpoint.name != checkpoint_name(job.step))
 
 
 def _paused(job: LiveJob, reason: PauseReason) -> JobPaused:

@@ -293,7 +293,7 @@ class _Launch:
         tracker = Tracker(settings.tracking, peers=self._peers, writes_curves=source.claims.writes_curves)
         watch = ProcessWatch(folder, lambda: tracker.board.replicas)
         if many is not None:
-            many.watch = lambda: watch.show()
+            many.watch, many.say = (lambda: watch.show()), self._say
         self._say("Loading the model ...")
         with tracker, closing(watch):
             coordinator = build_coordinator(
@@ -303,6 +303,7 @@ class _Launch:
                 source.states_folder,
                 tracker.commit,
                 None if many is None else watch.following(partial(many.fleet, folder / "processes")),
+                (lambda: False) if many is None else many.grown,
             )
             self._say(_describe_engine(coordinator.plan().choices))
             run_id = self._start(tracker, stopper)
@@ -342,6 +343,9 @@ class _Launch:
     ) -> SearchEnd:
         with self._screen.watch(tracker.board, watch.rows) as view, self._interrupts as interrupts:
             watch.show = view.refresh
+            if self._processes is not None:
+                self._processes.stopping = lambda: interrupts.requested
+                self._processes.say = lambda text: view.handle(Notice(text))
             attend = Attend(
                 self._source,
                 tracker.board,

@@ -138,8 +138,8 @@ class RunningTrial:
 
     def leave_slot(self, reason: PauseReason) -> None:
         """Note that the engine paused it."""
-        # Preempted or fallen back, the engine resumes it without the search, in the same slot.
-        if reason not in (PauseReason.PREEMPTED, PauseReason.LOST):
+        # The engine resumes these without the search, in the same slot.
+        if reason not in (PauseReason.PREEMPTED, PauseReason.LOST, PauseReason.JOINED):
             self.state = JobState.PAUSED
             self.at_rung = self.at_rung or reason == PauseReason.AT_RUNG
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +17,35 @@ import pytest
 import torch
 from laboratory import History, distance, random_data
 from peft_folders import stored_pairs
-from processes import fleet
+from peft_runs import PeftRun
+from processes import ForkedProcess, fleet
 from torch import Tensor
 
 from plait.core.jobs import JobSpec
+from plait.core.lifecycle import PauseReason
 from plait.core.messages import (
     Attach,
     GroupStep,
+    JobPaused,
     JobProgress,
+    Notice,
     OutOfMemory,
     RunSchedule,
     StepDone,
     StepJob,
 )
 from plait.core.plans import Microbatch, Replica
-from plait.core.settings import ClusterSettings, EngineSettings, ModelSettings
+from plait.core.settings import ClusterSettings, EngineSettings, ModelSettings, RunSettings
+from plait.distributed.fleet import Fleet
+from plait.distributed.launch import Launcher
+from plait.distributed.places import Place, read_meeting
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import INTERRUPTED, Coordinator
 from plait.engine.local_worker import LocalWorker
 from plait.engine.packer import Packer
 from plait.engine.steps import DataOrder, training_batch
+from plait.models.load import transformers_model
+from plait.models.targets import resolve_targets
 from plait_kernels.bank import GRADIENTS, WEIGHTS
 
 TINY = ModelSettings(kind="tiny", dtype="float32", seed=3)
@@ -80,8 +94,27 @@ def test_replicas_train_as_one_process_does(
         assert distance(weights[job.name], again[job.name]) == 0.0
 
 
+def test_replicas_train_as_solo_and_as_peft(laboratory: Any, tmp_path: Path) -> None:
+    lab = laboratory("llama")
+    jobs = lab.group()  # after few steps an update is small, and PEFT's own rounding counts for more
+    cluster = {name: values[:2] for name, values in UNLIKE.items()}
+    with fleet(2, TINY, ENGINE, tmp_path / "processes", **cluster) as worker:
+        found = lab.run(jobs, worker=worker, cluster=ClusterSettings(processes=2, **cluster))
+    solo = lab.solo(jobs, kernels="grouped")
+    for job in jobs:
+        weights = {job.name: stored_pairs(found.ended(job.name).adapter)}
+        assert_same(found, solo[job.name], job, weights)
+        base = transformers_model(replace(TINY, family="llama"), cache=tmp_path)
+        peft = PeftRun(base, job, resolve_targets(job.adapter.target_modules, lab.model.linears))
+        peft.load(solo[job.name].start[job.name])
+        assert found.losses(job.name) == pytest.approx(peft.train(lab.data(job).train), rel=LOSS_TOLERANCE)
+        update = distance(peft.weights(), solo[job.name].start[job.name])
+        assert distance(weights[job.name], peft.weights()) <= WEIGHT_TOLERANCE * update
+
+
+@pytest.mark.parametrize("cluster", [ALIKE, UNLIKE])
 def test_jobs_that_join_finish_and_diverge_leave_the_others_as_they_were(
-    laboratory: Any, tmp_path: Path
+    laboratory: Any, tmp_path: Path, cluster: dict[str, Any]
 ) -> None:
     lab = laboratory("llama")
     jobs = lab.group(dropout=0.1, steps=STEPS)
@@ -94,17 +127,64 @@ def test_jobs_that_join_finish_and_diverge_leave_the_others_as_they_were(
         if turn == 3:
             coordinator.submit(late)
 
-    alone = lab.run([*jobs[:3], *jobs[4:]], kernels="grouped")
-    with fleet(2, TINY, ENGINE, tmp_path / "processes") as worker:
-        cluster = ClusterSettings(processes=2)
+    alone = lab.undisturbed([*jobs[:3], *jobs[4:]], kernels="grouped")
+    own = {name: values[:2] for name, values in cluster.items()}
+    with fleet(2, TINY, ENGINE, tmp_path / "processes", **own) as worker:
         found = lab.run(
-            [job for job in jobs if job is not late], worker=worker, between=between, cluster=cluster
+            [job for job in jobs if job is not late],
+            worker=worker,
+            between=between,
+            cluster=ClusterSettings(processes=2, **own),
         )
     failed = found.ended(jobs[3].name)
     assert (failed.state, failed.step < STEPS) == ("failed", True)
     weights = {job.name: stored_pairs(found.ended(job.name).adapter) for job in jobs if job is not jobs[3]}
     for job in (*jobs[:3], *jobs[4:]):
         assert_same(found, alone, job, weights)
+
+
+def test_a_process_that_is_lost_and_comes_late_changes_nothing(laboratory: Any, tmp_path: Path) -> None:
+    lab = laboratory("llama")
+    jobs = lab.group(dropout=0.1, steps=2 * STEPS)[:4]
+    alone = lab.run(jobs, kernels="grouped")
+    place = Place(0, 2, 0, 2, "127.0.0.1", f"test-{os.getpid()}")
+    cluster = ClusterSettings(processes=2, join_seconds=60.0)
+    settings = RunSettings(model=TINY, engine=ENGINE, cluster=cluster)
+    with closing(Launcher(cluster, place, start=ForkedProcess)) as launcher:
+        meeting = read_meeting(place, cluster)
+        assert meeting is not None
+
+        def come() -> ForkedProcess:
+            return ForkedProcess(meeting.address, meeting.key, 1, tmp_path / "1.log")
+
+        def together() -> Fleet:
+            return launcher.fleet(tmp_path / "logs", settings, DataCatalogue(random_data))
+
+        def between(turn: int, coordinator: Coordinator) -> None:
+            now = len(coordinator.plan().replicas)
+            counts.append(now)
+            if turn == 2:
+                os.kill(elsewhere.pid, signal.SIGKILL)
+                launcher._cluster = replace(cluster, join_seconds=1.0)
+            elif now == 1 and counts.count(1) == 3:
+                back.append(come())
+                while not launcher.grown():
+                    time.sleep(0.01)
+
+        elsewhere, back, counts = come(), list[ForkedProcess](), list[int]()
+        found = lab.run(
+            jobs, worker=together(), between=between, cluster=cluster, renew=together, grown=launcher.grown
+        )
+    back[0].wait()
+    assert [each for each, _ in groupby(counts)] == [2, 1, 2]
+    said = [each.text for each in found.events if isinstance(each, Notice)]
+    assert any("2 processes train from now on" in text for text in said)
+    for job in jobs:
+        progress = (each for each in found.events if isinstance(each, JobProgress))
+        losses = {each.step: each.loss for each in progress if each.job == job.name}
+        assert list(losses.values()) == pytest.approx(alone.losses(job.name), rel=LOSS_TOLERANCE)
+        weights = stored_pairs(found.ended(job.name).adapter)
+        assert alone.difference_from(weights, job.name) <= WEIGHT_TOLERANCE
 
 
 @pytest.mark.parametrize("optimiser", ["repeated", "sharded"])
@@ -131,6 +211,25 @@ def test_interrupted_and_resumed_on_another_number_of_processes(
         assert found == pytest.approx(alone.losses(job.name), rel=LOSS_TOLERANCE)
         weights = stored_pairs(second.ended(job.name).adapter)
         assert alone.difference_from(weights, job.name) <= WEIGHT_TOLERANCE
+
+
+@pytest.mark.parametrize("optimiser", ["repeated", "sharded"])
+def test_a_process_that_runs_out_of_memory_makes_room_and_changes_nothing(
+    laboratory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimiser: str
+) -> None:
+    lab = laboratory("llama")
+    jobs = lab.group(dropout=0.1, steps=STEPS)[:4]
+    alone = lab.undisturbed(jobs, kernels="grouped")
+    monkeypatch.setattr(ForkedProcess, "short_at", {1: 3})
+    own = {name: values[:2] for name, values in UNLIKE.items()} | {"optimiser": optimiser}
+    with fleet(2, TINY, ENGINE, tmp_path / "processes", **own) as worker:
+        found = lab.run(jobs, worker=worker, cluster=ClusterSettings(processes=2, **own))
+    (left,) = (each for each in found.events if isinstance(each, JobPaused))
+    assert (left.job, left.reason) == (jobs[3].name, PauseReason.PREEMPTED)
+    assert left.step > 0
+    weights = {job.name: stored_pairs(found.ended(job.name).adapter) for job in jobs}
+    for job in jobs:
+        assert_same(found, alone, job, weights)
 
 
 class ShortPeers:
