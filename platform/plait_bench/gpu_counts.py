@@ -24,12 +24,13 @@ from plait.cost.fake_memory import fake_context, fake_model
 from plait.cost.probes import Probe, ProbeSegment, probe_loss, probe_routing
 from plait.models.base import BaseModel
 from plait.models.context import MicrobatchContext
-from plait.models.elementwise import SILU, gated, rms_norm
+from plait.models.elementwise import gated, rms_norm
 from plait_bench.benchmarks import BENCHMARKS
 from plait_bench.figures import Baseline, Figure, Report
 from plait_bench.inputs import OPTIONS, at_least_one
 from plait_kernels import AdapterStep, Bank, adamw_step
 from plait_kernels.counting import Counts, counted
+from plait_kernels.plain import SILU
 from plait_kernels.synthetic import Shape, problem
 
 DTYPE = torch.bfloat16
@@ -141,9 +142,9 @@ def _pass_figures(tokens: int) -> Iterator[Figure]:
     weight = torch.empty(hidden, dtype=DTYPE, device=META)
     passes = (
         # x read, out written; x and the gradient read, another written
-        Pass("norm", hidden, lambda x: rms_norm(x, weight, 1e-5, 0.0), 5 * hidden),
+        Pass("norm", hidden, lambda x: rms_norm(x, weight, 1e-5, 0.0, backend="triton"), 5 * hidden),
         # gate and up read, out written; gate, up and the gradient read, two written
-        Pass("gated MLP", 2 * inner, lambda x: gated(x, SILU), 8 * inner),
+        Pass("gated MLP", 2 * inner, lambda x: gated(x, SILU, backend="triton"), 8 * inner),
     )
     for each in passes:
         x = torch.empty(tokens, each.features, dtype=DTYPE, device=META, requires_grad=True)

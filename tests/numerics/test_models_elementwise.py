@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from plait.models import elementwise
-from plait.models.elementwise import GELU_TANH, SILU, gated, rms_norm
+from plait.models.elementwise import gated, rms_norm
+from plait_kernels.plain import GELU_TANH, SILU
 
 EPS = 1e-5
 

@@ -167,6 +167,11 @@ class Heads:
         return self.query // self.shared
 
     @property
+    def turned(self) -> tuple[int, int]:
+        """Heads that a rotary embedding rotates, queries and keys, of all."""
+        return self.query + self.shared, self.total
+
+    @property
     def total(self) -> int:
         """Heads of queries, keys and values together."""
         return self.query + 2 * self.shared

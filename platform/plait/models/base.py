@@ -323,7 +323,7 @@ class BaseModel:
 
     def _fuse(self, context: MicrobatchContext) -> None:
         """Replace slow parts by fused ones that prove to be exact."""
-        fuse_norms(self._model)
+        fuse_norms(self._model, self._binding)
         fuse_mlps(self._parts.layers)
         for index, layer in enumerate(self._parts.layers):
             rotation = self._rotation(index, context)

@@ -1,8 +1,8 @@
-"""Norms, gates, rotation and softmax in one pass over memory each: compiled on a CPU, else plain torch.
+"""Norms, gates, rotation and softmax in one pass over memory each.
 
-On a CPU, transformers' own modules take as long as the matrix products, because they write every
-intermediate. The functions here compute the same with one read and one write (``elementwise.c``), forward and
-backward.
+Transformers' own modules take as long as the matrix products, because they write every intermediate. The
+functions here compute the same with one read and one write, forward and backward: by Triton with the backend
+``triton``, compiled on a CPU (``elementwise.c``), and elsewhere in plain torch.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from plait_kernels import passes, plain
 from plait_kernels.compiled import cache_folder, compile_library
 
-SILU, GELU_TANH = 0, 1
 MOST_KEYS = 512  # limit of the compiled softmax: KEYS in elementwise.c
 _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _POINTER, _LONG, _INT, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
@@ -62,91 +61,88 @@ def compiled(name: str, *tensors: Tensor) -> Callable[..., None] | None:
     return cast("Callable[..., None]", getattr(library, f"{name}_{_SUFFIX[first.dtype]}"))
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, *, backend: str = "") -> Tensor:
     """x / rms(x) · (offset + weight) over the last dimension; ``weight`` (features,) is frozen.
 
-    ``offset`` is 0 as in Llama, where the quotient is rounded to x's dtype before the product, or 1 as in
-    Gemma.
+    Args:
+        offset: 0 as in Llama, where the quotient is rounded to x's dtype before the product, or 1 as in
+            Gemma.
+        backend: the backend of the model's kernels.
     """
-    return cast("Callable[..., Tensor]", _RmsNorm.apply)(x, weight, eps, offset)
+    return cast("Callable[..., Tensor]", _RmsNorm.apply)(x, weight, eps, offset, backend)
 
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float, backend: str) -> Tensor:
         x = x.contiguous()
         features = x.shape[-1]
-        rows = x.numel() // features
-        function = compiled("rms", x, weight)
-        if function is None:
-            scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
-            quotient = x.float() * scale
-            out = quotient.to(x.dtype) * weight if offset == 0 else quotient * (offset + weight.float())
-            out = out.to(x.dtype)
+        ctx.offset, ctx.triton = offset, passes.by_triton(backend, x) and features <= passes.WIDEST
+        function = None if ctx.triton else compiled("rms", x, weight)
+        if ctx.triton:
+            out, scale, _ = passes.rms(x, weight, eps, offset)
+        elif function is None:
+            out, scale = plain.rms(x, weight, eps, offset)
         else:
             out, scale = torch.empty_like(x), torch.empty(*x.shape[:-1], 1)
             pointers = (tensor.data_ptr() for tensor in (out, scale, x, weight))
+            rows = x.numel() // features
             function(*pointers, rows, features, eps, offset, torch.get_num_threads())
         ctx.save_for_backward(x, weight, scale)
-        ctx.offset = offset
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         x, weight, scale = ctx.saved_tensors
         grad, features = grad.contiguous(), x.shape[-1]
+        if ctx.triton:
+            return passes.rms_back(grad, x, weight, scale, ctx.offset), None, None, None, None
         function = compiled("rms_back", grad, x, weight)
         if function is None:
-            g = grad.float() * (ctx.offset + weight.float())
-            mean = (g * x.float()).mean(-1, keepdim=True)
-            return (scale * (g - x.float() * (scale.square() * mean))).to(x.dtype), None, None, None
+            return plain.rms_back(grad, x, weight, scale, ctx.offset), None, None, None, None
         dx = torch.empty_like(x)
         pointers = (tensor.data_ptr() for tensor in (dx, grad, scale, x, weight))
         function(*pointers, x.numel() // features, features, ctx.offset, torch.get_num_threads())
-        return dx, None, None, None
+        return dx, None, None, None, None
 
 
-def gated(x: Tensor, kind: int) -> Tensor:
-    """act(gate) · up, for gate and up side by side: (..., 2n) to (..., n); act is SILU or GELU_TANH."""
-    return cast("Callable[..., Tensor]", _Gated.apply)(x, kind)
+def gated(x: Tensor, kind: int, *, backend: str = "") -> Tensor:
+    """act(gate) · up, for gate and up side by side: (..., 2n) to (..., n); act is SILU or GELU_TANH.
 
-
-def activation(gate: Tensor, kind: int) -> Tensor:
-    """SiLU, or GELU in its tanh form."""
-    return functional.silu(gate) if kind == SILU else functional.gelu(gate, approximate="tanh")
+    ``backend`` is that of the model's kernels.
+    """
+    return cast("Callable[..., Tensor]", _Gated.apply)(x, kind, backend)
 
 
 class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kind: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, kind: int, backend: str) -> Tensor:
         x = x.contiguous()
         ctx.save_for_backward(x)
-        ctx.kind = kind
-        width = x.shape[-1] // 2
+        ctx.kind, ctx.triton = kind, passes.by_triton(backend, x)
+        if ctx.triton:
+            return passes.gated(x, kind)
         function = compiled("gated", x)
         if function is None:
-            gate, up = x[..., :width], x[..., width:]
-            return activation(gate, kind) * up
+            return plain.gated(x, kind)
+        width = x.shape[-1] // 2
         out = x.new_empty(*x.shape[:-1], width)
         function(out.data_ptr(), x.data_ptr(), out.numel() // width, width, kind, torch.get_num_threads())
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (x,) = ctx.saved_tensors
         grad, width = grad.contiguous(), grad.shape[-1]
+        if ctx.triton:
+            return passes.gated_back(grad, x, ctx.kind), None, None
         function = compiled("gated_back", x, grad)
         if function is None:
-            gate, up = x[..., :width], x[..., width:]
-            with torch.enable_grad():
-                leaf = gate.detach().requires_grad_()
-                act = activation(leaf, ctx.kind)
-            slope = torch.autograd.grad(act, leaf, grad * up)[0]
-            return torch.cat((slope, grad * act.detach()), dim=-1), None
+            return plain.gated_back(grad, x, ctx.kind), None, None
         dx = torch.empty_like(x)
         pointers = (tensor.data_ptr() for tensor in (dx, grad, x))
         function(*pointers, grad.numel() // width, width, ctx.kind, torch.get_num_threads())
-        return dx, None
+        return dx, None, None
 
 
 def rotate_(x: Tensor, cos: Tensor, sin: Tensor, length: int, *, back: bool = False) -> None:
@@ -163,12 +159,45 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor, length: int, *, back: bool = Fa
         pointers = (tensor.data_ptr() for tensor in (x, cos, sin))
         function(*pointers, len(x), length, x.shape[-1], half, sign, torch.get_num_threads())
         return
-    view = x.view(-1, length, x.shape[-1])
-    c, s = cos[:length], sin[:length] * sign
-    first, second = view[..., :half], view[..., half : 2 * half]
-    turned = first * s[:, half:]
-    first.mul_(c[:, :half]).addcmul_(second, s[:, :half], value=-1.0)
-    second.mul_(c[:, half:]).add_(turned)
+    view = x.view(-1, length, x.shape[-1]).transpose(0, 1)
+    plain.rotate_(view, cos[:length], sin[:length], back=back)
+
+
+def rotated_merged(
+    qkv: Tensor, turned: tuple[int, int], position_embeddings: tuple[Tensor, Tensor]
+) -> Tensor:
+    """Rotate the first of all heads of each row of a merged product in place, by Triton.
+
+    Its gradient is rotated back in place, too: it must come from attention alone, which makes a new one.
+
+    Args:
+        turned: how many heads, of how many.
+        position_embeddings: cos and sin of each row, (1, rows, rotated size).
+    """
+    return cast("Callable[..., Tensor]", _RotatedMerged.apply)(qkv, turned, *position_embeddings)
+
+
+class _RotatedMerged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, turned: tuple[int, int], cos: Tensor, sin: Tensor) -> Tensor:
+        cos, sin = (table.reshape(len(qkv), -1).contiguous() for table in (cos, sin))
+        ctx.turned = turned
+        ctx.save_for_backward(cos, sin)
+        ctx.mark_dirty(qkv)
+        passes.rotate_(_heads(qkv, turned), cos, sin)
+        return qkv
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        grad = grad.contiguous()
+        passes.rotate_(_heads(grad, ctx.turned), *ctx.saved_tensors, back=True)
+        return grad, None, None, None
+
+
+def _heads(qkv: Tensor, turned: tuple[int, int]) -> Tensor:
+    """The first of all heads, as a view: (rows, turned, size)."""
+    first, total = turned
+    return qkv.view(len(qkv), total, -1)[:, :first]
 
 
 def causal_softmax_(scores: Tensor, length: int, window: int | None, scale: float) -> bool:

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from plait.models.attention import AttentionRule, Heads, packed_attention
 from plait.models.context import MicrobatchContext, Running, now_running, running
-from plait.models.elementwise import GELU_TANH, SILU, activation, gated, rms_norm
-from plait.models.lora import GroupedLinear
+from plait.models.elementwise import gated, rms_norm, rotated_merged
+from plait.models.lora import Binding, GroupedLinear, LinearGroup
+from plait_kernels import passes
+from plait_kernels.plain import GELU_TANH, SILU, activation
 
 # ‖replacement − module‖ / ‖module‖ on random input from rounding alone; a real difference is far larger.
 ROUNDING = {torch.float32: 5e-6, torch.float16: 5e-3, torch.bfloat16: 4e-2}
@@ -26,22 +28,23 @@ SCALES = (1.0, 30.0, 100.0)
 Forward = Callable[..., Any]
 
 
-def fuse_norms(root: nn.Module) -> int:
+def fuse_norms(root: nn.Module, binding: Binding) -> int:
     """Replace the forward of every RMSNorm below ``root``; return how many."""
-    return sum(_fuse_norm(module) for module in root.modules() if "RMSNorm" in type(module).__name__)
+    norms = [module for module in root.modules() if "RMSNorm" in type(module).__name__]
+    return sum(_fuse_norm(module, binding) for module in norms)
 
 
-def _fuse_norm(module: nn.Module) -> bool:
+def _fuse_norm(module: nn.Module, binding: Binding) -> bool:
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(weight, Tensor) or weight.dim() != 1 or eps is None or not _takes_one(module):
         return False
 
     def plain(x: Tensor) -> Tensor:
-        return rms_norm(x, weight, eps, 0.0)
+        return rms_norm(x, weight, eps, 0.0, backend=binding.backend)
 
     def shifted(x: Tensor) -> Tensor:
-        return rms_norm(x, weight, eps, 1.0)
+        return rms_norm(x, weight, eps, 1.0, backend=binding.backend)
 
     x = _noise(3, len(weight), like=weight)
     for forward in (plain, shifted):
@@ -88,10 +91,10 @@ def _fuse_mlp(module: nn.Module) -> bool:
     kind = _activation_kind(act)
     if kind is None:
         return False
-    merged = pair.group.merged
+    group = pair.group
 
     def forward(x: Tensor) -> Tensor:
-        out: Tensor = down(gated(merged(x), kind))
+        out: Tensor = down(gated(group.merged(x), kind, backend=group.binding.backend))
         return out
 
     x = _noise(3, pair.in_features, like=pair.weight)
@@ -117,11 +120,11 @@ class RotaryAttention:
     """Forward of an attention module: one product for q, k and v, rotation and attention in one pass.
 
     Attributes:
-        project: projects to q, k and v, side by side.
+        group: the linear layers of q, k and v, side by side.
         layer: its index in the cache.
     """
 
-    project: Callable[[Tensor], Tensor]
+    group: LinearGroup
     output: nn.Module
     heads: Heads
     rule: AttentionRule
@@ -134,10 +137,13 @@ class RotaryAttention:
         **_other: Any,
     ) -> tuple[Tensor, None]:
         """(1, tokens, hidden) to (1, tokens, hidden), and None for the probabilities."""
-        qkv = self.project(hidden_states.squeeze(0))
+        qkv = self.group.merged(hidden_states.squeeze(0))
         now = now_running()
         packed = now.context
-        if packed.cache is None:
+        if packed.cache is None and passes.by_triton(self.group.binding.backend, qkv):
+            qkv = rotated_merged(qkv, self.heads.turned, position_embeddings)
+            out = packed_attention(qkv, self.heads, packed.layout, self.rule)
+        elif packed.cache is None:
             out = packed_attention(qkv, self.heads, packed.layout, self.rule, now.tables)
         else:
             rotated = self.rotated(qkv, position_embeddings)
@@ -194,7 +200,7 @@ def _fuse_attention(module: nn.Module, trial: Running, position_embeddings: tupl
         return False
     expected = given[0]
     layer, heads, rule = observer.asked
-    forward = RotaryAttention(project.group.merged, output, heads, rule, layer)
+    forward = RotaryAttention(project.group, output, heads, rule, layer)
     for scale in SCALES:  # the call and the use of its result: the softmax between rounds, too
         with running(Running(observed, trial.tables)):
             given = module(

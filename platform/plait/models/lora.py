@@ -55,7 +55,7 @@ class LinearGroup:
         out = multi_lora_linear(
             rows, self.weight, self.bias, self.names, routing.bank, routing, backend=backend
         )
-        return out.view(*x.shape[:-1], out.shape[-1])
+        return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[-1])
 
     def take(self, member: int, x: Tensor) -> Tensor:
         """One sibling's output; the first sibling to call computes the product, the last one frees it."""

@@ -2,7 +2,7 @@
 
 Triton's own launch path runs, with the arguments, alignment and constants that a device would see, up to the
 binary that ptxas writes; only the launch itself is left out. Run by test_kernels_compile.py in a process of
-its own, since Triton's interpreter is on in the tests': `CAPABILITY all|sample`.
+its own, since Triton's interpreter is on in the tests': `CAPABILITY[,CAPABILITY…] all|sample|passes`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from plait_kernels import passes
 from plait_kernels.layer import layer_call
+from plait_kernels.plain import GELU_TANH, SILU
 from plait_kernels.synthetic import Shape, problem
 from plait_kernels.tiles import CANDIDATES, DEFAULT, SMALL, SMALL_CANDIDATES, Choice
 from plait_kernels.triton_launch import Launcher
@@ -50,7 +52,7 @@ class AbsentDevice:
         self.capability = capability
 
     def get_current_device(self) -> int:
-        return 0
+        return self.capability  # binaries are kept by device
 
     def get_current_stream(self, device: int) -> int:
         return device
@@ -123,7 +125,21 @@ def launch(case: dict[str, object], every: bool) -> None:
                 own_run()
 
 
-def main(capability: int, every: bool) -> None:
+def launch_passes(dtype: torch.dtype) -> None:
+    """The passes between the products at the sizes of Llama-3.1-8B, and a norm of the widest rows."""
+    for features in (4096, passes.WIDEST):
+        x, weight = torch.zeros(2, features, dtype=dtype), torch.zeros(features, dtype=dtype)
+        for other in (None, x):
+            _, scales, total = passes.rms(x, weight, 1e-5, 0.0, other)
+            passes.rms_back(x, total, weight, scales, 0.0, other)
+    x = torch.zeros(4, 2 * 14336, dtype=dtype)
+    for kind in (SILU, GELU_TANH):
+        passes.gated_back(passes.gated(x, kind), x, kind)
+    table = torch.zeros(4, 128, dtype=dtype)
+    passes.rotate_(torch.zeros(4, 48 * 128, dtype=dtype).view(4, 48, 128)[:, :40], table, table)
+
+
+def main(capabilities: list[int], which: str) -> None:
     """Compile every case and print what came out, each binary once."""
     seen: set[int] = set()
     current: dict[str, object] = {}
@@ -136,15 +152,20 @@ def main(capability: int, every: bool) -> None:
             sizes = " ".join(
                 f"{key}={value}" for key, value in options.items() if key not in ("grid", "warmup")
             )
-            print(json.dumps(describe(self.__name__, sizes, compiled, current)), flush=True)
+            found = describe(self.__name__, sizes, compiled, current)
+            print(json.dumps({"capability": capability, **found}), flush=True)
         return compiled
 
-    driver.set_active(AbsentDevice(capability))
     JITFunction.run = compile_only
-    for values in ALL if every else SAMPLE:
-        current = dict(zip(CASE, values, strict=True))
-        launch(current, every)
+    for capability in capabilities:
+        driver.set_active(AbsentDevice(capability))
+        for values in {"all": ALL, "sample": SAMPLE}.get(which, ()):
+            current = dict(zip(CASE, values, strict=True))
+            launch(current, which == "all")
+        if which == "passes":
+            current = {"dtype": torch.bfloat16}
+            launch_passes(torch.bfloat16)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2] == "all")
+    main([int(each) for each in sys.argv[1].split(",")], sys.argv[2])
