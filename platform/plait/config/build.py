@@ -14,6 +14,7 @@ from plait.config.fields import MISSING, build, convert, unknown_key
 from plait.core.errors import ConfigError, choices
 from plait.core.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
 from plait.core.settings import ClusterSettings, Mode, RunSettings
+from plait.core.space import as_written
 from plait.utils.paths import search_folder
 
 if TYPE_CHECKING:
@@ -128,16 +129,8 @@ def flat_params(params: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         if isinstance(value, Mapping):
             flat |= flat_params(value, f"{key}.")
         else:
-            flat[key] = _override_text(value)
+            flat[key] = as_written(value)
     return flat
-
-
-def _override_text(value: object) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, (list, tuple)):
-        return "[" + ",".join(_override_text(item) for item in value) + "]"
-    return str(value)
 
 
 def _section(config: Config, name: str) -> dict[str, Any]:

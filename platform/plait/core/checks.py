@@ -14,6 +14,7 @@ from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from plait.core.errors import ConfigError, choices
+from plait.core.space import as_written
 
 LARGEST = 2**53  # whole numbers above it are not exact as floats, and no setting needs them
 
@@ -84,7 +85,7 @@ def check(settings: object, group: str) -> None:
             raise ConfigError(
                 f"{key}={value!r}",
                 f"{key} must be {wanted}.",
-                "" if default in (MISSING, None) else f"The default is {_as_yaml(default)}.",
+                "" if default in (MISSING, None) else f"The default is {as_written(default)}.",
             )
 
 
@@ -109,9 +110,3 @@ def _numbers(value: object) -> Iterator[float]:
     elif isinstance(value, (list, tuple)):
         for each in value:
             yield from _numbers(each)
-
-
-def _as_yaml(value: object) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return f"[{', '.join(map(_as_yaml, value))}]" if isinstance(value, (list, tuple)) else str(value)

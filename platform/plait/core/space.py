@@ -19,6 +19,15 @@ Values = Mapping[str, Value]
 Point = tuple[float, ...]  # the index of each key's value among its values, or the value itself
 
 
+def as_written(value: object) -> str:
+    """A value as written on the command line: true, null, [a,b]."""
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(as_written(item) for item in value)}]"
+    return repr(value) if isinstance(value, float) else str(value)
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """Unordered values; ``texts`` are the same values as override text."""

@@ -19,6 +19,7 @@ from uuid import uuid4
 from optuna.study import Study
 from optuna.trial import FrozenTrial
 
+from plait.config.build import key_of
 from plait.core.errors import SearchError, StorageError
 from plait.core.lifecycle import JobState
 from plait.core.space import Space
@@ -165,7 +166,7 @@ class SearchControl:
         request, weights = uuid4().hex, None
         if warm:
             for override in overrides:
-                if override.lstrip("+").partition("=")[0] in SHAPE:
+                if key_of(override) in SHAPE:
                     raise SearchError(
                         f"--warm {override}",
                         "A warm start cannot change rank, target modules or variant of the adapter.",
@@ -221,14 +222,15 @@ class SearchControl:
     def _priority(self, overrides: Sequence[str]) -> tuple[list[str], int | None]:
         """The other overrides, and the trial's own priority, which it may have if priority is not
         searched."""
-        key = f"{PRIORITY_KEY}="
-        given = [each for each in overrides if each.lstrip("+").startswith(key)]
+        given = [each for each in overrides if key_of(each) == PRIORITY_KEY]
         if not given or any(dimension.name == PRIORITY_KEY for dimension in self._space.dimensions):
             return list(overrides), None
         try:
             return [each for each in overrides if each not in given], int(given[-1].partition("=")[2])
         except ValueError:
-            raise SearchError(given[-1], "A priority must be a whole number.", f"Give {key}5.") from None
+            raise SearchError(
+                given[-1], "A priority must be a whole number.", f"Give {PRIORITY_KEY}=5."
+            ) from None
 
     @property
     def _space(self) -> Space:

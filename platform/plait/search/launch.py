@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from plait.config.build import key_of
 from plait.core.errors import StorageError
 from plait.core.jobs import DataSpec
 from plait.core.lifecycle import JobState
@@ -195,7 +196,7 @@ def going_on(command: tuple[str, ...], *, gave_up: bool = False) -> tuple[str, .
     """The command line that resumes a search: the same, without ``fresh`` and, if too many trials failed,
     with the limit on failures lifted."""
     left = {"search.fresh", TRY_ALL.partition("=")[0]} if gave_up else {"search.fresh"}
-    words = tuple(word for word in command if word.lstrip("+").partition("=")[0] not in left)
+    words = tuple(word for word in command if key_of(word) not in left)
     return (*words, TRY_ALL) if gave_up else words
 
 

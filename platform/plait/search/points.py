@@ -15,7 +15,7 @@ from plait.config.fields import build
 from plait.config.overrides import read_setting
 from plait.core.errors import SearchError, choices
 from plait.core.settings import SearchSettings
-from plait.core.space import Choice, Dimension, Point, Real, Space, Value, Whole
+from plait.core.space import Choice, Dimension, Point, Real, Space, Value, Whole, as_written
 
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
@@ -200,15 +200,6 @@ def _outside(dimension: Dimension, text: str) -> SearchError:
         f"It must come from {dimension.domain}.",
         "To search other values, start a new search with another search.name.",
     )
-
-
-def as_written(value: object) -> str:
-    """A value as written on the command line: true, null, [a,b]."""
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
-    if isinstance(value, (list, tuple)):
-        return f"[{','.join(as_written(item) for item in value)}]"
-    return repr(value) if isinstance(value, float) else str(value)
 
 
 def outside_of(item: FrozenTrial) -> dict[str, OutsideValue]:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from plait.config.fields import build
 from plait.core.errors import ConfigError, SearchError, choices
 from plait.core.settings import SearchSettings, StoppingSettings
-from plait.search.points import as_written
+from plait.core.space import as_written
 from plait.search.rungs import (
     Brackets,
     EqualCohorts,

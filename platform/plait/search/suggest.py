@@ -27,8 +27,8 @@ from optuna.trial import FrozenTrial, TrialState
 
 from plait.core.errors import SearchError
 from plait.core.settings import SearchSettings
-from plait.core.space import Choice, Dimension, Domain, Point, Real, Space, Value, Values, Whole
-from plait.search.points import as_written, outside_of, tried_points
+from plait.core.space import Choice, Dimension, Domain, Point, Real, Space, Value, Values, Whole, as_written
+from plait.search.points import outside_of, tried_points
 from plait.search.prior import EarlierTrial
 from plait.search.samplers import SAMPLERS
 
