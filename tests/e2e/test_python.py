@@ -62,7 +62,7 @@ def test_a_search_is_interrupted_resumed_and_opened_and_its_adapters_load(
         _ = partial.best
     printed = capfd.readouterr()
     assert "Press Ctrl-C again" in printed.err
-    assert "plait sweep" in printed.out.split("resume with")[1]
+    assert "plait resume" in printed.out.split("resume with")[1]
 
     result = plait.sweep(overrides)
     assert "resumes from step" in capfd.readouterr().out

@@ -56,7 +56,7 @@ def test_the_printed_command_resumes_to_the_losses_of_an_undisturbed_search(
         "search.name=mine",
     ]  # fmt: skip
     command = interrupted([*arguments, "search.fresh=true"])
-    assert command == ["plait", "sweep", *arguments]
+    assert command == ["plait", "resume", "mine"]
     assert [item.state for item in trials(folder)] == [TrialState.RUNNING] * 2
     steps_before = {name: len(points) for name, points in curves(folder).items()}
     assert all(0 < count < STEPS for count in steps_before.values()), steps_before

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 import shlex
 import signal
 import time
@@ -19,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from plait.config.build import key_of
 from plait.core.errors import StorageError
 from plait.core.jobs import DataSpec
 from plait.core.lifecycle import JobState
@@ -35,7 +33,7 @@ from plait.search.orders import Orders
 from plait.search.points import too_few_points
 from plait.search.prior import describe_prior
 from plait.search.process_watch import ProcessWatch
-from plait.search.recorded import URI, RecordedCommand, recorded_command, write_command
+from plait.search.recorded import RecordedCommand, recorded_command, write_command
 from plait.search.results import (
     TRY_ALL,
     SearchEnd,
@@ -53,7 +51,7 @@ from plait.search.trials import SearchCommand, Trial
 from plait.tracking.facts import DataFacts, SearchFacts, data_facts
 from plait.tracking.figures import Figures
 from plait.tracking.leaderboard import Leaderboard, orphan
-from plait.tracking.location import VARIABLE, locate, sqlite_in, store_elsewhere
+from plait.tracking.location import locate, sqlite_in, store_elsewhere
 from plait.tracking.processes import ProcessRow
 from plait.tracking.search_run import Begun
 from plait.tracking.tracker import Peers, Tracker
@@ -190,14 +188,6 @@ def another_store(recorded: RecordedCommand, tracking: TrackingSettings) -> list
         f"This search has been recorded in {before} so far and will be recorded in {after} from now on; the "
         f"first part of each curve stays in the old store. Use tracking.uri={before} to keep it in one place."
     ]
-
-
-def going_on(command: tuple[str, ...], *, gave_up: bool = False) -> tuple[str, ...]:
-    """The command line that resumes a search: the same, without ``fresh`` and, if too many trials failed,
-    with the limit on failures lifted."""
-    left = {"search.fresh", TRY_ALL.partition("=")[0]} if gave_up else {"search.fresh"}
-    words = tuple(word for word in command if key_of(word) not in left)
-    return (*words, TRY_ALL) if gave_up else words
 
 
 class _Launch:
@@ -408,13 +398,17 @@ class _Launch:
 
     def _view(self, tracker: Tracker) -> str:
         """Where to see the search: an address, or the command that serves it."""
-        tracking, usual = self._settings.tracking, TrackingSettings()
-        words = ["plait", "ui", self._source.name]
-        words += [f"tracking.root={tracking.root}"] if tracking.root != usual.root else []
-        words += [f"tracking.uri={tracking.uri}"] if tracking.uri else []
-        if tracking.experiment != usual.experiment:
+        tracking = self._settings.tracking
+        words = [*self._verb("ui"), *([f"tracking.uri={tracking.uri}"] if tracking.uri else [])]
+        if tracking.experiment != TrackingSettings().experiment:
             words.append(f"tracking.experiment={tracking.experiment}")
         return tracker.page or redact(shlex.join(words))
+
+    def _verb(self, verb: str) -> list[str]:
+        """A command on this search, from the present folder."""
+        root = self._settings.tracking.root
+        own = [] if root == TrackingSettings().root else [f"tracking.root={root}"]
+        return ["plait", verb, self._source.name, *own]
 
     def _report(self, result: SearchEnd, tracker: Tracker, trouble: str, account: str) -> None:
         facts = {"tracked in": str(tracker.location), "view with": self._view(tracker)}
@@ -425,10 +419,8 @@ class _Launch:
         if result.why:
             facts["ended early"] = result.why
         if result.interrupted or result.ended_by:
-            words = going_on(self._command.command, gave_up=result.ended_by == "failing")
-            if self._settings.tracking.uri is None and VARIABLE in os.environ:
-                words = (*words, f"{URI}={os.environ[VARIABLE]}")
-            facts["resume with"] = redact(shlex.join(words))
+            lifted = [TRY_ALL] if result.ended_by == "failing" else []
+            facts["resume with"] = shlex.join([*self._verb("resume"), *lifted])
         self._screen.summarise(tracker.board, facts)
 
     def _say(self, *lines: str) -> None:
