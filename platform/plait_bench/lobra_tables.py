@@ -48,8 +48,8 @@ class ThroughputOptions:
 
     Attributes:
         rows: tensor and pipeline degree, and tokens of a sequence.
-        microbatches: of a step, which the paper does not print: the first is what is compared, the others show
-            how the answer moves; null for a step without end.
+        microbatches: of a step, which the paper does not print: the first is what is compared, the others
+            show how the answer moves; null for a step without end.
     """
 
     rows: tuple[tuple[int, int, int], ...]
@@ -89,7 +89,8 @@ class HomogeneousOptions:
     """Options of ``lobra/homogeneous``.
 
     Attributes:
-        rows: tensor and pipeline degree, tokens of a sequence, and sequences of a replica, one in a microbatch.
+        rows: tensor and pipeline degree, tokens of a sequence, and sequences of a replica, one in each
+            microbatch.
     """
 
     rows: tuple[tuple[int, int, int, int], ...]
@@ -158,7 +159,7 @@ def critical_path(settings: RunSettings, jobs: Sequence[JobSpec], options: Mappi
 
 
 def _path_figures(profile: ClusterProfile, tp: int, pp: int, steps: Sequence[Sequence[int]]) -> list[Figure]:
-    """The mean of T over the simulated seconds: longest microbatches first, as LobRA runs them, and as drawn."""
+    """Mean of T over the simulated seconds: longest microbatches first, as LobRA runs them, and as drawn."""
     most = most_tokens(profile, tp, pp)
     edges = [each for each in limits(profile) if each <= most]
     ratios: dict[str, list[float]] = {"longest first": [], "as drawn": []}

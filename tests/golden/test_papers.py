@@ -26,10 +26,16 @@ from plait_bench.figures import Published, Report
 from plait_bench.run import Paper, PublishedEntry, beside_published, find_benchmark
 
 RECORDED = Path(__file__).with_name("papers.json")
-# Files that are cheap to run, with what moves their figures: a profile's coefficient or a workload's parameter.
+# Files that are cheap to run, with a profile's coefficient or a workload's parameter that moves their figures.
 MOVED: dict[str, tuple[str, Any]] = {
     "lobra/critical_path": ("bench.options.sequences", 64),
     "lobra/homogeneous": ("cluster.options.time.layer.0.fixed", 5e-3),
+    "mlora/adapters_scaling": ("bench.options.gigabytes_per_s", 1),
+    "mlora/communication": ("bench.options.tokens", 2048),
+    "mlora/completion_4gpu": ("bench.options.splits", [8]),
+    "mlora/gpu_scaling": ("bench.options.gigabytes_per_s", 4),
+    "mlora/slow_network": ("bench.options.teraflops", 28),
+    "mlora/throughput": ("bench.options.teraflops", 28),
     "lobra/throughput": ("cluster.options.time.head.1.labelled", 5e-6),
 }
 
@@ -66,7 +72,7 @@ def changed(config: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
     for key in owners:
         place = place[int(key)] if isinstance(place, list) else place[key]
     key = int(last) if isinstance(place, list) else last
-    assert place[key] != value
+    assert isinstance(place, list) or place.get(key) != value
     place[key] = value
     return copy
 

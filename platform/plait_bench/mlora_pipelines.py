@@ -1,0 +1,204 @@
+"""mLoRA's pipelines in the simulator: tokens a second by jobs, devices and links, and bytes between devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from plait.config.fields import build
+from plait.core.errors import ConfigError
+from plait.core.jobs import JobSpec
+from plait.core.settings import RunSettings
+from plait.cost.time import StageTime
+from plait.simulate.events import OneFOneB, Order, Pipeline, Work, simulate
+from plait.simulate.report import measure
+from plait_bench.benchmarks import BENCHMARKS
+from plait_bench.figures import Figure, Report
+from plait_bench.inputs import OPTIONS, at_least_one
+from plait_bench.pipelines import BackwardFirst
+
+TURNS = 24  # simulated steps of each job
+WEIGHT_PASSES = 2.0  # operations of one weight on one token
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """Sizes of a base model: weights of its linears, features and decoder layers."""
+
+    weights: float
+    hidden: int
+    layers: int
+
+    def __post_init__(self) -> None:
+        at_least_one(self, "hidden", "layers")
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineOptions:
+    """Options of the benchmarks of mLoRA's pipelines.
+
+    Attributes:
+        models: by name.
+        devices: stages; each number is simulated.
+        jobs: trained at once; each number is simulated, null for as many as there are stages.
+        tokens: of a global batch.
+        splits: microbatches into which 1F1B splits a global batch; the first is what is compared.
+        teraflops: of a device, which is assumed: with messages it decides what dominates.
+        backward: seconds of a backward over those of a forward.
+        gigabytes_per_s: between neighbours; null for messages that take no time.
+        value_bytes: of an activation.
+        spare: jobs more than stages where devices are compared; the first is what is compared.
+    """
+
+    models: dict[str, Model]
+    devices: tuple[int, ...]
+    jobs: tuple[int | None, ...]
+    tokens: int = 4096
+    splits: tuple[int, ...] = (8,)
+    teraflops: float = 50.0
+    backward: float = 1.0
+    gigabytes_per_s: float | None = None
+    value_bytes: int = 4
+    spare: tuple[int, ...] = (0,)
+
+    def __post_init__(self) -> None:
+        at_least_one(self, "tokens", "value_bytes")
+        for name in ("devices", "splits"):
+            if min(getattr(self, name), default=0) < 1:
+                raise ConfigError(
+                    f"{OPTIONS}.{name}={getattr(self, name)}", "There must be one, of at least 1."
+                )
+        if not (self.teraflops > 0 and self.backward > 0):
+            raise ConfigError(f"{OPTIONS}: teraflops={self.teraflops}", "It and backward must be above 0.")
+
+    def stage(self, model: Model, devices: int, split: int) -> StageTime:
+        """Seconds of a stage for one microbatch."""
+        forward = WEIGHT_PASSES * model.weights * self.tokens / split / devices / (self.teraflops * 1e12)
+        return StageTime(forward, forward * self.backward)
+
+    def message(self, model: Model, split: int) -> float:
+        """Seconds of one microbatch's activations between neighbours."""
+        if self.gigabytes_per_s is None:
+            return 0.0
+        return self.tokens / split * model.hidden * self.value_bytes / (self.gigabytes_per_s * 1e9)
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Tokens a second of one case.
+
+    Attributes:
+        lorapp: of mLoRA's pipeline: jobs in turn, each batch whole.
+        alone: of 1F1B by split, one job after another.
+    """
+
+    lorapp: float
+    alone: Mapping[int, float]
+
+
+def rates(model: Model, devices: int, jobs: int, asked: PipelineOptions) -> Rates:
+    """Both systems' steady tokens a second."""
+    works = [Work(((f"job{job}", turn),)) for turn in range(TURNS) for job in range(jobs)]
+    run = simulate({0: _pipeline(works, model, devices, 1, BackwardFirst(), asked)})
+    last, middle = (
+        max(run.steps[f"job{job}", turn] for job in range(jobs)) for turn in (TURNS - 2, TURNS // 2)
+    )
+    lorapp = (TURNS - 2 - TURNS // 2) * jobs * asked.tokens / (last - middle)
+    alone = {}
+    for split in asked.splits:
+        batch = [Work((("job", 0),)) for _ in range(split)]
+        one = simulate({0: _pipeline(batch, model, devices, split, OneFOneB([split]), asked)})
+        alone[split] = asked.tokens / one.makespan
+    return Rates(lorapp, alone)
+
+
+def _pipeline(
+    works: Sequence[Work], model: Model, devices: int, split: int, order: Order, asked: PipelineOptions
+) -> Pipeline:
+    seconds = [[asked.stage(model, devices, split)] * len(works)] * devices
+    message = asked.message(model, split)
+    return Pipeline(works, seconds, order, [message] * len(works) if message else ())
+
+
+@BENCHMARKS.register("mlora/pipelines")
+def pipelines(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+    """Time of a task saved over 1F1B, and tokens a second by jobs and devices.
+
+    Raises:
+        ConfigError: a wrong option.
+    """
+    del settings, jobs
+    asked = build(PipelineOptions, options, OPTIONS)
+    figures: list[Figure] = []
+    for name, model in asked.models.items():
+        for devices in asked.devices:
+            counts = [each or devices for each in asked.jobs]
+            found = {count: rates(model, devices, count, asked) for count in counts}
+            figures += _case(f"{name}, {devices} devices", found, asked)
+        figures += _scaling(name, model, asked)
+    assumed = f"{asked.teraflops:g} TFLOP/s a device, backward {asked.backward:g} times as long as forward"
+    link = "take no time" if asked.gigabytes_per_s is None else f"at {asked.gigabytes_per_s:g} GB/s"
+    return Report("mLoRA's pipelines", tuple(figures), (f"Assumed: {assumed}; messages {link}.",))
+
+
+def _case(case: str, found: Mapping[int, Rates], asked: PipelineOptions) -> list[Figure]:
+    figures = []
+    for count, each in found.items():
+        label = f"{case}, {count} jobs"
+        for number, split in enumerate(asked.splits):
+            saved = 100 * (1 - each.alone[split] / each.lorapp)
+            beside = "" if number == 0 else f", 1F1B in {split}"
+            note = f"LoRAPP {each.lorapp:,.0f}, 1F1B in {split} {each.alone[split]:,.0f} tokens/s"
+            figures.append(Figure(f"{label}: time saved{beside}", saved, "%", "simulated", note=note))
+        first = found[min(found)]
+        gain = each.lorapp / first.lorapp
+        figures.append(Figure(f"{label}: LoRAPP", each.lorapp, "tokens/s", "simulated"))
+        if len(found) > 1:
+            figures.append(Figure(f"{label}: tokens/s over {min(found)} jobs", gain, "×", "simulated"))
+    return figures
+
+
+def _scaling(name: str, model: Model, asked: PipelineOptions) -> list[Figure]:
+    """Tokens a second by devices, over those of the fewest."""
+    figures = []
+    for number, spare in enumerate(asked.spare if len(asked.devices) > 1 else ()):
+        first, *others = asked.devices
+        base = rates(model, first, first + spare, asked).lorapp
+        label = "" if number == 0 else f", {spare} jobs more"
+        for devices in others:
+            gain = rates(model, devices, devices + spare, asked).lorapp / base
+            case = f"{name}: tokens/s of {devices} devices over {first}{label}"
+            figures.append(Figure(case, gain, "×", "simulated"))
+    return figures
+
+
+@BENCHMARKS.register("mlora/communication")
+def communication(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+    """Bytes that a step sends in a pipeline, as the simulator counts them, and in tensor parallelism.
+
+    Raises:
+        ConfigError: a wrong option.
+    """
+    del settings, jobs
+    asked = build(PipelineOptions, options, OPTIONS)
+    figures = []
+    for name, model in asked.models.items():
+        for devices in asked.devices:
+            seconds = [[asked.stage(model, devices, 1)]] * devices
+            work = Work((("job", 0),), tokens=asked.tokens)
+            metrics, _ = measure({0: Pipeline([work], seconds, OneFOneB([1]))}, hidden_size=model.hidden)
+            sent = metrics.communication_bytes / 2**20
+            reduced = tensor_parallel_bytes(model, devices, asked) / 2**20
+            case = f"{name}, {devices} devices"
+            figures += [
+                Figure(f"{case}: LoRAPP and 1F1B", sent, "MiB", "simulated"),
+                Figure(f"{case}: tensor parallelism", reduced, "MiB", "computed"),
+                Figure(f"{case}: tensor parallelism over LoRAPP", reduced / sent, "×", "computed"),
+            ]
+    return Report("mLoRA, bytes of a step between devices", tuple(figures), ("16-bit activations.",))
+
+
+def tensor_parallel_bytes(model: Model, devices: int, asked: PipelineOptions) -> float:
+    """Two all-reduces a layer forward and two backward, each of 2(t − 1)/t times the activations, t devices."""
+    reduces, ring = 4 * model.layers, 2 * (devices - 1)
+    return reduces * ring * asked.tokens * model.hidden * asked.value_bytes
