@@ -1,4 +1,4 @@
-"""mLoRA's pipelines in the simulator: tokens a second by jobs, devices and links, and bytes between devices."""
+"""mLoRA's pipelines in the simulator: tokens a second by jobs, devices and links, and bytes sent."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings
 from plait.cost.time import StageTime
 from plait.simulate.events import OneFOneB, Order, Pipeline, Work, simulate
+from plait.simulate.orders import BackwardFirst
 from plait.simulate.report import measure
 from plait_bench.benchmarks import BENCHMARKS
 from plait_bench.figures import Figure, Report
 from plait_bench.inputs import OPTIONS, at_least_one
-from plait_bench.pipelines import BackwardFirst
 
 TURNS = 24  # simulated steps of each job
 WEIGHT_PASSES = 2.0  # operations of one weight on one token
@@ -199,6 +199,6 @@ def communication(settings: RunSettings, jobs: Sequence[JobSpec], options: Mappi
 
 
 def tensor_parallel_bytes(model: Model, devices: int, asked: PipelineOptions) -> float:
-    """Two all-reduces a layer forward and two backward, each of 2(t − 1)/t times the activations, t devices."""
+    """Two all-reduces a layer forward and two backward, each of 2(t − 1)/t times the activations."""
     reduces, ring = 4 * model.layers, 2 * (devices - 1)
     return reduces * ring * asked.tokens * model.hidden * asked.value_bytes

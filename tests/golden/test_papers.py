@@ -26,7 +26,7 @@ from plait_bench.figures import Published, Report
 from plait_bench.run import Paper, PublishedEntry, beside_published, find_benchmark
 
 RECORDED = Path(__file__).with_name("papers.json")
-# Files that are cheap to run, with a profile's coefficient or a workload's parameter that moves their figures.
+# Files that are cheap to run, with a coefficient of a profile or a parameter that moves their figures.
 MOVED: dict[str, tuple[str, Any]] = {
     "lobra/critical_path": ("bench.options.sequences", 64),
     "lobra/homogeneous": ("cluster.options.time.layer.0.fixed", 5e-3),
