@@ -32,7 +32,11 @@ def largest_microbatch(folder: Path) -> int:
 
 
 def test_an_interrupted_search_keeps_its_capacity(
-    folder: Path, short: Short, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+    folder: Path,
+    short: Short,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path_factory: pytest.TempPathFactory,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("PLAIT_CACHE", str(tmp_path_factory.mktemp("cache")))
     keys: list[ProfileKey] = []
@@ -74,7 +78,8 @@ def test_an_interrupted_search_keeps_its_capacity(
         name: begun[name] for name in ("capacity", "kernels")
     }
     assert largest_microbatch(folder) == 2048
-    # Another search takes what is profiled by now.
+    # Another search takes what is profiled by now, and says so.
+    assert "by the profile of" not in capsys.readouterr().out
     assert main([*command[:-1], "search.name=other", "train.steps=1"]) == 0
     assert (
         json.loads((folder / "plait-runs" / "searches" / "other" / "plan.json").read_text())["choices"][
@@ -82,3 +87,4 @@ def test_an_interrupted_search_keeps_its_capacity(
         ]
         == 640
     )
+    assert "Microbatches have up to 640 tokens, by the profile of `plait profile`" in capsys.readouterr().out

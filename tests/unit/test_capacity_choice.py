@@ -10,6 +10,7 @@ from typing import Literal, cast
 import pytest
 import torch
 
+from plait.cli.profile import used_from_now_on
 from plait.core.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
 from plait.core.plans import Group, Plan, Replica
 from plait.core.settings import USUAL_CAPACITY, EngineSettings, ModelSettings, RunSettings
@@ -63,6 +64,23 @@ def test_halved_until_each_job_fits_into_memory() -> None:
     assert choose_capacity(OPEN, facts(room), profile(2048, token=100.0), {(ADAPTER, 50)}) == 256
     assert choose_capacity(OPEN, facts(room), profile(2048, token=100.0), {(ADAPTER, 290)}) == 290
     assert choose_capacity(OPEN, facts(10), None, {(ADAPTER, 50)}) == LEAST_CAPACITY  # admission says why not
+
+
+def test_a_stored_profile_says_what_it_changes() -> None:
+    first = used_from_now_on(profile(512), None)
+    assert "of up to 512 tokens (2,048 before), unless they set engine.capacity" in first
+    assert "1,024 tokens (512 before)" in used_from_now_on(profile(1024), profile(512))
+    assert "512 tokens (as before)" in used_from_now_on(profile(512), profile(512))
+
+
+def test_a_new_search_says_that_its_capacity_is_profiled(settle, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(engine, "stored_profile", lambda *_: profile(640))
+    assert settle(OPEN) == (512, ())  # it resumes
+    capacity, said = settle(replace(OPEN, search=replace(OPEN.search, fresh=True)))
+    assert (capacity, len(said)) == (640, 1)
+    assert "up to 640 tokens, by the profile" in said[0]
+    given = replace(OPEN, search=replace(OPEN.search, fresh=True), engine=EngineSettings(capacity=96))
+    assert settle(given) == (96, ())
 
 
 class Catalogue:

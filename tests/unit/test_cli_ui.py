@@ -1,16 +1,18 @@
-"""`plait ui` before it starts a server."""
+"""`plait ui`: what is checked before it starts a server, and how it waits for it."""
 
 import os
 import socket
 import subprocess
+import sys
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 
 from plait.cli.results import ui
 from plait.core.errors import ConfigError
 from plait.core.settings import TrackingSettings
-from plait.tracking.ui import UiCommand, check_port, ui_command
+from plait.tracking.ui import UiCommand, check_port, run_ui, ui_command
 
 
 def command(folder: Path, port: object) -> UiCommand:
@@ -60,3 +62,24 @@ def test_pages_of_a_server_need_no_port(tmp_path: Path) -> None:
         check_port(UiCommand(f"http://127.0.0.1:{port}"))
         with pytest.raises(ConfigError, match="is taken"):
             check_port(command(tmp_path, port))  # pages of our own do
+
+
+def test_the_address_is_shown_when_the_server_answers_and_its_output_only_if_it_fails(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    url, answers = f"http://127.0.0.1:{port}", []
+
+    def ready() -> None:
+        with urlopen(url) as answer:
+            answers.append(answer.status)
+        raise KeyboardInterrupt
+
+    assert run_ui(UiCommand(url, (sys.executable, "-m", "http.server", str(port))), ready) == 0
+    assert answers == [200]
+    assert capfd.readouterr() == ("", "")
+    failing = (sys.executable, "-c", "print('no such store'); raise SystemExit(3)")
+    assert run_ui(UiCommand(url, failing), lambda: answers.append(0)) == 3
+    assert answers == [200]
+    assert capfd.readouterr().err == "no such store\n"

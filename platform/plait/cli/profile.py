@@ -19,7 +19,7 @@ from rich.table import Table
 from plait.cli.plan import check_cluster, described, draw_workload, model_name, say
 from plait.core.errors import EXIT_DONE, CapacityError, ConfigError
 from plait.core.jobs import JobSpec
-from plait.core.settings import RunSettings
+from plait.core.settings import USUAL_CAPACITY, RunSettings
 from plait.cost.probes import ProbeOptions
 from plait.cost.profile_store import Profile, ProfileKey, load_profile, profile_mapping, save_profile
 from plait.cost.profiles import ClusterProfile
@@ -146,22 +146,33 @@ def run_profile(command: SearchCommand, flags: Collection[str]) -> int:
             )
         return compare_configurations(command, console, as_json=as_json)
     made = profile_here(command.settings, command.probes, weights=weights)
-    path = _keep(made.profile)
+    before = load_profile(made.profile.key, cache=cache_dir())
+    path = _keep(made.profile, before)
     if as_json:
         print(json.dumps(mapping(made) | {"path": None if path is None else str(path)}, indent=2))
         return EXIT_DONE
     show(made, console)
     kept = "not saved: a measured profile exists" if path is None else f"saved to {path}"
     plain(console, kept)
+    if path is not None:
+        plain(console, used_from_now_on(made.profile, before))
     return EXIT_DONE
 
 
-def _keep(profile: Profile) -> Path | None:
+def used_from_now_on(profile: Profile, before: Profile | None) -> str:
+    """What storing the profile changes for searches."""
+    earlier = USUAL_CAPACITY if before is None else before.capacity
+    changed = "as before" if earlier == profile.capacity else f"{earlier:,} before"
+    return (
+        f"New searches on this model and device use microbatches of up to {profile.capacity:,} tokens "
+        f"({changed}), unless they set engine.capacity. Delete the file to undo this."
+    )
+
+
+def _keep(profile: Profile, before: Profile | None) -> Path | None:
     """Store a profile, unless it is not measured and would replace a measured one."""
-    if profile.how == "computed":
-        stored = load_profile(profile.key, cache=cache_dir())
-        if stored is not None and stored.how == "measured":
-            return None
+    if profile.how == "computed" and before is not None and before.how == "measured":
+        return None
     return save_profile(profile, cache=cache_dir())
 
 

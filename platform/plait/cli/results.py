@@ -35,8 +35,12 @@ def ui(arguments: Sequence[str]) -> int:
     settings = store_settings(known)
     command = ui_command(settings, rest)
     check_port(command)
-    print(f"MLflow: {search_address(settings, name, command.url)}", flush=True)
-    return run_ui(command) if command.command else EXIT_DONE
+    shown = f"MLflow: {search_address(settings, name, command.url)}"
+    if not command.command:
+        print(shown)
+        return EXIT_DONE
+    print("Starting MLflow's server ...", file=sys.stderr)
+    return run_ui(command, lambda: print(f"{shown}\nCtrl-C stops it.", flush=True))
 
 
 def leaderboard(arguments: Sequence[str]) -> int:

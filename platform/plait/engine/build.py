@@ -14,7 +14,14 @@ from plait.core.errors import ConfigError, StorageError
 from plait.core.jobs import DataSpec, JobSpec
 from plait.core.plans import Choices, Plan, recorded_choices
 from plait.core.samples import TokenisedData
-from plait.core.settings import AUTO, ClusterSettings, EngineSettings, ModelSettings, RunSettings
+from plait.core.settings import (
+    AUTO,
+    USUAL_CAPACITY,
+    ClusterSettings,
+    EngineSettings,
+    ModelSettings,
+    RunSettings,
+)
 from plait.cost.profile_store import Profile, ProfileKey, load_profile
 from plait.data.loading import describe_rows, generation_limit, load_data, score
 from plait.engine.admission import choose_capacity
@@ -163,10 +170,11 @@ def settle_engine(
     facts = worker_facts(settings.model, shape, free_memory(settings))
     before = {} if settings.search.fresh else _recorded_choices(folder)
     recorded = before.get("capacity")
+    profile = stored_profile(settings, shape.digest)
     capacity = choose_capacity(
         settings,
         facts,
-        stored_profile(settings, shape.digest),
+        profile,
         {(job.adapter, data.longest(job.data)) for job in jobs},
         recorded if isinstance(recorded, int) else None,
     )
@@ -181,6 +189,12 @@ def settle_engine(
         for name, value in asked.items()
         if (key := name.partition(".")[2]) in before and value not in (before[key], AUTO)
     )
+    profiled = settings.engine.capacity is None and recorded is None and profile is not None
+    if profiled and capacity != USUAL_CAPACITY:
+        said += (
+            f"Microbatches have up to {capacity:,} tokens, by the profile of `plait profile` (without it "
+            f"{USUAL_CAPACITY:,}); engine.capacity sets another number.",
+        )
     return replace(settings, engine=replace(settings.engine, capacity=capacity)), (
         *said,
         *_slow_here(settings),

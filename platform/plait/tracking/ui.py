@@ -9,8 +9,12 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
+from http.client import HTTPConnection, HTTPException
 from urllib.parse import urlencode, urlsplit
 
 from plait.core.errors import ConfigError
@@ -23,6 +27,9 @@ SHARED_VIEW = "mlflow.sharedViewState."  # prefix of a tag; the key in the addre
 HOST = "127.0.0.1"
 PORT = "5000"
 GRACE_SECONDS = 10
+START_SECONDS = 60  # after which the address is shown although nothing has answered
+LOOK_SECONDS = 0.1
+MOST_SHOWN = 8000  # bytes of a failed server's output
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,22 +136,54 @@ def check_port(command: UiCommand) -> None:
             ) from error
 
 
-def run_ui(command: UiCommand) -> int:
-    """Serve the pages until interrupted.
+def run_ui(command: UiCommand, ready: Callable[[], None]) -> int:
+    """Serve the pages until interrupted. What the server prints is shown only if it fails.
+
+    Args:
+        ready: called when the pages answer.
 
     Returns:
-            The server's exit status; 0 after an interrupt.
+        The server's exit status; 0 after an interrupt.
     """
-    server = subprocess.Popen(command.command, env=os.environ | command.environment)
-    try:
-        return server.wait()
-    except KeyboardInterrupt:
-        return 0
-    finally:
-        if server.poll() is None:
-            server.terminate()
-            try:
-                server.wait(GRACE_SECONDS)
-            except subprocess.TimeoutExpired:
-                server.kill()
-                server.wait()
+    with tempfile.TemporaryFile() as log:
+        server = subprocess.Popen(
+            command.command, env=os.environ | command.environment, stdout=log, stderr=subprocess.STDOUT
+        )
+        try:
+            _wait_for_answer(command.url, server)
+            if server.poll() is None:
+                ready()
+            status = server.wait()
+        except KeyboardInterrupt:
+            return 0
+        finally:
+            _end(server)
+        if status:
+            log.seek(0)
+            sys.stderr.write(log.read()[-MOST_SHOWN:].decode(errors="replace"))
+        return status
+
+
+def _wait_for_answer(url: str, server: subprocess.Popen[bytes]) -> None:
+    """Wait until the pages answer, the server has ended, or ``START_SECONDS`` have passed."""
+    address, until = urlsplit(url), time.monotonic() + START_SECONDS
+    while server.poll() is None and time.monotonic() < until:
+        try:
+            connection = HTTPConnection(address.hostname or HOST, address.port, timeout=1)
+            with closing(connection):
+                connection.request("GET", "/health")
+                connection.getresponse()
+                return
+        except (OSError, HTTPException):
+            time.sleep(LOOK_SECONDS)
+
+
+def _end(server: subprocess.Popen[bytes]) -> None:
+    """End the server if it still runs."""
+    if server.poll() is None:
+        server.terminate()
+        try:
+            server.wait(GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
