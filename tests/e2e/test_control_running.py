@@ -73,6 +73,9 @@ def test_every_command_against_a_running_sweep(
         sweep.until(lambda: (search / "command.json").exists())
         sweep.until(lambda: len(steps(said("status"))) == 3)
 
+        told = re.compile(r"trial-0000  running   step \d+ of 100000  train loss \d+\.\d{4}  ")
+        sweep.until(lambda: told.search(said("status")) is not None)
+
         assert "paused after the current step" in said("pause")
         sweep.until(lambda: "3 paused" in said("status"))
         held = steps(said("status"))
@@ -126,7 +129,7 @@ def test_every_command_against_a_running_sweep(
 def test_stop_lets_running_trials_end_and_the_same_command_suggests_the_rest(
     folder: Path, short: tuple[str, ...], trials: Trials, said: Said
 ) -> None:
-    arguments = [*short, *SPACE, "search.trials=4", "search.parallel=2", "train.steps=150"]
+    arguments = [*short, *SPACE, "search.trials=4", "search.parallel=2", "train.steps=400"]
     search = folder / "plait-runs" / "searches" / "mine"
     with running(arguments) as sweep:
         sweep.until(lambda: (search / "command.json").exists())

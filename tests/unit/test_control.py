@@ -440,6 +440,8 @@ def test_status_is_what_the_study_knows(tmp_path: Path, said: Said) -> None:
     assert re.match(r"  trial-0003  running   adapter.rank=", trials[0])
     assert re.match(r"  trial-0004  orphaned  1.75 at step 20  adapter.rank=", trials[1])
     assert last == "`plait leaderboard mine` shows its trials, `plait resume mine` resumes it."
+    lrs = [float(each) for each in re.findall(r"train\.lr=(\S+)", "\n".join([best, *trials]))]
+    assert all(lr == float(f"{lr:.4g}") for lr in lrs)
     facts = json.loads(said("--json"))
     shown = tuple(facts[key] for key in ("search", "mode", "trials", "ended"))
     assert shown == ("mine", "not running", 6, 3)

@@ -17,7 +17,7 @@ from plait.terminal.text import processes_line
 from plait.terminal.view import Terminal, processes_table
 from plait.tracking import processes as kept
 from plait.tracking.leaderboard import Leaderboard
-from plait.tracking.processes import ProcessFile, ProcessRow, process_rows, read_processes
+from plait.tracking.processes import JobNow, ProcessFile, ProcessRow, process_rows, read_jobs, read_processes
 
 TRAINS = ProcessState(0, "here", 10, "cuda:0", "training", 3.0, 0.5, 60.0)
 WAITS = replace(TRAINS, replica=1, pid=11, doing="", seconds=2.0, silent=0.0)
@@ -105,7 +105,9 @@ def test_another_terminal_reads_them_older_by_the_time_since(
     monkeypatch.setattr(kept.time, "time", lambda: times["time"])
     monkeypatch.setattr(kept.os, "getpid", lambda: 77)
     file = ProcessFile(tmp_path)
-    file.write(process_rows([TRAINS, WAITS], TOTALS))
+    jobs = {"trial-0003": JobNow(12, 40, 1.25), "trial-0004": JobNow(0, 40, None)}
+    file.write(lambda: process_rows([TRAINS, WAITS], TOTALS), lambda: jobs)
+    file.write(lambda: pytest.fail("it is not due"), dict)
     times["time"] += 7.0
     trains, waits = read_processes(tmp_path, ["77"])
     assert trains.state == replace(TRAINS, seconds=10.0, silent=7.5)
@@ -114,6 +116,8 @@ def test_another_terminal_reads_them_older_by_the_time_since(
     assert not waits.silent
     assert trains.totals == TOTALS[0]
     assert json.loads(json.dumps(trains.facts()))["busy_seconds"] == 90.0
+    assert read_jobs(tmp_path, ["77", "78"]) == jobs
+    assert [str(job) for job in jobs.values()] == ["step 12 of 40  train loss 1.2500", "step 0 of 40"]
     assert read_processes(tmp_path, ["78"]) == []
     file.close()
     assert read_processes(tmp_path, ["77"]) == []
@@ -124,3 +128,4 @@ def test_a_file_of_another_form_is_nothing(tmp_path: Path, text: str) -> None:
     (tmp_path / "processes").mkdir()
     (tmp_path / "processes" / "7-now.json").write_text(text)
     assert read_processes(tmp_path, ["7"]) == []
+    assert read_jobs(tmp_path, ["7"]) == {}

@@ -282,7 +282,7 @@ class _Launch:
         settings, source, data, many = self._settings, self._source, prepared.data, self._processes
         folder = search_folder(settings.tracking.root, source.name)
         tracker = Tracker(settings.tracking, peers=self._peers, writes_curves=source.claims.writes_curves)
-        watch = ProcessWatch(folder, lambda: tracker.board.replicas)
+        watch = ProcessWatch(folder, lambda: tracker.board, lambda: source.claims.own)
         if many is not None:
             many.watch, many.say = (lambda: watch.show()), self._say
         self._say("Loading the model ...")
@@ -344,6 +344,7 @@ class _Launch:
                 self._source.orders.poll,
                 lambda: tracker.unreachable,
                 str(tracker.location),
+                watch.keep,
             )
             return SearchLoop(
                 self._source,
@@ -444,6 +445,7 @@ class Attend:
         say: shows a line to the user.
         unreachable: why the tracking store does not answer; empty if it does.
         store: what it is called.
+        keep: keeps for other terminals how far the jobs are.
         clock: seconds, rising.
     """
 
@@ -453,6 +455,7 @@ class Attend:
     read_orders: Callable[[], Orders]
     unreachable: Callable[[], str] = str
     store: str = ""
+    keep: Callable[[], None] = lambda: None
     clock: Callable[[], float] = time.monotonic
     _revision: int | None = None
     _next_look: float = -math.inf
@@ -465,6 +468,7 @@ class Attend:
             orphan(self.board.jobs.values(), {Trial(number).name for number in left})
             self.say(worker.describe())
         self._watch_store()
+        self.keep()
         orders = self.read_orders()
         now = self.clock()
         if self.source.revision != self._revision or now >= self._next_look:  # each check reads all trials

@@ -124,8 +124,13 @@ def describe_point(item: JobResult, objectives: Sequence[Objective]) -> str:
     """A trial's name, objectives and values."""
     pairs = zip(objectives, item.values, strict=True)
     figures = " ".join(f"{objective.metric} {value:.6g}" for objective, value in pairs)
-    values = " ".join(f"{key}={value}" for key, value in item.parameters.items())
+    values = " ".join(f"{key}={short(value)}" for key, value in item.parameters.items())
     return " ".join(part for part in (f"{item.job},", figures, values) if part)
+
+
+def short(value: object) -> str:
+    """A setting for people to read, without the last digits of a number."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def write_result(result: SearchEnd, settings: SearchSettings, folder: Path) -> None:

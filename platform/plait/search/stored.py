@@ -6,8 +6,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import optuna
@@ -22,15 +23,17 @@ from plait.core.space import Value
 from plait.search.attributes import REASON, result_of, state_of
 from plait.search.ownership import host_name, lives_here, this_host, trainer_of
 from plait.search.points import outside_of, values_of
-from plait.search.results import SearchEnd, describe_point
+from plait.search.results import SearchEnd, describe_point, short
 from plait.search.stopper import RUNGS
 from plait.search.storage import JOURNAL, missing_file, open_storage, quiet
 from plait.search.trials import Trial
+from plait.tracking.processes import JobNow
 from plait.utils.addresses import redact
 
 METHOD = "PED-ANOVA"  # Optuna's default: Watanabe, Bansal, Hutter (2023), "PED-ANOVA", IJCAI
 LEAST_TRIALS = 5  # with fewer, the shares are random
 MOST_LINES = 40  # most live trials that are listed
+NOTHING: Mapping[str, JobNow] = MappingProxyType({})
 ENOUGH_FOR_ONE_KEY = 10  # complete trials per key; with fewer, a share says little
 
 
@@ -172,6 +175,7 @@ class TrialStanding:
         values: values of the searched keys, as far as suggested, and of those outside the space.
         outside: its settings outside the search space, as overrides; "" if there are none.
         reason: why it ended as it did.
+        now: how far it is, if a process of this host trains it.
     """
 
     number: int
@@ -182,12 +186,14 @@ class TrialStanding:
     values: Mapping[str, Value]
     reason: str
     outside: str = ""
+    now: JobNow | None = None
 
     def __str__(self) -> str:
         parts = [f"{Trial(self.number).name}  {self.state:<8}"]
+        parts += [] if self.now is None else [str(self.now)]
         if self.reported is not None:
             parts.append(f"{self.reported:.6g} at step {self.step}")
-        parts += [f"{key}={value}" for key, value in self.values.items()]
+        parts += [f"{key}={short(value)}" for key, value in self.values.items()]
         return "  ".join([*parts, "(outside the search space)"] if self.outside else parts).rstrip()
 
 
@@ -232,6 +238,7 @@ class Standing:
                 "host": trial.host,
                 "step": trial.step,
                 "reported": trial.reported,
+                "now": None if trial.now is None else asdict(trial.now),
                 "parameters": dict(trial.values),
                 "outside": trial.outside,
                 "objectives": objectives.get(trial.number, []),
@@ -242,12 +249,19 @@ class Standing:
         return {"trials": len(self.trials), "ended": len(self.result.finished), "jobs": jobs}
 
 
-def read_standing(study: Study) -> Standing:
-    """The present state of a study's search. Must not be called by a process that trains it."""
+def read_standing(study: Study, jobs: Mapping[str, JobNow] = NOTHING) -> Standing:
+    """The present state of a study's search. Must not be called by a process that trains it.
+
+    Args:
+        jobs: how far the jobs are that processes of this host train, by name.
+    """
     trials = study.get_trials(deepcopy=False)
     hosts = hosts_of(trials)
     return Standing(
-        tuple(_trial(item, host) for item, host in zip(trials, hosts, strict=True)),
+        tuple(
+            replace(_trial(item, host), now=jobs.get(Trial(item.number).name))
+            for item, host in zip(trials, hosts, strict=True)
+        ),
         SearchEnd(tuple(result_of(item) for item in trials if item.state.is_finished())),
         _objectives(study),
     )

@@ -1,4 +1,4 @@
-"""How the processes of a run are doing, for the live view and `plait control`.
+"""How far the jobs of a run are and how its processes are doing, for the live view and `plait control`.
 
 The process that you started keeps it in a file below the search's folder, for other terminals. It is of use
 while that process lives: with it, the file goes.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -65,19 +65,39 @@ def process_rows(
     return tuple(sorted(rows, key=lambda row: (not row.silent, row.state.replica))) if rows[1:] else ()
 
 
+@dataclass(frozen=True, slots=True)
+class JobNow:
+    """How far a job is: its step, of how many, and the training loss of that step."""
+
+    step: int
+    steps: int
+    loss: float | None
+
+    def __str__(self) -> str:
+        loss = "" if self.loss is None else f"  train loss {self.loss:.4f}"
+        return f"step {self.step} of {self.steps}{loss}"
+
+
 class ProcessFile:
-    """Keeps the rows of this process's run below the search's ``folder``."""
+    """Keeps the rows of this process's run, and how far its jobs are, below the search's ``folder``."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / FOLDER / f"{os.getpid()}{SUFFIX}"
         self._next = 0.0
 
-    def write(self, rows: Sequence[ProcessRow]) -> None:
+    def write(
+        self, rows: Callable[[], Sequence[ProcessRow]], jobs: Callable[[], Mapping[str, JobNow]]
+    ) -> None:
         """Write them, if that is due. A disk that is full does not matter."""
         now = time.monotonic()
-        if rows and now >= self._next:
+        if now >= self._next:
             self._next = now + WRITE_SECONDS
-            text = json.dumps({"at": time.time(), "processes": [row.facts() for row in rows]})
+            facts = {
+                "at": time.time(),
+                "processes": [row.facts() for row in rows()],
+                "jobs": {name: asdict(job) for name, job in jobs().items()},
+            }
+            text = json.dumps(facts)
             with suppress(OSError):
                 write_text(self._path, text, durable=False)
 
@@ -96,12 +116,24 @@ def read_processes(folder: Path, living: Iterable[str]) -> list[ProcessRow]:
     """
     rows: list[ProcessRow] = []
     for pid in sorted(living):
-        path = folder / FOLDER / f"{pid}{SUFFIX}"
         with suppress(OSError, ValueError, KeyError, TypeError):
-            kept = json.loads(path.read_text(encoding="utf-8"))
+            kept = _kept(folder, pid)
             age = max(0.0, time.time() - kept["at"])
             rows += [_row(each, age) for each in kept["processes"]]
     return rows
+
+
+def read_jobs(folder: Path, living: Iterable[str]) -> dict[str, JobNow]:
+    """How far the jobs are, by name, that processes of this host train; otherwise as `read_processes`."""
+    jobs: dict[str, JobNow] = {}
+    for pid in sorted(living):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            jobs |= {name: JobNow(**facts) for name, facts in _kept(folder, pid)["jobs"].items()}
+    return jobs
+
+
+def _kept(folder: Path, pid: str) -> Any:
+    return json.loads((folder / FOLDER / f"{pid}{SUFFIX}").read_text(encoding="utf-8"))
 
 
 def _row(facts: Mapping[str, Any], age: float) -> ProcessRow:
