@@ -11,7 +11,6 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from plait.core.objectives import Objective, pareto_front
-from plait.search.stored import StudyObjective
 from plait.tracking.leaderboard import JobRecord
 from plait_dashboards.parameters import Axis, axis_of
 from plait_dashboards.style import (
@@ -24,7 +23,7 @@ from plait_dashboards.style import (
     figure,
     say,
 )
-from plait_dashboards.sweep import OUTCOMES, Sweep, outcome
+from plait_dashboards.sweep import OUTCOMES, Sweep, SweepObjective, outcome
 
 SECONDS = "device-seconds"
 MOST_PAIRED = 4  # most objectives that are shown in pairs; with five there would be ten panels
@@ -84,7 +83,7 @@ def device_seconds(sweep: Sweep) -> go.Figure:
     return made
 
 
-def pareto_axes(sweep: Sweep) -> tuple[StudyObjective, ...]:
+def pareto_axes(sweep: Sweep) -> tuple[SweepObjective, ...]:
     """The quantities that are plotted against each other: the search's objectives (of two, the first is
     vertical), or a single objective and its cost."""
     if len(sweep.objectives) == 2:
@@ -92,9 +91,9 @@ def pareto_axes(sweep: Sweep) -> tuple[StudyObjective, ...]:
     if len(sweep.objectives) > 2:
         return sweep.objectives
     scored = [item for item in sweep.records if item.objective is not None]
-    cost = StudyObjective(SECONDS, "minimize", {item.trial: item.device_seconds for item in scored})
+    cost = SweepObjective(SECONDS, "minimize", {item.trial: item.device_seconds for item in scored})
     values = {item.trial: float(item.objective) for item in scored if item.objective is not None}
-    return cost, StudyObjective(sweep.metric or "objective", sweep.direction, values)
+    return cost, SweepObjective(sweep.metric or "objective", sweep.direction, values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +106,7 @@ class Scored:
             the first axis first.
     """
 
-    axes: tuple[StudyObjective, ...]
+    axes: tuple[SweepObjective, ...]
     records: tuple[JobRecord, ...]
     points: tuple[tuple[float, ...], ...]
     front: tuple[int, ...]
@@ -213,7 +212,7 @@ def pareto_note(sweep: Sweep) -> str:
     )
 
 
-def axis_title(objective: StudyObjective) -> str:
+def axis_title(objective: SweepObjective) -> str:
     """Name, unit if it has one, and which way is better."""
     unit = " (s)" if objective.name.endswith("seconds") else ""
     return f"{objective.name}{unit}, {'lower' if objective.direction == 'minimize' else 'higher'} is better"

@@ -16,7 +16,7 @@ from mlflow.entities import Metric, Run
 
 from plait.core.lifecycle import JobState
 from plait.core.settings import TrackingSettings
-from plait.search.stored import StudyObjective, read_study
+from plait.search.stored import read_importance
 from plait.tracking import names
 from plait.tracking.connection import storage_errors
 from plait.tracking.leaderboard import JobRecord, varying
@@ -29,7 +29,7 @@ from plait.tracking.tables import (
     read_group_steps,
 )
 from plait.utils.paths import search_folder
-from plait_dashboards.sweep import Curve, Sweep
+from plait_dashboards.sweep import Curve, Sweep, SweepObjective
 
 CURVES = (names.TRAIN_LOSS, names.EVAL_LOSS)
 MOST_STEPS = 10_000  # of the group: figures are made in the process that trains, which needs its memory
@@ -59,7 +59,6 @@ def sweep_of(result: SearchResult, client: MlflowClient, storage: str | None) ->
     storage = storage or run.data.params.get("search.storage")
     metrics = dict.fromkeys((*CURVES, result.metric) if result.metric else CURVES)
     curves = {metric: read_curves(client, result, metric) for metric in metrics}
-    study = read_study(storage, result.location.root, result.name)
     return Sweep(
         name=result.name,
         state=result.state,
@@ -68,8 +67,8 @@ def sweep_of(result: SearchResult, client: MlflowClient, storage: str | None) ->
         records=result.records,
         curves={metric: found for metric, found in curves.items() if found},
         steps=read_steps(client, result),
-        importance=study.importance,
-        objectives=study.objectives or stored_objectives(result),
+        importance=read_importance(storage, result.location.root, result.name),
+        objectives=objectives_of(result),
         about=about(run, result.records),
     )
 
@@ -110,12 +109,12 @@ def _kind(stopping: str) -> str:
         return ""
 
 
-def stored_objectives(result: SearchResult) -> tuple[StudyObjective, ...]:
-    """The objectives of a search whose study cannot be read, from its jobs' runs."""
+def objectives_of(result: SearchResult) -> tuple[SweepObjective, ...]:
+    """The objectives of a search, from its jobs' runs."""
     done = [item for item in result.records if item.state == JobState.FINISHED and item.objective is not None]
     whole = [item for item in done if len(item.others) == len(result.others)]
     return tuple(
-        StudyObjective(
+        SweepObjective(
             each.metric,
             each.direction,
             {item.trial: (item.objective or 0.0, *item.others)[at] for item in whole},

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.core.lifecycle import JobState
-from plait.search.stored import Importance, StudyObjective
+from plait.search.stored import Importance
 from plait.tracking.leaderboard import JobRecord, varying
 from plait.tracking.tables import GroupStepRow
 
@@ -29,6 +29,15 @@ class Curve:
 
     steps: Integers
     values: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class SweepObjective:
+    """One objective of a search: its value by trial number, of finished trials."""
+
+    name: str
+    direction: str
+    values: Mapping[int, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +61,7 @@ class Sweep:
     curves: Mapping[str, Mapping[int, Curve]] = field(default_factory=dict)
     steps: tuple[GroupStepRow, ...] = ()
     importance: Importance = field(default_factory=Importance)
-    objectives: tuple[StudyObjective, ...] = ()
+    objectives: tuple[SweepObjective, ...] = ()
     about: Mapping[str, str] = field(default_factory=dict)
 
     @property

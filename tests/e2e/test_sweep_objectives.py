@@ -14,7 +14,7 @@ from optuna.trial import FrozenTrial, TrialState
 from plait.cli.main import main
 from plait.core.settings import TrackingSettings
 from plait.search.storage import open_storage
-from plait.search.stored import read_study
+from plait.search.stored import read_importance
 from plait.tracking.results import load_search
 from plait_dashboards.costs import pareto, pareto_axes
 from plait_dashboards.reading import read_sweep
@@ -95,7 +95,7 @@ def check_parent(folder: Path, front: set[int], feasible: set[int]) -> None:
     sweep = read_sweep(settings, "two")
     assert [axis.name for axis in pareto_axes(sweep)] == ["adapter.rank", "eval/loss"]
     assert set(pareto(sweep).data[-1].customdata) == front
-    assert read_study(None, settings.root, "two").importance.trials == 6
+    assert read_importance(None, settings.root, "two").trials == 6
 
 
 def check_prior(

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from plait.core.lifecycle import JobState
 from plait.core.objectives import Objective
-from plait.search.stored import Importance, StudyObjective
+from plait.search.stored import Importance
 from plait.tracking.leaderboard import JobRecord, Leaderboard
 from plait.tracking.tables import GroupStepRow
 from plait_dashboards import curves, packing, parameters, table
 from plait_dashboards.costs import device_seconds, pareto, pareto_axes, seconds_by_outcome
 from plait_dashboards.figures import all_figures
 from plait_dashboards.page import facts, figure_json, plotly_packed, report
-from plait_dashboards.sweep import Curve, Sweep, outcome, short_names
+from plait_dashboards.sweep import Curve, Sweep, SweepObjective, outcome, short_names
 
 STATES = ("finished", "finished", "pruned", "failed", "running")
 
@@ -229,7 +229,7 @@ def several(count: int, trials: int = 12) -> Sweep:
         trial: tuple(float((trial * (3 + at)) % (7 + at)) for at in range(count)) for trial in range(trials)
     }
     objectives = tuple(
-        StudyObjective(f"m{at}", way, {trial: each[at] for trial, each in values.items()})
+        SweepObjective(f"m{at}", way, {trial: each[at] for trial, each in values.items()})
         for at, way in enumerate(ways)
     )
     board = Leaderboard(
@@ -297,8 +297,8 @@ def test_an_adapter_that_breaks_a_constraint_is_not_on_the_front() -> None:
 
 def test_two_objectives_are_plotted_against_each_other() -> None:
     loss, rank = (
-        StudyObjective("eval/loss", "minimize", {0: 1.0}),
-        StudyObjective("adapter.rank", "minimize", {0: 8.0}),
+        SweepObjective("eval/loss", "minimize", {0: 1.0}),
+        SweepObjective("adapter.rank", "minimize", {0: 8.0}),
     )
     sweep = Sweep(
         "s", "finished", "minimize", "eval/loss", (record(0, "finished", 1.0),), objectives=(loss, rank)

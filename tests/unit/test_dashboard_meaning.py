@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from plait.core.lifecycle import JobState
-from plait.search.stored import Importance, StudyObjective
+from plait.core.objectives import Objective
+from plait.search.stored import Importance
 from plait.tracking.leaderboard import JobRecord
+from plait.tracking.location import Location
+from plait.tracking.results import SearchResult
 from plait.tracking.tables import GroupStepRow
 from plait_dashboards import curves, packing, parameters, table
 from plait_dashboards.costs import device_seconds, pareto
 from plait_dashboards.figures import all_figures
 from plait_dashboards.page import facts, report
+from plait_dashboards.reading import objectives_of
 from plait_dashboards.style import COLOURS, DASHES, faded, line_style
-from plait_dashboards.sweep import Curve, Sweep, outcome
+from plait_dashboards.sweep import Curve, Sweep, SweepObjective, outcome
 
 
 def record(
@@ -76,8 +81,8 @@ def test_the_line_of_a_front_claims_nothing_that_no_adapter_reached(across: str,
         *(record(trial, "finished", y) for trial, (_, y) in enumerate(points)),
         direction=up,
         objectives=(
-            StudyObjective("y", up, {trial: y for trial, (_, y) in enumerate(points)}),
-            StudyObjective("x", across, {trial: x for trial, (x, _) in enumerate(points)}),
+            SweepObjective("y", up, {trial: y for trial, (_, y) in enumerate(points)}),
+            SweepObjective("x", across, {trial: x for trial, (x, _) in enumerate(points)}),
         ),
     )
     (front,) = [trace for trace in pareto(found).data if trace.legendgroup == "Pareto front"]
@@ -200,7 +205,7 @@ def test_each_further_objective_has_its_own_line_and_column() -> None:
     found = sweep(
         first,
         second,
-        objectives=tuple(StudyObjective(name, "minimize", {}) for name in ("eval/loss", "m1", "m2")),
+        objectives=tuple(SweepObjective(name, "minimize", {}) for name in ("eval/loss", "m1", "m2")),
     )
     (lines,) = parameters.parallel_coordinates(found).data
     assert {each.label: tuple(each["values"]) for each in lines.dimensions if each.label[0] == "m"} == {
@@ -233,7 +238,7 @@ def test_a_long_front_names_the_first_and_counts_the_rest() -> None:
         records = [record(trial, "finished", 1.0) for trial in range(size)]
         for each in records:
             each.on_front = True
-        objectives = tuple(StudyObjective(name, "minimize", {}) for name in ("eval/loss", "m1"))
+        objectives = tuple(SweepObjective(name, "minimize", {}) for name in ("eval/loss", "m1"))
         return facts(sweep(*records, record(99, "finished", 2.0), objectives=objectives))[
             "Pareto front (measured)"
         ]
@@ -261,3 +266,26 @@ def test_a_narrow_page_cuts_no_number_of_the_leaderboard() -> None:
     wants = sum(shown["leaderboard"].figure.data[0].columnwidth)
     assert f'style="min-width: {wants:.0f}px"' in report(found, [shown["leaderboard"]])
     assert 'style="min-width' not in report(found, [shown["pareto"]])
+
+
+def test_the_objectives_of_a_search_are_those_of_its_finished_jobs(tmp_path: Path) -> None:
+    records = (
+        JobRecord("trial-0000", 0, state=JobState.FINISHED, objective=0.5, others=(8.0,)),
+        JobRecord("trial-0001", 1, state=JobState.FINISHED, objective=0.25, others=(16.0,)),
+        JobRecord("trial-0002", 2, state=JobState.PRUNED, objective=0.75),
+    )
+    found = SearchResult(
+        name="s",
+        state=JobState.FINISHED,
+        direction="minimize",
+        metric="eval/loss",
+        run_id="",
+        experiment_id="",
+        location=Location("sqlite:///x", tmp_path, None),
+        records=records,
+        others=(Objective("eval/accuracy", "maximize"),),
+    )
+    assert objectives_of(found) == (
+        SweepObjective("eval/loss", "minimize", {0: 0.5, 1: 0.25}),
+        SweepObjective("eval/accuracy", "maximize", {0: 8.0, 1: 16.0}),
+    )

@@ -58,32 +58,12 @@ class Importance:
         return self.trials < ENOUGH_FOR_ONE_KEY * max(len(self.shares), 1)
 
 
-@dataclass(frozen=True, slots=True)
-class StudyObjective:
-    """One objective of a study: its value by trial number, of complete trials."""
-
-    name: str
-    direction: str
-    values: Mapping[int, float]
-
-
-@dataclass(frozen=True, slots=True)
-class StudyFacts:
-    """Facts of a stored study that MLflow does not have."""
-
-    importance: Importance = field(default_factory=Importance)
-    objectives: tuple[StudyObjective, ...] = ()
-
-
-def read_study(storage: str | None, root: Path, name: str) -> StudyFacts:
-    """The importance of every key of a study's space, and its objectives. Errors are reported in
-    ``importance.trouble``, not raised.
-    """
+def read_importance(storage: str | None, root: Path, name: str) -> Importance:
+    """The importance of every key of a study's space; an error is its ``trouble``, and not raised."""
     try:
-        study = stored_study(storage, root, name)
-        return StudyFacts(_importance(study), _measured(study))
+        return _importance(stored_study(storage, root, name))
     except StorageError as error:
-        return StudyFacts(Importance(trouble=error.rule))
+        return Importance(trouble=error.rule)
 
 
 class NoStudyError(StorageError):
@@ -106,14 +86,6 @@ def stored_study(storage: str | None, root: Path, name: str) -> optuna.Study:
     if name not in optuna.get_all_study_names(opened):
         raise NoStudyError(where, f"The study {name} is no longer in its storage.")
     return optuna.load_study(study_name=name, storage=opened)
-
-
-def _measured(study: optuna.Study) -> tuple[StudyObjective, ...]:
-    trials = [item for item in study.get_trials(deepcopy=False) if _usable(item)]
-    return tuple(
-        StudyObjective(each.metric, each.direction, {item.number: item.values[at] for item in trials})
-        for at, each in enumerate(_objectives(study))
-    )
 
 
 def _importance(study: optuna.Study) -> Importance:
