@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -136,3 +137,13 @@ def test_what_was_packed_ahead_is_what_would_be_packed_now(monkeypatch: pytest.M
     assert packer.pack(first) == expected[0]  # as an evaluation between two steps
     monkeypatch.setattr(packer, "_pack", None)  # it is not packed again
     assert packer.pack(second) == expected[1]
+
+
+def test_a_packer_that_is_closed_has_no_thread() -> None:
+    before = threading.active_count()
+    packer = Packer(replicas((40, 1.0), (20, 1.0)))
+    packer.prepare([batch("a", 30, 8, 5)])
+    (own,) = (each for each in threading.enumerate() if each.name.startswith("packer"))
+    packer.close()
+    own.join()
+    assert threading.active_count() == before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,15 +13,23 @@ import pytest
 from plait.core.errors import CapacityError, StorageError
 from plait.core.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
 from plait.core.messages import ModelFitted, ObservedPeak
-from plait.core.plans import Microbatch, Replica
+from plait.core.plans import Microbatch, Replica, Segment
 from plait.core.samples import Sample, Split, TokenisedData
 from plait.core.settings import EngineSettings, RunSettings
+from plait.core.spans import ReplicaTime
 from plait.engine.admission import Admission
 from plait.engine.jobs import LiveJob
 from plait.engine.ledger import Outcome
 from plait.engine.memory import ENOUGH, FIRST, PeakSampler
 from plait.engine.packer import Packer
-from plait.engine.predictions import FIRST_PEAKS, FIRST_SECONDS, PEAKS_FILE, TERMS, Predictions
+from plait.engine.predictions import (
+    FIRST_PEAKS,
+    FIRST_SECONDS,
+    PEAKS_FILE,
+    TERMS,
+    Expected,
+    Predictions,
+)
 from plait.engine.steps import DataOrder
 from plait.engine.worker import ActivationShape, WorkerFacts
 from plait.models.targets import LinearInfo
@@ -218,3 +227,59 @@ def test_many_fits_are_written_as_the_table_grows_and_stay_few_on_the_page(tmp_p
     assert rows[-1][1] == 2000
     assert not fits.behind
     assert fits_table(tmp_path / "2000").behind  # of an earlier process
+
+
+class Replicas:
+    """Iterations of a job on two replicas, on a machine whose load changes for both alike."""
+
+    def __init__(self, folder: Path, *, tokens: tuple[int, int], lag: float, noise: float = 0.0) -> None:
+        admit = admission()
+        own = replace(facts(), devices=("cpu", "cpu"))
+        self.predictions = Predictions(own, admit, None, folder)
+        self.jobs = {"a": live("a", 4, [*tokens], admit)}
+        self.tokens, self.lag, self.noise = tokens, lag, noise
+        self.rng = np.random.default_rng(5)
+
+    def run(self, iterations: int) -> tuple[Expected, list[float], float]:
+        """The last iteration's prediction, busy seconds and whole."""
+        for number in range(iterations):
+            microbatches = [
+                Microbatch(replica, replica, (Segment("a", number, (replica,), (0,), (count,), 1.0),))
+                for replica, count in enumerate(self.tokens)
+            ]
+            expected = self.predictions.expect(microbatches, self.jobs)
+            load = self.rng.uniform(1.0, 3.0)
+            busy = [load * 1e-2 * count * (1 + self.noise * self.rng.uniform()) for count in self.tokens]
+            whole = max(busy) * (1.0 + self.lag)
+            times = [ReplicaTime(each, busy[each], whole - busy[each], 0, 0) for each in range(2)]
+            self.predictions.learn(expected, Outcome(), whole, number, times)
+        return expected, busy, whole
+
+
+def test_replicas_with_equal_work_wait_for_sums_and_for_the_slower_one(tmp_path: Path) -> None:
+    expected, _, _ = Replicas(tmp_path, tokens=(20, 20), lag=0.1, noise=0.2).run(60)
+    assert expected.seconds is not None
+    longest = max(expected.busy_seconds.values())
+    assert expected.seconds == pytest.approx(1.1 * longest, rel=1e-6)
+    # The mean of |x - y| / 2 / max over two draws of [1, 1.2] is 3 %.
+    waited = sum(expected.waited_seconds.values()) / 2 / longest
+    assert waited == pytest.approx(0.1 + 0.03, abs=0.01)
+
+
+def test_where_load_hides_tokens_a_replica_with_fewer_waits_for_the_other(tmp_path: Path) -> None:
+    expected, busy, whole = Replicas(tmp_path, tokens=(30, 10), lag=0.0).run(60)
+    share = expected.busy_seconds[1] / expected.busy_seconds[0]
+    assert share == pytest.approx(1 / 3, rel=0.05)
+    assert expected.waited_seconds[0] == pytest.approx(0.0, abs=0.02 * max(expected.busy_seconds.values()))
+    waited = [whole - each for each in busy]
+    assert expected.waited_seconds[1] / expected.busy_seconds[0] == pytest.approx(waited[1] / whole, rel=0.05)
+
+
+def test_a_fit_that_says_nothing_of_tokens_is_shared_out_by_them(tmp_path: Path) -> None:
+    machine = Replicas(tmp_path, tokens=(30, 10), lag=0.0)
+    machine.run(20)
+    fit = machine.predictions._time
+    assert fit is not None
+    machine.predictions._time = replace(fit, coefficients=(0.4, 0.0, 0.0, 0.0, 0.0, 0.0))
+    expected, _, _ = machine.run(1)
+    assert expected.busy_seconds == pytest.approx({0: 0.6, 1: 0.2})

@@ -62,7 +62,8 @@ class Exchange:
         self.processes = processes
         self._device = device
         self._any(False)  # NCCL connects at the first exchange
-        dist.distributed_c10d._set_pg_timeout(LONGEST)
+        assert dist.group.WORLD is not None
+        dist.group.WORLD.set_timeout(LONGEST)
         self._thread = ThreadPoolExecutor(1, "exchange", initializer=self._on_own_stream)
         self._begun: list[Future[None]] = []
 

@@ -341,6 +341,7 @@ class Coordinator:
         """Have the worker that can be had now; the seconds that this took."""
         assert self._renew is not None
         began = self._clock()
+        self._packer.close()
         self._use(self._renew())
         return self._clock() - began
 
@@ -565,13 +566,13 @@ def _traced(replicas: Sequence[ReplicaSpans]) -> list[Event]:
 
 
 def _predicted(times: Sequence[ReplicaTime], expected: Expected) -> tuple[ReplicaTime, ...]:
-    """The times of an iteration with what was expected of each replica: it waits for the longest."""
-    busy, longest = expected.busy_seconds, max(expected.busy_seconds.values(), default=0.0)
+    """The times of an iteration with what was expected of each replica."""
+    busy, waited = expected.busy_seconds, expected.waited_seconds
     return tuple(
         replace(
             each,
             predicted_busy_seconds=busy.get(place, 0.0),
-            predicted_waited_seconds=longest - busy.get(place, 0.0),
+            predicted_waited_seconds=waited[place],
         )
         if busy
         else each

@@ -60,6 +60,10 @@ class Packer:
         if self._dispatcher is not None and (asked := tuple(batches)):
             self._ahead = asked, self._thread.submit(self._pack, asked)
 
+    def close(self) -> None:
+        """End its thread; what is being prepared is not needed."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
     def pack(self, batches: Iterable[GlobalBatch]) -> Microbatches:
         """Microbatches that hold all samples of these batches: those prepared, if they are of the same.
 

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 
@@ -54,6 +55,8 @@ class Expected:
         shapes: what the memory of each microbatch depends on, by its index.
         busy_seconds: of each replica by its number; they differ by its microbatches. Empty where nothing is
             known yet.
+        waited_seconds: of each replica: until the slowest is done, and what replicas waited beyond that so
+            far (for the coordinator, for sums, and since equal work takes unequal time).
     """
 
     seconds: float | None
@@ -62,6 +65,7 @@ class Expected:
     shapes: Mapping[int, MemoryShape]
     by_rule: bool = False
     busy_seconds: Mapping[int, float] = field(default_factory=dict)
+    waited_seconds: Mapping[int, float] = field(default_factory=dict)
 
 
 class Predictions:
@@ -82,6 +86,9 @@ class Predictions:
         self._path = folder / PEAKS_FILE
         self._time: Fit | None = None
         self._timed: list[tuple[tuple[float, ...], float]] = []
+        self._beyond: list[
+            tuple[float, float]
+        ] = []  # waiting of all replicas, and of the mean one, over the plan
         self._peaks: list[MemoryObservation] = []
         self._seen = {"seconds": -1, "bytes": 0}  # a process's first iteration includes one-time costs
         self._due = {"seconds": FIRST_SECONDS, "bytes": FIRST_PEAKS}
@@ -103,6 +110,10 @@ class Predictions:
         terms = {replica: _terms(own, adapters) for replica, own in parts.items()}
         busy = {replica: self._expect_seconds(replica, terms[replica], own) for replica, own in parts.items()}
         known = {replica: seconds for replica, seconds in busy.items() if seconds is not None}
+        if self._time is not None and not any(self._time.coefficients[1:5]):
+            known = self._shared_by_tokens(known, terms)
+        longest = max(known.values(), default=0.0)
+        lag, idle = (median(each) for each in zip(*self._beyond, strict=True)) if self._beyond else (0.0, 0.0)
         memory = {each.index: self._memory_shape(each, jobs) for each in microbatches}
         model = self._admission.model_for([job.demand for job in jobs.values()])
         if model is not None:
@@ -111,13 +122,26 @@ class Predictions:
             activation = max(self._admission.estimate(each.tokens, _longest(each)) for each in microbatches)
         static = self._admission.static([job.demand for job in jobs.values()])
         return Expected(
-            max(known.values(), default=None),
+            longest * (1.0 + lag) if known else None,
             int(static + activation),
             terms,
             memory,
             by_rule=model is None,
             busy_seconds=known,
+            waited_seconds={
+                number: max(0.0, longest * (1.0 + idle) - known.get(number, 0.0)) if known else 0.0
+                for number in range(len(self._facts.devices))
+            },
         )
+
+    def _shared_by_tokens(
+        self, busy: Mapping[int, float], terms: Mapping[int, tuple[float, ...]]
+    ) -> dict[int, float]:
+        """Seconds of all replicas, shared out by tokens: for a fit that says nothing of tokens, as where the
+        load of the machine has changed more than they have."""
+        work = {replica: terms[replica][1] / self._speed(replica) for replica in busy}
+        whole, total = sum(busy.values()), sum(work.values())
+        return {replica: whole * each / total for replica, each in work.items()}
 
     def _expect_seconds(
         self, replica: int, terms: tuple[float, ...], shapes: Sequence[MicrobatchShape]
@@ -198,6 +222,11 @@ class Predictions:
                 if busy.get(replica, 0.0) > 0
             ]
             self._timed = [*self._timed, *new][-KEPT:]
+        planned, longest = expected.busy_seconds, max(busy.values(), default=0.0)
+        if planned and longest > 0 and len(busy) > 1:
+            mean, even = sum(busy.values()) / len(busy), sum(planned.values()) / len(busy)
+            waited, uneven = (seconds - mean) / longest, 1.0 - even / max(planned.values())
+            self._beyond = [*self._beyond, (seconds / longest - 1.0, waited - uneven)][-KEPT:]
         if expected.seconds is not None:
             self._ahead["seconds"].append(abs(expected.seconds / seconds - 1.0))
 
