@@ -75,7 +75,7 @@ class BaseModel:
         self._model = model.requires_grad_(False)
         self._model.train(False)
         self._parts: Parts = find_parts(model)
-        self._device = self._parts.head.weight.device
+        self._device: torch.device | None = None  # of a stage, which may have no head
         self.own = range(len(self._parts.layers))  # the layers that are here
         self._binding = Binding()
         self.linears: tuple[LinearInfo, ...] = find_linears(model, self._parts.prefix)
@@ -115,7 +115,8 @@ class BaseModel:
     def tensors(self) -> Iterator[Tensor]:
         """All frozen weights and buffers that are here."""
         every = (*self._model.parameters(), *self._model.buffers())
-        return (tensor for tensor in every if not tensor.is_meta)
+        whole = self.device.type == "meta"  # a model of meta tensors alone has nothing freed
+        return (tensor for tensor in every if whole or not tensor.is_meta)
 
     @property
     def weight_bytes(self) -> int:
@@ -134,7 +135,7 @@ class BaseModel:
     @property
     def device(self) -> torch.device:
         """The device of the weights."""
-        return self._device
+        return self._device or self._parts.head.weight.device
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
@@ -189,6 +190,7 @@ class BaseModel:
         All else is freed. A weight that embedding and head share stays where one of them does.
         """
         parts = self._parts
+        self._device = self.device
         self.own = layers
         for index in set(range(self.layer_count)) - set(layers):
             parts.layers[index] = nn.Module()
@@ -264,7 +266,8 @@ class BaseModel:
         self._binding.routing = context.routing
         rotation = self._rotation(index, context)
         options = {} if rotation is None else {"position_embeddings": rotation.tokens}
-        with running(Running(context, None if rotation is None else rotation.tables)):
+        tables = None if rotation is None else rotation.tables
+        with running(Running(context, tables, self._binding.backend)):
             out = self._parts.layers[index](
                 hidden.unsqueeze(0),
                 attention_mask=None,

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from plait.core.errors import ModelError
-from plait.models.attention import AttentionRule, Heads, packed_attention
+from plait.models.attention import AttentionRule, Heads
 from plait.models.context import now_running
+from plait.models.flash import attend
 
 ATTENTION = "plait"  # the name under which transformers finds packed attention
 DECODERS = "Use a decoder-only model such as Llama, Qwen3, Mistral, Gemma, Phi-3, GPT-NeoX or GPT-2."
@@ -241,7 +242,8 @@ def attention_forward(
     Returns:
         (1, tokens, heads, head size), and None for the probabilities.
     """
-    packed = now_running().context
+    now = now_running()
+    packed = now.context
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     rule = AttentionRule(scale, sliding_window, softcap)
     heads = Heads(query.shape[1], key.shape[1])
@@ -252,7 +254,7 @@ def attention_forward(
     ]
     qkv = torch.cat(padded, dim=1).squeeze(0).transpose(0, 1).flatten(1)
     if packed.cache is None:
-        out = packed_attention(qkv, heads, packed.layout, rule)
+        out = attend(qkv, heads, packed, rule, now.backend)
     else:
         out = packed.cache.attend(cast(int, module.layer_idx), qkv, heads, rule, packed)
     return out.view(1, len(out), heads.query, -1)[..., :wanted], None

@@ -62,6 +62,7 @@ class MicrobatchContext:
     checkpointing: bool = False
     cache: AttentionStore | None = None
     _layout: AttentionLayout | None = None
+    _ends: Tensor | None = None
     shared: dict[str, Rotation] = field(default_factory=dict)  # by kind of layer
 
     @classmethod
@@ -92,6 +93,18 @@ class MicrobatchContext:
             self._layout = AttentionLayout.of(lengths, self.token_ids.device)
         return self._layout
 
+    @property
+    def ends(self) -> Tensor:
+        """``sample_offsets`` on the device, int32; made on first use and shared by all layers."""
+        if self._ends is None:
+            self._ends = torch.tensor(self.sample_offsets, dtype=torch.int32).to(self.token_ids.device)
+        return self._ends
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample."""
+        return max(high - low for low, high in pairwise(self.sample_offsets))
+
 
 @dataclass(frozen=True, slots=True)
 class Running:
@@ -99,10 +112,12 @@ class Running:
 
     Attributes:
         tables: cos and sin by position, (longest, rotated size) each; None without rotary embedding.
+        backend: the backend of the model's kernels.
     """
 
     context: MicrobatchContext
     tables: tuple[Tensor, Tensor] | None
+    backend: str = ""
 
 
 # Not passed through the layers, because not every family's layers pass keyword arguments on.

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from plait.models.attention import AttentionRule, Heads, packed_attention
 from plait.models.context import MicrobatchContext, Running, now_running, running
 from plait.models.elementwise import gated, rms_norm, rotated_merged
+from plait.models.flash import attend
 from plait.models.lora import Binding, GroupedLinear, LinearGroup
 from plait_kernels import passes
 from plait_kernels.plain import GELU_TANH, SILU, activation
@@ -140,9 +141,9 @@ class RotaryAttention:
         qkv = self.group.merged(hidden_states.squeeze(0))
         now = now_running()
         packed = now.context
-        if packed.cache is None and passes.by_triton(self.group.binding.backend, qkv):
+        if packed.cache is None and passes.by_triton(now.backend, qkv):
             qkv = rotated_merged(qkv, self.heads.turned, position_embeddings)
-            out = packed_attention(qkv, self.heads, packed.layout, self.rule)
+            out = attend(qkv, self.heads, packed, self.rule, now.backend)
         elif packed.cache is None:
             out = packed_attention(qkv, self.heads, packed.layout, self.rule, now.tables)
         else:

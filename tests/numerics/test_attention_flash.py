@@ -1,0 +1,134 @@
+"""Flash attention over packed samples: what it is asked for, its gradient, and where it is not used.
+
+Without a GPU torch's flash kernels are stood in for by its plain attention, called as they are called.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from plait.models import flash
+from plait.models.attention import AttentionRule, Heads, packed_attention
+from plait.models.context import MicrobatchContext
+from plait_kernels import passes
+from plait_kernels.counting import counted
+
+OFFSETS = (0, 5, 6, 17)
+HEADS, SIZE = Heads(4, 2), 8
+RULES = [AttentionRule(0.3), AttentionRule(0.5, window=1), AttentionRule(0.2, window=4)]
+
+
+def plain_varlen(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, key_ends: Tensor, most: int, most_keys: int,
+    *, scale: float, window_size: tuple[int, int], enable_gqa: bool, num_splits: int | None,
+) -> Tensor:  # fmt: skip
+    """What torch's documentation says of ``varlen_attn``: the left window counts the keys before the own."""
+    assert torch.equal(ends, key_ends)
+    assert ends.dtype == torch.int32
+    assert most == most_keys == max(ends.diff().tolist())
+    left, right = window_size
+    assert right == 0
+    assert num_splits == 1
+    parts = []
+    for low, high in zip(ends.tolist(), ends.tolist()[1:], strict=False):
+        row = torch.arange(high - low)
+        seen = row[:, None] >= row[None, :]
+        if left >= 0:
+            seen &= row[:, None] - row[None, :] <= left
+        q, k, v = (part[low:high].transpose(0, 1) for part in (query, key, value))
+        out = scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=enable_gqa)
+        parts.append(out.transpose(0, 1))
+    return torch.cat(parts)
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash, "varlen_attn", plain_varlen)
+    monkeypatch.setattr(flash, "takes", lambda *_: True)
+    monkeypatch.setattr(passes, "by_triton", lambda *_: True)
+
+
+def packed(device: str = "cpu") -> MicrobatchContext:
+    return MicrobatchContext.of(torch.zeros(OFFSETS[-1], dtype=torch.int64, device=device), OFFSETS)
+
+
+def both(run: Any) -> tuple[Tensor, Tensor]:
+    qkv = torch.randn(OFFSETS[-1], HEADS.total * SIZE, generator=torch.Generator().manual_seed(1))
+    qkv.requires_grad_()
+    out = run(qkv)
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(2))
+    (out * weight).sum().backward()
+    assert qkv.grad is not None
+    return out.detach(), qkv.grad
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize("rule", RULES)
+def test_flash_is_asked_for_what_the_products_compute(rule: AttentionRule) -> None:
+    context = packed()
+    found = both(lambda qkv: flash.attend(qkv, HEADS, context, rule, "triton"))
+    expected = both(lambda qkv: packed_attention(qkv, HEADS, context.layout, rule))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_its_gradient_is_summed_in_a_fixed_order_and_the_setting_comes_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[bool] = []
+    gradient = torch.autograd.grad
+
+    def noting(*given: Any, **options: Any) -> Any:
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        return gradient(*given, **options)
+
+    monkeypatch.setattr(torch.autograd, "grad", noting)
+    both(lambda qkv: flash.attend(qkv, HEADS, packed(), RULES[0], "triton"))
+    assert seen == [True]
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_rule_that_flash_does_not_compute_goes_elsewhere() -> None:
+    half = torch.empty(3, HEADS.total * SIZE, dtype=torch.bfloat16, device="meta")
+    assert flash.takes(half, HEADS, RULES[2])
+    assert not flash.takes(half, HEADS, AttentionRule(0.3, softcap=2.0))
+    assert not flash.takes(half.float(), HEADS, RULES[0])
+    assert not flash.takes(torch.empty(3, HEADS.total * 12, device="meta").half(), HEADS, RULES[0])
+    assert not flash.takes(torch.empty_like(half, device="cpu"), HEADS, RULES[0])
+
+
+def test_torch_s_own_operator_takes_the_call_and_its_gradient() -> None:
+    """Over meta tensors, which check names, shapes and dtypes; nothing is gathered or scored."""
+    qkv = torch.empty(OFFSETS[-1], HEADS.total * SIZE, dtype=torch.bfloat16, device="meta")
+    qkv.requires_grad_()
+    context = packed("meta")
+    with counted() as counts:
+        out = flash.attend(qkv, HEADS, context, RULES[2], "triton")
+        assert out.shape == (OFFSETS[-1], HEADS.query * SIZE)
+        out.backward(torch.empty_like(out))
+    assert qkv.grad is not None
+    assert qkv.grad.shape == qkv.shape
+    assert counts.launches <= 5  # flash, its gradient, and what puts the gradient's three parts together
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("rule", RULES)
+def test_flash_on_a_device_equals_the_products(rule: AttentionRule) -> None:
+    results = []
+    for backend, dtype in (("triton", torch.bfloat16), ("triton", torch.bfloat16), ("", torch.float32)):
+        qkv = torch.randn(OFFSETS[-1], HEADS.total * 64, generator=torch.Generator().manual_seed(1))
+        qkv = qkv.to("cuda", torch.bfloat16).to(dtype).requires_grad_()
+        out = flash.attend(qkv, HEADS, packed("cuda"), rule, backend)
+        out.backward(torch.ones_like(out))
+        assert qkv.grad is not None
+        results.append((out.detach(), qkv.grad))
+    for first, second, exact in zip(*results, strict=True):
+        assert torch.equal(first, second)
+        assert float((first.float() - exact).norm() / exact.norm()) < 2e-2
