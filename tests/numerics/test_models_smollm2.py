@@ -16,8 +16,9 @@ from plait.cost.probes import ProbeOptions, drawn_probe, observe_device, probe_g
 from plait.engine.devices import choose_dtype
 from plait.models.base import BaseModel
 from plait.models.context import MicrobatchContext
-from plait.models.generate import Prompt, generate
 from plait.models.load import load_model, load_tokeniser, transformers_model
+from plait.serve.engine import complete
+from plait.serve.requests import Request, Sampling
 from plait.utils.paths import cache_dir
 from plait_kernels.loss import CHUNK_LOGITS
 
@@ -83,8 +84,9 @@ def test_blocks_are_as_exact_as_transformers(cache: Path, exact: PreTrainedModel
 
 
 def test_its_continuations_are_transformers_own(exact: PreTrainedModel, base: BaseModel) -> None:
-    prompts = [Prompt(tuple(base.tokeniser(text).input_ids)) for text in TEXTS]
-    found = generate(base, prompts, None, max_new_tokens=4, stop=())
+    greedy = Sampling(4, stop_tokens=frozenset())
+    prompts = [Request(tuple(base.tokeniser(text).input_ids), None, greedy) for text in TEXTS]
+    found = [each.tokens for each in complete(base, None, prompts)]
     assert base.tokeniser.decode(found[0]).startswith(" Rome")
     for prompt, new in zip(prompts, found, strict=True):
         given = torch.tensor([prompt.tokens])

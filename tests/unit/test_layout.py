@@ -22,7 +22,7 @@ FLOORS = (
     {"config"},
     {"data", "models"},
     {"adapters", "cost"},
-    {"planner"},
+    {"planner", "serve"},
     {"simulate", "engine"},
     {"distributed"},
     {"tracking"},

@@ -51,7 +51,8 @@ from plait.engine.schedules import Round, rounds
 from plait.engine.span_recorder import SpanRecorder, work_of
 from plait.engine.worker import ActivationShape, WorkerFacts
 from plait.models.base import BaseModel
-from plait.models.generate import Prompt, batch_size, generate
+from plait.serve.engine import Engine, needed_tokens
+from plait.serve.requests import Completion, Request, Sampling
 from plait_kernels import AdapterStep, Bank, adamw_step
 from plait_kernels.bank import GRADIENTS, WEIGHTS, Block
 
@@ -398,50 +399,62 @@ def answer(
     """Generate answers by job. If memory runs out, fewer prompts are processed at a time, down to one. If a
     single prompt of a job is too much, this job has no answers; the others do.
     """
-    room = command.max_new_tokens
-    prompts = [
-        Prompt(_prompt(splits[each.job], sample), each.job)
+    sampling = Sampling(command.max_new_tokens)
+    requests = [
+        Request(_prompt(splits[each.job], sample), each.job, sampling)
         for each in command.jobs
         for sample in each.samples
     ]
-    found: dict[int, tuple[int, ...]] = {}
+    found: dict[int, Completion] = {}
     troubles: dict[str | None, str] = {}
-    left, most = list(range(len(prompts))), len(prompts)
+    left, most = list(range(len(requests))), len(requests)
     while left:
-        part = left[: min(most, batch_size([prompts[index] for index in left], room, capacity))]
-        chosen = [prompts[index] for index in part]
-        new, detail = attempt(partial(generate, model, chosen, bank, max_new_tokens=room))
-        if new is not None:
-            found |= dict(zip(part, new, strict=True))
-            left = left[len(part) :]
-            continue
-        release_unused(model.device)
-        most = len(part) // 2
-        if most == 0:
-            most, job = 1, chosen[0].adapter
-            troubles[job] = f"out of memory for a single prompt of {len(chosen[0].tokens)} tokens: {detail}"
-            left = [index for index in left if prompts[index].adapter != job]
-    return _by_job(command, prompts, found, troubles, model)
+        needed = max(needed_tokens(requests[index], model.max_length) for index in left)
+        engine = Engine(
+            model, bank, pool_tokens=max(capacity, needed), most=most, most_prompt_tokens=capacity
+        )
+        names = {engine.add(requests[index]): index for index in left}
+        done, detail = attempt(partial(_finish, engine, names, found))
+        left = [index for index in left if index not in found]
+        if done is None:
+            running = [names[number] for number in engine.running]
+            del engine
+            release_unused(model.device)
+            most = len(running) // 2
+            if most == 0:
+                most, short = 1, requests[running[0]]
+                size = len(short.tokens)
+                troubles[short.adapter] = f"out of memory for a single prompt of {size} tokens: {detail}"
+                left = [index for index in left if requests[index].adapter != short.adapter]
+    return _by_job(command, requests, found, troubles)
+
+
+def _finish(engine: Engine, names: Mapping[int, int], found: dict[int, Completion]) -> bool:
+    """Run all requests to their ends; those that have ended are in ``found`` even if memory runs out."""
+    for update in engine.run():
+        if update.ended is not None:
+            found[names[update.request]] = update.ended
+    return True
 
 
 def _by_job(
     command: Generate,
-    prompts: Sequence[Prompt],
-    found: Mapping[int, tuple[int, ...]],
+    requests: Sequence[Request],
+    found: Mapping[int, Completion],
     troubles: Mapping[str | None, str],
-    model: BaseModel,
 ) -> dict[str, Answers]:
     made: dict[str, Answers] = {}
     start = 0
     for each in command.jobs:
         own = range(start, start + len(each.samples))
         start = own.stop
-        tokens = sum(len(prompts[index].tokens) + len(found[index]) for index in own if index in found)
-        if each.job in troubles:
-            made[each.job] = Answers((), tokens, troubles[each.job])
-            continue
-        texts = [model.tokeniser.decode(list(found[index]), skip_special_tokens=True) for index in own]
-        made[each.job] = Answers(tuple(map(str, texts)), tokens)
+        pairs = [(requests[index], found[index]) for index in own if index in found]
+        tokens = sum(len(request.tokens) + len(completion.tokens) for request, completion in pairs)
+        trouble = troubles.get(each.job, "")
+        if any(completion.reason == "not finite" for _, completion in pairs):
+            trouble = trouble or "a logit of its answers is not finite"
+        texts = () if trouble else tuple(completion.text for _, completion in pairs)
+        made[each.job] = Answers(texts, tokens, trouble)
     return made
 
 

@@ -34,7 +34,8 @@ from plait.engine.devices import choose_device, choose_kernels
 from plait.engine.local_worker import LocalWorker
 from plait.engine.microbatches import load_microbatch
 from plait.engine.steps import DataOrder, training_batch
-from plait.models.generate import generate
+from plait.models.base import BaseModel
+from plait.models.context import MicrobatchContext
 from plait.models.load import transformers_model
 from plait.planner.packing import pack
 from plait_kernels.bank import parts_of
@@ -127,16 +128,21 @@ def test_answers_for_which_memory_runs_out_are_generated_fewer_at_a_time(
     at_once: list[int] = []
     never = ""
 
-    def short(base: Any, prompts: Any, *arguments: Any, **more: Any) -> Any:
-        at_once.append(len(prompts))
-        if len(prompts) > 2 or any(prompt.adapter == never for prompt in prompts):
-            raise torch.OutOfMemoryError("tried to allocate 20.00 GiB")
-        return generate(base, prompts, *arguments, **more)
+    logits = BaseModel.logits
 
-    monkeypatch.setattr("plait.engine.local_worker.generate", short)
+    def short(base: BaseModel, context: MicrobatchContext, rows: torch.Tensor) -> torch.Tensor:
+        at_once.append(len(rows))
+        assert context.routing is not None
+        owners = {span.block.adapter for span in context.routing.spans}
+        if len(rows) > 2 or never in owners:
+            raise torch.OutOfMemoryError("tried to allocate 20.00 GiB")
+        return logits(base, context, rows)
+
+    monkeypatch.setattr(BaseModel, "logits", short)
     found = worker.execute(asked)
     assert [each.texts for each in found] == [each.texts for each in whole]
-    assert at_once[-4:] == [2, 2, 2, 1]
+    assert at_once[:2] == [9, 4]
+    assert max(at_once[2:]) == 2
 
     never = jobs[1].name
     first, second, third = worker.execute(asked)

@@ -1,0 +1,1 @@
+"""Generation with many adapters at once: requests join and leave at every token."""

@@ -1,0 +1,63 @@
+"""The next token of each request, chosen from its logits alone.
+
+A seam: what a token is chosen by does not depend on the engine or on other rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plait.serve.requests import Sampling, Score
+
+
+def choose_tokens(logits: Tensor, samplings: Sequence[Sampling], counts: Sequence[int]) -> list[int]:
+    """One token for each row of ``logits``; ``counts`` are the new tokens that its request has already."""
+    chosen: list[int] = logits.argmax(-1).tolist()
+    drawn = [row for row, each in enumerate(samplings) if each.temperature > 0]
+    if drawn:
+        own = [samplings[row] for row in drawn]
+        values = [_uniform(each.seed, counts[row]) for each, row in zip(own, drawn, strict=True)]
+        for row, token in zip(drawn, _draw(logits[drawn], own, values), strict=True):
+            chosen[row] = token
+    return chosen
+
+
+def _uniform(seed: int, count: int) -> float:
+    """A number in [0, 1) by a counter-based generator, so that it depends on nothing else."""
+    generator = np.random.Generator(np.random.Philox(key=seed, counter=count << 64))
+    return float(generator.random())
+
+
+def _draw(logits: Tensor, samplings: Sequence[Sampling], values: Sequence[float]) -> list[int]:
+    """The token at each value of the distribution function over the likeliest tokens, in float64."""
+
+    def column(numbers: Sequence[float]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.float64, device=logits.device).unsqueeze(1)
+
+    temperature = column([each.temperature for each in samplings])
+    top_p = column([each.top_p for each in samplings])
+    scaled = (logits.double() - logits.amax(-1, keepdim=True).double()) / temperature
+    ordered, tokens = torch.softmax(scaled, dim=-1).sort(dim=-1, descending=True, stable=True)
+    sums = ordered.cumsum(-1)
+    kept = (sums - ordered) < top_p  # the first is always kept
+    mass = (ordered * kept).sum(-1, keepdim=True)
+    wanted = column(values) * mass
+    place = torch.minimum((sums <= wanted).sum(-1, keepdim=True), kept.sum(-1, keepdim=True) - 1)
+    found: list[int] = tokens.gather(1, place).squeeze(1).tolist()
+    return found
+
+
+def score_tokens(logits: Tensor, samplings: Sequence[Sampling], tokens: Sequence[int]) -> list[Score | None]:
+    """The scores of the chosen tokens, for those rows that report them."""
+    scores: list[Score | None] = [None] * len(tokens)
+    for row, each in enumerate(samplings):
+        if each.log_probabilities is not None:
+            logs = torch.log_softmax(logits[row].float(), dim=-1)
+            best = logs.topk(min(each.log_probabilities, len(logs)))
+            top = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+            scores[row] = Score(float(logs[tokens[row]]), tuple(top))
+    return scores

@@ -1,0 +1,306 @@
+"""Generation: each request's tokens are those it has alone, whatever joins and leaves beside it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+
+from plait.adapters.peft_folder import export_adapter
+from plait.adapters.variants import attach
+from plait.core.errors import InputError
+from plait.core.jobs import AdapterSpec
+from plait.core.settings import ModelSettings
+from plait.models.base import BaseModel
+from plait.models.load import load_model, transformers_model
+from plait.models.targets import resolve_targets
+from plait.models.tiny import FAMILIES
+from plait.serve.engine import PAGE_TOKENS, Engine, complete
+from plait.serve.requests import Completion, GrowingText, Request, Sampling, Update
+from plait_kernels import Bank
+
+LENGTHS = (3, 11, 1, 20)
+NEW = 12
+FREE = Sampling(NEW, stop_tokens=frozenset())
+
+
+def settings_of(family: str) -> ModelSettings:
+    return ModelSettings(kind="tiny", family=family, dtype="float32", seed=2)
+
+
+def prompts_of(
+    base: BaseModel,
+    adapters: Sequence[str | None],
+    sampling: Sampling = FREE,
+    lengths: Sequence[int] = LENGTHS,
+) -> list[Request]:
+    generator = torch.Generator().manual_seed(8)
+    tokens = [torch.randint(3, base.vocabulary, (length,), generator=generator) for length in lengths]
+    return [
+        Request(tuple(own.tolist()), adapter, sampling) for own, adapter in zip(tokens, adapters, strict=True)
+    ]
+
+
+def tokens_of(completions: Sequence[Completion]) -> list[tuple[int, ...]]:
+    return [each.tokens for each in completions]
+
+
+class Served:
+    """A tiny Llama with an adapter of each rank, written to folders too."""
+
+    RANKS = (1, 2, 5, 8, 16, 33, 64)
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.base = load_model(settings_of("llama"), cache=folder)
+        self.bank = Bank(self.base.sites, device="cpu", compute_dtype=torch.float32)
+        targets: tuple[tuple[str, ...] | str, ...] = ("all-linear", ("q_proj", "v_proj"), ("down_proj",))
+        for number, rank in enumerate(self.RANKS):
+            name, spec = f"rank{rank}", AdapterSpec(rank, dropout=0.5, target_modules=targets[number % 3])
+            sites = resolve_targets(spec.target_modules, self.base.linears)
+            attach(self.bank, name, spec, sites, seed=number, weight_of=self.base.frozen_weight)
+            for _, b in self.bank.weights(name).values():
+                b.copy_(torch.randn(b.shape, generator=torch.Generator().manual_seed(number)) * 0.2)
+            self.bank.refresh([name])
+            weights = self.bank.weights(name)
+            export_adapter(folder / name, spec, weights, base="tiny", linears=self.base.linears)
+
+    def requests(self, count: int, sampling: Sampling = FREE) -> list[Request]:
+        chance = random.Random(4)
+        names: list[str | None] = [None, *self.bank.blocks]
+        adapters = [names[number % len(names)] for number in range(count)]
+        lengths = [chance.randint(1, 40) for _ in range(count)]
+        found = prompts_of(self.base, adapters, sampling, lengths)
+        return [
+            replace(each, sampling=replace(sampling, max_new_tokens=chance.randint(1, NEW), seed=number))
+            for number, each in enumerate(found)
+        ]
+
+    def engine(self, pool_tokens: int = 256) -> Engine:
+        return Engine(self.base, self.bank, pool_tokens=pool_tokens, most_prompt_tokens=64)
+
+    def alone(self, request: Request) -> Completion:
+        return complete(self.base, self.bank, [request])[0]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    return Served(tmp_path_factory.mktemp("served"))
+
+
+def join_at_random(engine: Engine, requests: Sequence[Request]) -> dict[int, list[Update]]:
+    """Updates by request; one or none joins in each iteration, so that the pool fills."""
+    chance = random.Random(7)
+    updates: dict[int, list[Update]] = {}
+    left = list(enumerate(requests))
+    numbers: dict[int, int] = {}
+    while left or not engine.idle:
+        for _ in range(chance.choice((0, 1, 6))):
+            if left:
+                index, request = left.pop(0)
+                numbers[engine.add(request)] = index
+        for update in engine.step():
+            updates.setdefault(numbers[update.request], []).append(update)
+    return updates
+
+
+def ended(updates: Sequence[Update]) -> Completion:
+    assert updates[-1].ended is not None
+    assert not any(each.ended for each in updates[:-1])
+    return updates[-1].ended
+
+
+def pefts(model: Any, tokens: Sequence[int], count: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """PEFT's greedy tokens with their log-probabilities, each from the whole sequence."""
+    sequence = list(tokens)
+    for _ in range(count):
+        logits = model(torch.tensor([sequence]), use_cache=False).logits[0, -1]
+        sequence.append(int(logits.argmax()))
+        yield sequence[-1], torch.log_softmax(logits, dim=-1)
+
+
+@torch.no_grad()
+def test_forty_requests_in_a_pool_for_fewer_are_each_as_alone_and_as_pefts(served: Served) -> None:
+    requests = served.requests(40, replace(FREE, log_probabilities=5))
+    engine = served.engine()
+    waited = 0
+    pool = engine.scheduler.pool
+
+    def watched() -> list[Update]:
+        nonlocal waited
+        found = Engine.step(engine)
+        waited = max(waited, engine.scheduler.waiting)
+        owned = [page for pages in pool.owned.values() for page in pages]
+        assert sorted([*owned, *pool.free]) == list(range(pool.pages))
+        return found
+
+    engine.step = watched  # type: ignore[method-assign]
+    found = join_at_random(engine, requests)
+    assert waited > 0, "the pool is too small for all"
+    assert len(pool.free) == pool.pages
+    total = sum(len(each.tokens) + each.sampling.max_new_tokens for each in requests)
+    assert pool.pages * PAGE_TOKENS < total / 2
+    plain = transformers_model(settings_of("llama"), cache=served.folder)
+    plain.set_attn_implementation("eager")
+    model = PeftModel.from_pretrained(plain, served.folder / "rank1", adapter_name="rank1")
+    for name in list(served.bank.blocks)[1:]:
+        model.load_adapter(served.folder / name, adapter_name=name)
+    model.eval()
+    for index, request in enumerate(requests):
+        completion, alone = ended(found[index]), served.alone(request)
+        assert completion.tokens == alone.tokens
+        if request.adapter is None:
+            with model.disable_adapter():
+                expected = list(pefts(model, request.tokens, request.sampling.max_new_tokens))
+        else:
+            model.set_adapter(request.adapter)
+            expected = list(pefts(model, request.tokens, request.sampling.max_new_tokens))
+        assert completion.tokens == tuple(token for token, _ in expected)
+        assert len(completion.scores) == len(expected)
+        for score, (token, logs) in zip(completion.scores, expected, strict=True):
+            assert score.top[0][0] == token
+            assert score.log_probability == pytest.approx(float(logs[token]), abs=1e-4)
+            assert all(value == pytest.approx(float(logs[each]), abs=1e-4) for each, value in score.top)
+
+
+def test_sampled_answers_do_not_depend_on_the_batch(served: Served) -> None:
+    requests = served.requests(24, replace(FREE, temperature=0.9, top_p=0.8))
+    found = join_at_random(served.engine(), requests)
+    for index, request in enumerate(requests):
+        assert ended(found[index]).tokens == served.alone(request).tokens
+    other = [replace(each, sampling=replace(each.sampling, seed=1000)) for each in requests]
+    changed = [served.alone(each).tokens != ended(found[index]).tokens for index, each in enumerate(other)]
+    assert sum(changed) > len(changed) / 2, "the seed matters"
+
+
+def test_cancelled_requests_free_their_pages_at_once_and_change_no_other(served: Served) -> None:
+    requests = served.requests(12)
+    engine = served.engine()
+    numbers = [engine.add(each) for each in requests]
+    engine.step()
+    running, waiting = engine.running[0], numbers[-1]
+    free = len(engine.scheduler.pool.free)
+    pages = len(engine.scheduler.pool.owned[running])
+    engine.cancel(running)
+    engine.cancel(waiting)
+    engine.cancel(running)
+    assert len(engine.scheduler.pool.free) == free + pages
+    found = {update.request: update.ended for update in engine.run() if update.ended is not None}
+    assert not {running, waiting} & set(found)
+    for number, request in zip(numbers, requests, strict=True):
+        if number in found:
+            assert found[number].tokens == served.alone(request).tokens
+    assert len(engine.scheduler.pool.free) == engine.scheduler.pool.pages
+
+
+def test_pieces_of_a_text_are_the_whole_of_it(served: Served) -> None:
+    requests = served.requests(16)
+    for updates in join_at_random(served.engine(), requests).values():
+        assert "".join(each.text for each in updates) == ended(updates).text
+
+
+def test_a_stop_text_ends_a_text_and_none_of_it_is_given_out(served: Served) -> None:
+    request = replace(served.requests(40)[2], sampling=FREE)
+    free = served.alone(request)
+    stop = free.text[3:5]
+    engine = served.engine()
+    engine.add(replace(request, sampling=replace(FREE, stop=("never there", stop))))
+    updates = list(engine.run())
+    completion = ended(updates)
+    assert completion.text == free.text[: free.text.index(stop)] == "".join(each.text for each in updates)
+    assert completion.reason == "stop"
+    assert completion.tokens == free.tokens[: len(completion.tokens)]
+
+
+def test_an_adapter_that_is_not_finite_ends_its_own_requests_alone(served: Served) -> None:
+    requests = served.requests(8)
+    wanted = [served.alone(each).tokens for each in requests]
+    _, b = next(iter(served.bank.weights("rank8").values()))
+    kept = b.clone()
+    try:
+        b.fill_(torch.nan)
+        served.bank.refresh(["rank8"])
+        found = complete(served.base, served.bank, requests)
+    finally:
+        b.copy_(kept)
+        served.bank.refresh(["rank8"])
+    for request, completion, tokens in zip(requests, found, wanted, strict=True):
+        if request.adapter == "rank8":
+            assert (completion.reason, completion.tokens) == ("not finite", ())
+        else:
+            assert completion.tokens == tokens
+
+
+def test_growing_text_holds_back_what_may_become_a_stop_text_or_a_character() -> None:
+    letters = ["a", "b", "<", "e", "n", "<", "\N{REPLACEMENT CHARACTER}", "c"]
+    text = GrowingText(lambda tokens: "".join(letters[token] for token in tokens), ("<end>",))
+    pieces = []
+    for count in range(1, len(letters) + 1):
+        assert not text.extend(range(count))
+        pieces.append(text.piece(last=count == len(letters)))
+    assert pieces == ["a", "b", "", "", "", "<en", "", "<\N{REPLACEMENT CHARACTER}c"]
+
+
+def test_requests_that_never_fit_and_unknown_adapters_are_refused(served: Served) -> None:
+    with pytest.raises(InputError, match="256 tokens"):
+        served.engine().add(Request((5,) * 250, None, Sampling(20)))
+    with pytest.raises(InputError, match="'nobody'"):
+        served.engine().add(Request((5,), "nobody"))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"max_new_tokens": 0},
+        {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"seed": -1},
+        {"stop": ("",)},
+        {"log_probabilities": 21},
+    ],
+)
+def test_sampling_out_of_range_is_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=next(iter(values))):
+        Sampling(**values)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_continuations_are_transformers_own(family: str, tmp_path: Path) -> None:
+    base = load_model(settings_of(family), cache=tmp_path)
+    prompts = prompts_of(base, [None] * len(LENGTHS))
+    found = tokens_of(complete(base, None, prompts))
+    plain = transformers_model(settings_of(family), cache=tmp_path)
+    plain.set_attn_implementation("eager")
+    for prompt, new in zip(prompts, found, strict=True):
+        sequence = torch.tensor([prompt.tokens])
+        with torch.no_grad():
+            for _ in range(NEW):
+                logits = plain(sequence, use_cache=False).logits[0, -1]
+                sequence = torch.cat([sequence, logits.argmax().view(1, 1)], dim=1)
+        assert list(new) == sequence[0, len(prompt.tokens) :].tolist()
+
+
+def test_a_stop_token_ends_a_continuation_and_is_left_out(tmp_path: Path) -> None:
+    base = load_model(settings_of("mistral"), cache=tmp_path)
+    prompts = prompts_of(base, [None] * len(LENGTHS))
+    free = tokens_of(complete(base, None, prompts))
+    stop = free[1][4]
+    ending = replace(FREE, stop_tokens=frozenset({stop}))
+    stopped = tokens_of(complete(base, None, [replace(each, sampling=ending) for each in prompts]))
+    for whole, cut in zip(free, stopped, strict=True):
+        assert cut == (whole[: whole.index(stop)] if stop in whole else whole)
+    assert len(stopped[1]) <= 4
+
+
+def test_an_empty_prompt_is_refused(tmp_path: Path) -> None:
+    base = load_model(settings_of("llama"), cache=tmp_path)
+    with pytest.raises(InputError, match="0 tokens"):
+        complete(base, None, [Request(())])
