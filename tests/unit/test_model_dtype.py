@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from plait.core.plans import Group, Plan, Replica
-from plait.core.settings import ModelSettings, RunSettings, SearchSettings
+from plait.core.jobs import JobSpec
+from plait.core.settings import ModelSettings, RunSettings
+from plait.core.space import Space
 from plait.engine import devices
-from plait.engine.build import settle_dtype, write_plan
+from plait.engine.build import settle_dtype
+from plait.search.launch import _Launch
+from plait.search.tracked import Tracked
+from plait.search.trials import SearchCommand
 
 CPU = torch.device("cpu")
 
@@ -29,15 +35,16 @@ def test_auto_is_what_the_device_computes_with(
     assert settle_dtype(run("float16")).model.dtype == "float16"
 
 
-def test_a_search_keeps_the_type_that_it_was_started_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(devices, "computes_bfloat16", lambda _: False)
-    write_plan(tmp_path, Plan((Replica(),), (Group((), 64),), choices={"dtype": "bfloat16"}))
-    assert settle_dtype(run("auto"), tmp_path).model.dtype == "bfloat16"
-    assert settle_dtype(run("float32"), tmp_path).model.dtype == "float32"
-    afresh = replace(run("auto"), search=SearchSettings(fresh=True))
-    assert settle_dtype(afresh, tmp_path).model.dtype == "float32"
+@pytest.mark.parametrize(("asked", "kept"), [("auto", "bfloat16"), ("float32", "float32")])
+def test_a_search_keeps_the_type_that_it_was_started_with(tmp_path: Path, asked: str, kept: str) -> None:
+    """On any host, whatever that is fast with; it is in the study."""
+    nothing: Any = None
+    command = SearchCommand(
+        run(asked), Space(), JobSpec("base"), nothing, (), "", ("plait", "sweep"), (), tmp_path
+    )
+    source: Any = SimpleNamespace(material={"model.dtype": "bfloat16"})
+    launch = _Launch(command, source, nothing, Tracked(), nothing, None)
+    assert launch._as_begun().settings.model.dtype == kept
 
 
 def test_the_type_of_this_processor_is_the_faster_one() -> None:

@@ -145,11 +145,8 @@ def check_engine(settings: RunSettings, jobs: Sequence[JobSpec]) -> None:
         )
 
 
-def settle_dtype(settings: RunSettings, folder: Path | None = None) -> RunSettings:
-    """The settings with ``model.dtype=auto`` replaced by a dtype.
-
-    Args:
-        folder: the search's folder, which records the dtype with which it was started.
+def settle_dtype(settings: RunSettings) -> RunSettings:
+    """The settings with ``model.dtype=auto`` replaced by the device's dtype; one that resumes has its study's.
 
     Raises:
         ConfigError: as for ``choose_device``.
@@ -158,9 +155,8 @@ def settle_dtype(settings: RunSettings, folder: Path | None = None) -> RunSettin
 
     if settings.model.dtype != AUTO:
         return settings
-    before = {} if folder is None or settings.search.fresh else _recorded_choices(folder)
-    dtype = before.get("dtype") or choose_dtype(choose_device(settings.engine.device))
-    return replace(settings, model=replace(settings.model, dtype=str(dtype)))
+    dtype = choose_dtype(choose_device(settings.engine.device))
+    return replace(settings, model=replace(settings.model, dtype=dtype))
 
 
 def settle_engine(

@@ -23,8 +23,8 @@ from plait.utils.files import new_folder
 
 STATE = "plait.state"  # trial: its state; Optuna has fewer states
 REASON = "plait.reason"  # trial: why it ended as it did
-RUN_ID = "mlflow.run_id"  # study and trial: the MLflow run
-TRACKED = "plait.tracked"  # study: that run, and the address of its store without a password
+RUN_ID = "mlflow.run_id"  # trial: its MLflow run
+TRACKED = "plait.tracked"  # study: its MLflow run, and the address of that store without a password
 CHECKPOINT = "plait.checkpoint"  # trial: where its checkpoints are
 OWNER = "plait.owner"  # trial: who trains it
 BEYOND = "plait.beyond"  # trial: it is in addition to search.trials

@@ -105,7 +105,7 @@ def prepare(command: SearchCommand, name: str) -> Prepared:
         InputError: they cannot be trained.
     """
     probes, folder = command.probes, search_folder(command.settings.tracking.root, name)
-    settings = settle_dtype(command.settings, folder)
+    settings = settle_dtype(command.settings)
     shape = check_model(settings.model, probes)
     data = open_data(settings, shape.max_length, probes)
     catalogue = data.catalogue

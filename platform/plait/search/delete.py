@@ -18,7 +18,7 @@ from optuna.study import Study
 
 from plait.core.errors import SearchError, StorageError
 from plait.core.settings import TrackingSettings
-from plait.search.attributes import RUN_ID
+from plait.search.attributes import TRACKED
 from plait.search.locks import WORKERS, living
 from plait.search.ownership import process_id
 from plait.search.recorded import RecordedCommand, given, recorded_command
@@ -118,7 +118,7 @@ def find_remains(root: Path, name: str) -> Remains:
     tracking = TrackingSettings(
         uri=recorded.store or sqlite_in(root.resolve()), root=root, experiment=experiment
     )
-    run_id = "" if study is None else str(study.user_attrs.get(RUN_ID, ""))
+    run_id = "" if study is None else str(study.user_attrs.get(TRACKED, ("",))[0])
     files = [path for path in folder.rglob("*") if path.is_file()]
     return Remains(
         name,

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -153,8 +152,7 @@ class StudyTrials:
 
     def link(self, run_id: str, store: str) -> None:
         """Store the search's MLflow run, the parent of each trial's run, and the store that it is in."""
-        for key, fact in ((RUN_ID, run_id), (TRACKED, (run_id, store))):
-            self.shared.patience(partial(self._study.set_user_attr, key, fact))
+        self.shared.patience(lambda: self._study.set_user_attr(TRACKED, (run_id, store)))
 
     @property
     def material(self) -> dict[str, str]:
