@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 Overrides = Sequence[str] | Mapping[str, object]
 USUAL = TrackingSettings()
+MOST_FETCHED = 100  # adapters in the cache
 
 _running = threading.Lock()  # Hydra composes one configuration at a time in a process
 
@@ -164,6 +165,7 @@ class Result:
 
     def _folder(self, record: JobRecord) -> Path:
         from plait.tracking.results import export
+        from plait.utils.files import keep_newest
         from plait.utils.paths import cache_dir
 
         if not record.run_id:  # read from the study, which has no runs, because the store was down
@@ -179,6 +181,9 @@ class Result:
         fetched = cache_dir() / "adapters" / record.run_id
         if not fetched.is_dir():
             export(self._settings, record.run_id, fetched)
+            keep_newest(fetched.parent, MOST_FETCHED)
+        with suppress(OSError):
+            os.utime(fetched)  # it was used just now
         return fetched
 
     def __repr__(self) -> str:

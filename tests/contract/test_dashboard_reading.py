@@ -129,7 +129,7 @@ def test_without_a_name_the_newest_search_is_used(
     settings: TrackingSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["report", *options(settings)]) == 0
+    assert main(["report", "te", *options(settings)]) == 0  # by the beginning of its name
     assert (tmp_path / "ten.html").exists()
 
 

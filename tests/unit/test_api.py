@@ -1,6 +1,7 @@
 """Plait as Python imports it: overrides in two forms, names found late, errors in the same words."""
 
 import logging
+import os
 import subprocess
 import sys
 import traceback
@@ -200,9 +201,14 @@ def test_an_adapter_is_that_of_its_run_though_a_restarted_search_wrote_into_the_
     monkeypatch.setenv("PLAIT_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "trial-0000"
     folder.mkdir()
+    kept = tmp_path / "cache" / "adapters"
     for run_id in ("a" * 32, "b" * 32, "a" * 32):
-        assert _result(folder, run_id).adapter(0).folder == tmp_path / "cache" / "adapters" / run_id
+        assert _result(folder, run_id).adapter(0).folder == kept / run_id
     assert fetched == ["a" * 32, "b" * 32]  # each once
+    monkeypatch.setattr(api, "MOST_FETCHED", 2)
+    os.utime(kept / ("a" * 32), (1, 1))
+    _result(folder, "c" * 32).adapter(0)
+    assert sorted(path.name[0] for path in kept.iterdir()) == ["b", "c"]  # the cache does not grow for ever
 
 
 def test_without_its_runs_a_search_has_the_adapters_in_its_folder_and_no_others(

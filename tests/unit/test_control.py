@@ -526,6 +526,13 @@ def test_which_searches_run_and_which_can_be_resumed(
     assert "Type `plait control mine pause`." in capsys.readouterr().err
     assert main(["control", "kiled", "pause", "--root", str(runs)]) == 2
     assert "Did you mean killed?" in capsys.readouterr().err
+    assert main(["control", "mi", "--root", str(runs)]) == 0
+    assert capsys.readouterr().out.startswith("mine is paused.")
+    search_folder(runs, "mining").mkdir()
+    assert main(["control", "mi", "--root", str(runs)]) == 2
+    assert "Several begin so: mine, mining." in capsys.readouterr().err
+    assert main(["trace", "kill", "--root", str(runs)]) == 2
+    assert "plait trace killed" in capsys.readouterr().err
 
 
 def test_where_nothing_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from plait.cli.main import main
 from plait.config.build import JOB_SPECS, RUN_GROUPS
 from plait.config.fields import ELSEWHERE
 from plait.core.errors import StorageError
-from plait.utils.paths import cache_dir, conf_dir, search_folder, user_path
+from plait.utils.paths import begun_name, cache_dir, conf_dir, search_folder, user_path
 from plait.utils.spelling import did_you_mean
 
 
@@ -72,3 +72,11 @@ def test_names_of_other_libraries_mean_existing_keys() -> None:
 
 def test_an_endless_word_is_not_looked_up() -> None:
     assert did_you_mean("x" * 100_000, ["train.lr"]) == ""
+
+
+def test_a_search_may_be_named_by_its_beginning() -> None:
+    names = ("search-12ab", "search-34cd", "mine", "mine-2")
+    for given, meant in (("search-1", "search-12ab"), ("mine", "mine"), ("mine-", "mine-2")):
+        assert begun_name(given, names) == meant
+    for given in ("search-", "yours", ""):  # several, none, all
+        assert begun_name(given, names) == given

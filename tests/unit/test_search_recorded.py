@@ -111,6 +111,7 @@ def test_an_unknown_name_lists_what_there_is(tmp_path: Path) -> None:
     with pytest.raises(SearchError) as caught:
         known_command(tmp_path, "three")
     assert caught.value.rule == "Unfinished: one.\nFinished: two."
+    assert known_command(tmp_path, "tw").name == "two"  # by its beginning
     with pytest.raises(SearchError, match="This folder contains no searches"):
         known_command(tmp_path / "empty", "three")
 

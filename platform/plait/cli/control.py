@@ -14,7 +14,7 @@ from plait.core.errors import EXIT_DONE, ConfigError, StorageError, choices
 from plait.core.settings import TrackingSettings
 from plait.search.locks import trains_here
 from plait.search.recorded import RecordedCommand, recorded_command
-from plait.utils.paths import as_path, search_folder, search_names
+from plait.utils.paths import as_path, begun_name, search_folder, search_names
 from plait.utils.spelling import did_you_mean
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ def main(arguments: Sequence[str]) -> int:
     if given.name is None:
         print(listing(given.root))
         return EXIT_DONE
+    if given.name not in VERBS:
+        given.name = begun_name(given.name, search_names(given.root))
     if not search_folder(given.root, given.name).is_dir():
         words = [given.name, *([given.verb] if given.verb else []), *given.rest]
         raise _no_such_search(given.root, words)

@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
         _list(root)
         return EXIT_DONE
     command = known_command(root, names[0])
-    _check_owner(search_folder(root, names[0]) / FILE, command)
+    _check_owner(search_folder(root, command.name) / FILE, command)
     return _resume(command, root, overrides)
 
 

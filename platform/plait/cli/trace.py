@@ -14,7 +14,7 @@ from plait.core.errors import EXIT_DONE, ConfigError, StorageError
 from plait.core.settings import TrackingSettings
 from plait.tracking.spans import write_trace
 from plait.utils.files import write_text
-from plait.utils.paths import as_path, search_folder
+from plait.utils.paths import as_path, begun_name, search_folder, search_names
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -29,6 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--to", type=as_path, metavar="FILE", help="default: NAME-trace.json")
     parser.add_argument("--root", type=as_path, default=root, help=f"folder of the runs; default: {root}")
     known = parser.parse_args(arguments)
+    known.name = begun_name(known.name, search_names(known.root))
     folder = search_folder(known.root, known.name)
     if not folder.is_dir():
         raise no_such_search("plait trace", known.root, known.name)

@@ -11,7 +11,7 @@ from pathlib import Path
 from plait.config.build import key_of
 from plait.core.errors import SearchError, StorageError
 from plait.utils.files import OWNER_ONLY, write_text
-from plait.utils.paths import search_folder
+from plait.utils.paths import begun_name, search_folder
 
 FILE = "command.json"
 URI = "tracking.uri"
@@ -89,12 +89,15 @@ def recorded_command(root: Path, name: str) -> RecordedCommand | None:
 
 
 def known_command(root: Path, name: str) -> RecordedCommand:
-    """The command of a search below ``root``.
+    """The command of a search below ``root``, by its name or an unambiguous beginning of it.
 
     Raises:
         SearchError: the search does not exist; the message lists those that do.
     """
     found = recorded_command(root, name)
+    if found is None:
+        whole = begun_name(name, (command.name for command in recorded_commands(root)))
+        found = recorded_command(root, whole)
     if found is None:
         raise SearchError(f"{name!r}: no such search in {root}", *_what_there_is(root))
     return found

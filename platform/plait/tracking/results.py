@@ -21,6 +21,7 @@ from plait.tracking.leaderboard import JobRecord
 from plait.tracking.location import Location, locate, sqlite_in
 from plait.tracking.mlflow_store import Store, job_record, stored_leaderboard
 from plait.tracking.ui import page_tag, search_page
+from plait.utils.paths import begun_name
 
 SHOWN = 20  # most searches listed in a remedy
 
@@ -220,6 +221,8 @@ def _find(settings: TrackingSettings, name: str | None) -> tuple[Store, Run]:
         if runs:
             return store, runs[0]
     listed = search_names(settings)
+    if name and (whole := begun_name(name, listed)) != name:
+        return _find(settings, whole)
     where = f"{locate(settings)}, experiment {settings.experiment!r}"
     raise SearchError(
         f"search {name!r} is not in {where}" if name else f"no search in {where}",

@@ -95,3 +95,12 @@ def new_folder(path: Path) -> Iterator[Path]:
 def _beside(path: Path) -> Path:
     """A hidden name in the same folder, unique to this attempt."""
     return path.with_name(f".{path.name}.{uuid4().hex[:12]}")
+
+
+def keep_newest(folder: Path, most: int) -> None:
+    """Remove the oldest folders in a folder, so that at most ``most`` are left."""
+    by_age = sorted(
+        (path for path in folder.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime
+    )
+    for path in by_age[: max(0, len(by_age) - most)]:
+        shutil.rmtree(path, ignore_errors=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from argparse import ArgumentTypeError
+from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import quote, unquote
 
@@ -93,3 +94,10 @@ def search_names(root: Path) -> list[str]:
     """The names of the searches that have a folder below ``tracking.root``, sorted."""
     folder = user_path(root).absolute() / "searches"
     return sorted(unquote(path.name) for path in folder.glob("*") if path.is_dir())
+
+
+def begun_name(name: str, names: Iterable[str]) -> str:
+    """Which of ``names`` is meant by ``name``: itself, or the only one that begins so; if none, ``name``."""
+    there = set(names)
+    begun = [each for each in there if name and each.startswith(name)]
+    return begun[0] if name not in there and len(begun) == 1 else name
