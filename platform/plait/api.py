@@ -242,7 +242,7 @@ class Adapter:
             name = self._search.name
             raise StorageError(
                 f"the base model of search {name!r}",
-                "The search was opened while its store did not answer, which knows the model's settings.",
+                "Its store, which has the model's settings, did not answer when the search was opened.",
                 f"Open it again when the store answers: plait.open({name!r}). Its adapter: {self.folder}.",
             )
         config = yaml.safe_load(recorded_text(self._search, self._settings, CONFIG_FILE))

@@ -430,7 +430,7 @@ def test_a_vanished_adapter_folder_is_reported(tmp_path: Path) -> None:
     tracker.handle(ended("trial-0000", "finished", tmp_path / "gone"))
     tracker.close()
     (told,) = tracker.notices
-    assert "gone is not there to be kept as adapter" in told
+    assert "gone does not exist, so it cannot be kept as adapter" in told
 
 
 @pytest.mark.slow

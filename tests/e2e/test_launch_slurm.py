@@ -67,7 +67,7 @@ def test_an_interrupted_search_is_queued_again(
     assert main(["launch", "slurm", *short, *SEARCH, "--to", "again.sbatch"]) == 0
     said = capsys.readouterr().out
     assert "Without --time, the job gets the partition's default limit" in said
-    assert "120 s before the end of its time, the search saves" in said
+    assert "120 s before its time limit, the search saves everything" in said
     for status, queued in ((130, "requeue 77\n"), (3, None)):
         stand_in(folder, "srun", f"#!/bin/sh\nexit {status}\n")
         stand_in(folder, "scontrol", '#!/bin/sh\necho "$@" > queued\n')
@@ -83,7 +83,7 @@ def test_an_interrupted_search_is_queued_again(
     [
         (["slrum"], "Did you mean plait launch slurm?"),
         (["slurm", "nothing"], "no such search"),
-        (["slurm", "one", "two"], "One search is launched"),
+        (["slurm", "one", "two"], "A script runs one search"),
         (["slurm", "cluster.processes=4"], "--nodes and --tasks-per-node"),
         (["slurm", "adapter.rnak=3"], "adapter.rnak"),
     ],

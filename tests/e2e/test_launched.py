@@ -92,7 +92,7 @@ def test_a_wrong_key_is_refused_and_one_who_waits_for_others_can_be_interrupted(
         for number, key in enumerate(keys)
     )
     assert second.end() == 2
-    named = f"process 1 ({os.uname().nodename}): the coordinator at 127.0.0.1:{port} has another key"
+    named = f"process 1 ({os.uname().nodename}): the coordinator at 127.0.0.1:{port} has a different key"
     assert named in second.output
     first.until("Loading the model")
     started = psutil.Process(first.pid).children(recursive=True)
@@ -112,7 +112,7 @@ def test_hosts_without_a_key_are_refused_before_anything_else(
         monkeypatch.delenv("PLAIT_KEY")
         assert main(["sweep", *short, *SEARCH]) == 2
         said = capsys.readouterr().err
-        assert "processes on several hosts, and no key" in said
+        assert "processes on several hosts without a key" in said
         assert "openssl rand -hex 32" in said
 
 

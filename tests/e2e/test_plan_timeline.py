@@ -46,7 +46,7 @@ def test_a_figure_and_a_trace(empty: Path, short: Short) -> None:
         ),
         ((CLUSTER, "engine.capacity=100000"), "takes at most 6144 tokens (table 'mixed')"),
         ((CLUSTER, "cluster.options.device.memory_gib=1"), "of 1 GiB 0.8 GiB may be used"),
-        ((CLUSTER, "cluster.options.max_tokens_tables={mixed: []}"), "most tokens] for each replica"),
+        ((CLUSTER, "cluster.options.max_tokens_tables={mixed: []}"), "most tokens] for each kind of replica"),
         ((CLUSTER, "cluster.options.max_tokens_tables={mixed: [[1, 4, 8]]}"), "8 tokens"),
         ((CLUSTER, "cluster.options.max_tokens_tables={mixed: [[1, 4, -8]]}"), "max_tokens=-8"),
     ],

@@ -75,7 +75,7 @@ def test_two_objectives_a_constraint_points_first_and_going_on(
     assert rows[-1]["reason"] == "violates adapter.rank <= 4"
     check_parent(folder, front, {item.number for item in feasible})
     assert main(["export", "two", "--to", str(folder / "taken")]) == 2
-    assert "Name one of its front" in capsys.readouterr().err
+    assert "Choose one from its front" in capsys.readouterr().err
     check_prior(folder, short, feasible, capsys)
 
 

@@ -19,7 +19,7 @@ Short = tuple[str, ...]
     [
         (
             ["adapter.target_modules='.*(q_proj|lm_head)'"],
-            ["lm_head", "decoder layers only", "all-linear"],
+            ["lm_head", "inside the decoder layers", "all-linear"],
         ),
         (["adapter.target_modules=[nothing],[q_proj]"], ["nothing", "q_proj"]),
         (["adapter.rank=1,2", "planner.memory_share=1e-9"], ["one job needs", "planner.memory_share"]),

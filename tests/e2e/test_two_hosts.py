@@ -141,7 +141,7 @@ def test_a_search_on_two_hosts_refuses_a_wrong_key_and_outlives_the_loss_of_one(
     first = hosts.start(0, folder, "first", KEY, *limits)
     wrong = hosts.start(1, folder, "wrong", "another key of another run", *limits)
     assert wrong.wait(HANGS) == 2
-    assert f"the coordinator at {FIRST}:29610 has another key" in (folder / "wrong").read_text()
+    assert f"the coordinator at {FIRST}:29610 has a different key" in (folder / "wrong").read_text()
     hosts.start(1, folder, "second", KEY, *limits)
     until(folder / "first", "2 processes", [first])
     until(folder / "first", "trial-0000 started", [first])

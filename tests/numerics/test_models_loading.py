@@ -210,9 +210,9 @@ def test_code_that_comes_with_a_model_is_neither_run_nor_asked_about(
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": auto}))
     (tmp_path / "own.py").write_text(f"open({str(ran)!r}, 'w').close()")
     monkeypatch.setattr("builtins.input", lambda *_: "y")
-    with pytest.raises(ModelError, match="Python code that comes with its files") as caught:
+    with pytest.raises(ModelError, match="needs the Python code in its files") as caught:
         inspect_model(ModelSettings(kind="hf", id=str(tmp_path)), cache=tmp_path / "cache")
-    assert "Plait runs no code" in caught.value.rule
+    assert "Plait does not run code" in caught.value.rule
     assert not ran.exists()
     assert "[y/N]" not in capsys.readouterr().out
 

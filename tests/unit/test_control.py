@@ -290,7 +290,7 @@ def test_orders_given_at_once_are_all_kept(
         (("add", "adapter.rank=x"), "adapter.rank='x'", "a whole number", ""),
         (("add", "train.lr=1,2"), "train.lr=1,2", "one value for each key", "Choose one"),
         (("add", "adapter.alhpa=1"), "key adapter.alhpa", "no such key", "Did you mean adapter.alpha"),
-        (("add", "data.size=9"), "data.size=9", "holds for all of its trials", "adapter, train"),
+        (("add", "data.size=9"), "data.size=9", "has the same value in all trials", "adapter, train"),
         (("add", "train.lr=1", "+train.lr=2"), "train.lr=2", "given twice", "Give it once"),
         (("add", "train.priority=soon"), "train.priority=soon", "whole number", "train.priority=5"),
         (("clone", "0", "adapter.rank=0"), "adapter.rank=0", "at least 1", "The default is 16"),
@@ -530,7 +530,7 @@ def test_which_searches_run_and_which_can_be_resumed(
     assert capsys.readouterr().out.startswith("mine is paused.")
     search_folder(runs, "mining").mkdir()
     assert main(["control", "mi", "--root", str(runs)]) == 2
-    assert "Several begin so: mine, mining." in capsys.readouterr().err
+    assert "Several names begin with it: mine, mining." in capsys.readouterr().err
     assert main(["trace", "kill", "--root", str(runs)]) == 2
     assert "plait trace killed" in capsys.readouterr().err
 

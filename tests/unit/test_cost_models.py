@@ -308,7 +308,7 @@ def test_described_clusters_load_and_name_their_source(path: Path) -> None:
         ({"time": {"layers": 32, "layer": [LAYER | {"token": math.inf}]}}, "finite"),
         ({"max_tokens_tables": [[1, 1, 3]]}, "max_tokens_tables="),
         ({"max_tokens_tables": {"appendix": None}}, "appendix must be a list"),
-        ({"max_tokens_tables": {"appendix": []}}, "each replica"),
+        ({"max_tokens_tables": {"appendix": []}}, "each kind of replica"),
         ({"max_tokens_tables": {"appendix": [[1, 1, 8], [1, 1, 9]]}}, "tp=1, pp=1 twice"),
         ({"restart_seconds": -1}, "restart_seconds"),
         ({"restart_seconds": math.nan}, "finite"),

@@ -175,7 +175,7 @@ def parquet(rows=(("text", "abc"),) * 1):
         ("r.csv", b"a;b\nc;d\n", ["line 2: fields a;b"]),
         ("r.csv", b"text,text\na,b\n", ["line 1: two fields are called 'text'"]),
         ("r.csv", b"text,x\na\n", ["line 2: 1 fields", "names 2"]),
-        ("r.csv", b'text\n"a\n', ["line 2: unexpected end of data", "in quotes"]),
+        ("r.csv", b'text\n"a\n', ["line 2: unexpected end of data", "must be quoted"]),
         ("r.csv", b"text\n\xff\n", ["r.csv: byte 5 is not UTF-8"]),
         ("r.csv", b'messages\n"[{]"\n', ["line 2: messages is '[{]'", "list of messages"]),
         ("r.parquet", b"", ["cannot be read as Parquet"]),
@@ -215,7 +215,7 @@ def test_a_saved_folder_that_is_damaged_is_named(tmp_path):
         "dataset_dict.json": b"[]",
     }.items():
         (tmp_path / "d" / file).write_bytes(content)
-        with pytest.raises(DataError, match=r"\n.*saved this folder, and it cannot be read\.\n"):
+        with pytest.raises(DataError, match=r"\nThis folder was saved by .*, but it cannot be read\.\n"):
             check_data(spec)
     shutil.rmtree(tmp_path / "d" / "train")
     (tmp_path / "d" / "dataset_dict.json").write_text('{"splits": ["train"]}')

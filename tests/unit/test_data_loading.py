@@ -367,7 +367,7 @@ INST = (
 )
 def test_a_template_that_hides_where_an_answer_begins_is_refused(messages, template, number, tmp_path):
     tokeniser = byte_tokeniser(template=template)
-    words = rf"message {number} of {len(messages)}\n.*no prompt for generation.*\n.*assistant_only_loss=false"
+    words = rf"message {number} of {len(messages)}\n.*no generation prompt.*\n.*assistant_only_loss=false"
     with pytest.raises(DataError, match=words):
         load_rows([{"messages": messages}], tmp_path, tokeniser, assistant_only_loss=True)
 
@@ -546,7 +546,7 @@ def test_difficulty_is_the_level_of_the_tasks_curriculum(tmp_path, tokeniser):
 
 
 def test_a_task_without_written_answers_and_too_few_rows_are_refused():
-    with pytest.raises(DataError, match="only has a verifier"):
+    with pytest.raises(DataError, match="has a verifier but no answers"):
         check_data(DataSpec.of("reasoning_gym", task="rubiks_cube"))
     with pytest.raises(DataError, match="5 rows, 32 of them"):
         check_data(DataSpec.of("reasoning_gym", size=5))

@@ -247,7 +247,7 @@ def shrinking(
 
 
 def test_without_the_replica_that_takes_its_samples_a_job_waits_for_another_run(tmp_path: Path) -> None:
-    with pytest.raises(ProcessError, match="8 tokens, and the processes here take 4 at once"):
+    with pytest.raises(ProcessError, match="8 tokens, but the processes here take at most 4"):
         trained(shrinking(tmp_path, (4, 16), (4,), capacities=(4, 16)), rungs=False)
 
 

@@ -60,7 +60,7 @@ def test_what_reaches_the_head_as_in_peft_is_refused(targets: str | tuple[str, .
     assert any(check_target_module_exists(config, name) for name in outside)
     with pytest.raises(ModelError, match=r"lm_head|embed_tokens") as caught:
         resolve_targets(targets, LINEARS, outside)
-    assert "decoder layers only" in caught.value.rule
+    assert "inside the decoder layers" in caught.value.rule
     assert "all-linear" in caught.value.remedy
 
 

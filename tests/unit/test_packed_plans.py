@@ -193,9 +193,9 @@ def test_the_kind_that_costs_less_is_chosen() -> None:
 @pytest.mark.parametrize(
     ("entries", "said"),
     [
-        (({"name": "a", "count": 1}, {"name": "a", "count": 2}), r"a name of its own\.\nRename"),
+        (({"name": "a", "count": 1}, {"name": "a", "count": 2}), r"its own name\.\nRename"),
         (({"name": "a:b", "count": 1},), "cluster.kinds.name"),
-        (({"name": "a", "count": 1, "profile": "h100_llama31_8b"},), "train one model: Llama-2-7B"),
+        (({"name": "a", "count": 1, "profile": "h100_llama31_8b"},), "train the same model: Llama-2-7B"),
         (({"name": "a", "count": 1, "profile": "none"},), r"Available: .*h100_llama31_8b"),
         (({"name": "a", "count": 1, "cost": 1},), r"cluster\.kinds\[0\]\.cost"),
     ],

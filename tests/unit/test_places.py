@@ -109,7 +109,7 @@ def test_a_key_comes_from_the_variable_or_from_a_private_file(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("variables", "named"), [({}, "no key"), ({"PLAIT_KEY": "short"}, "PLAIT_KEY: 5 characters")]
+    ("variables", "named"), [({}, "without a key"), ({"PLAIT_KEY": "short"}, "PLAIT_KEY: 5 characters")]
 )
 def test_without_a_good_key_hosts_do_not_meet(variables: dict[str, str], named: str) -> None:
     with pytest.raises(ConfigError, match=named) as caught:

@@ -411,7 +411,7 @@ def test_a_constraint_that_nothing_in_the_space_keeps_is_refused() -> None:
     jobs = [JobSpec(f"rank {rank}", AdapterSpec(rank=rank)) for rank in (4, 32)]
     with pytest.raises(ConfigError, match=r"adapter\.rank <= 2") as caught:
         check_objectives(SearchSettings(constraints={"adapter.rank": "<= 2"}), jobs)
-    assert caught.value.rule == "No trial can keep it: adapter.rank is between 4 and 32."
+    assert caught.value.rule == "No trial can satisfy it: adapter.rank is between 4 and 32."
     check_objectives(SearchSettings(constraints={"adapter.rank": "<= 4", "eval/loss": "<= 2"}), jobs)
 
 

@@ -155,7 +155,7 @@ def test_brackets_are_those_of_hyperband() -> None:
         ({"kind": "optuna", "metric": "train/loss"}, "eval/loss"),
         ({"rungs": (2, 4)}, r"search\.stopping\.rungs=\[2,4\] with search\.stopping\.kind=none"),
         ({"patience": 5}, r"(?s)No trial ends early without a rule.*search/stopping=patience, or leave"),
-        ({"kind": "asha", "cohort": 4}, "(?s)does not read it.*median, successive_halving, or leave"),
+        ({"kind": "asha", "cohort": 4}, "(?s)does not use it.*median, successive_halving, or leave"),
         ({"kind": "median", "eta": 3}, "asha, hyperband, successive_halving, or leave"),
         ({"kind": "patience", "upper": 3.0}, r"upper=3\.0 with search\.stopping\.kind=patience"),
         ({"kind": "hyperband", "pruner": "NopPruner"}, "search/stopping=optuna, or leave"),

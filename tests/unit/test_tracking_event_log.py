@@ -139,7 +139,7 @@ def test_a_log_without_its_first_line_begins_again(tmp_path: Path) -> None:
     [
         (b'["log","parent","search demo","there",1]\n["points","a",1,1,{}]\n', "version 1"),
         (b'["points","a",1,1,{}]\n', "begins with its head"),
-        (b"my notes", "another kind"),
+        (b"my notes", "different kind"),
     ],
 )
 def test_a_file_of_another_kind_is_left_as_it_is(tmp_path: Path, text: bytes, said: str) -> None:

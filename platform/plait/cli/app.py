@@ -133,7 +133,7 @@ def explained(application: Application, arguments: Sequence[str]) -> Iterator[No
     except (ValueError, TypeError, AttributeError, AssertionError) as error:  # Hydra's own faults
         if isinstance(error, PlaitError) or application.began:
             raise
-        raise ConfigError(str(error), "Hydra cannot compose a configuration of these words.") from error
+        raise ConfigError(str(error), "Hydra cannot compose a configuration from these arguments.") from error
     if application.error is not None:
         raise application.error
 

@@ -31,7 +31,7 @@ SCRIPT = """#!/usr/bin/env bash
 #SBATCH --requeue
 #SBATCH --signal=TERM@{seconds}
 # Written by `plait launch slurm`. Each task of srun runs the same command: the first coordinates, all train.
-# A job that is preempted, or comes to the end of its time, is queued again and resumes.
+# A job that is preempted or reaches its time limit is queued again and resumes.
 set -uo pipefail
 cd {directory} || exit 1
 PLAIT_KEY=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')  # lets the tasks find each other, and no one else
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
         meant = did_you_mean(known.system, SYSTEMS, before="plait launch ")
         raise ConfigError(
             f"plait launch {known.system}",
-            "No script is known for it.",
+            "Plait cannot write a script for this system.",
             f"{meant}Available: {choices(SYSTEMS)}. torchrun and DeepSpeed need none: docs/cluster.md.",
         )
     words, directory = _command(known.words)
@@ -65,10 +65,12 @@ def main(arguments: Sequence[str]) -> int:
     print(f"{path}: nodes {known.nodes}, processes {known.nodes * known.tasks_per_node}")
     if known.time is None:
         print(
-            "Without --time, the job gets the partition's default limit; with a shorter one, as in "
+            "Without --time, the job gets the partition's default limit; with a shorter one, for example "
             "--time 4:00:00, it may start earlier."
         )
-    print(f"{SAVE_SECONDS} s before the end of its time, the search saves; its job is then queued again.")
+    print(
+        f"{SAVE_SECONDS} s before its time limit, the search saves everything; the job is then queued again."
+    )
     print(f"Submit it with: sbatch {shlex.quote(str(path))}")
     print(f"{directory} must be on a file system that all nodes share.")
     return EXIT_DONE
@@ -99,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _number(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text} is no whole number")
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number")
     return int(text)
 
 
@@ -111,7 +113,7 @@ def _count(text: str) -> int:
 
 def _word(text: str) -> str:
     if not re.fullmatch(r"[\w.,:-]+", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not what Slurm takes")
+        raise argparse.ArgumentTypeError(f"{text!r} has characters that Slurm does not accept")
     return text
 
 
@@ -125,7 +127,7 @@ def _command(words: Sequence[str]) -> tuple[list[str], Path]:
     names = [word for word in words if "=" not in word]
     overrides = [word for word in words if "=" in word]
     if len(names) > 1:
-        raise ConfigError(shlex.join(names), "One search is launched.", "Settings are KEY=VALUE.")
+        raise ConfigError(shlex.join(names), "A script runs one search.", "Settings are KEY=VALUE.")
     for word in overrides:
         if key_of(word) in LAUNCHED:
             raise ConfigError(word, "srun starts the processes.", "Use --nodes and --tasks-per-node instead.")

@@ -94,12 +94,12 @@ def refusal(error: Exception) -> PlaitError:
         named = f"{error.filename}: " if error.filename is not None else ""
         return StorageError(f"{named}{error.strerror}", "It cannot be read or written.", where)
     if isinstance(error, RecursionError):
-        return ConfigError("an input is nested too deeply", "No file or value needs so many levels.", where)
+        return ConfigError("an input is nested too deeply", "No file or value needs this many levels.", where)
     if isinstance(error, UnicodeError):
         return ConfigError(str(error), "Text must be valid in its encoding.", where)
     if "home directory" in str(error):
         remedy = "Set HOME, or PLAIT_CACHE and PLAIT_KERNELS_CACHE."
-        return StorageError(str(error), "Plait keeps what it converts below it.", remedy)
+        return StorageError(str(error), "Plait's caches are kept in it.", remedy)
     raise error
 
 

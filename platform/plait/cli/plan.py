@@ -92,7 +92,7 @@ def write_timeline(path: Path, cluster: str, waves: Sequence[Forecast]) -> None:
     if not waves:
         raise ConfigError(
             f"{TIMELINE} {path}",
-            "Only plans for a described cluster are simulated.",
+            "Only the plan for a described cluster is simulated.",
             "Choose one with cluster=NAME.",
         )
     run, pipelines = waves[0].run, waves[0].pipelines
@@ -125,7 +125,7 @@ def plan_search(
     if command.settings.cluster.kind == "local" and devices is not None:
         raise ConfigError(
             f"{DEVICES} {devices}",
-            "Numbers of devices are for a described cluster.",
+            "The number of devices can only be set for a described cluster.",
             "Choose one with cluster=NAME (`plait plan --help` lists them). cluster.processes=N is for this "
             "machine.",
         )

@@ -151,9 +151,9 @@ def no_such_search(command: str, root: Path, name: str) -> ConfigError:
     """The error for an unknown name of a search below ``root``, with the known names."""
     there = search_names(root)
     begun = [each for each in there if each.startswith(name)]
-    meant = f"Several begin so: {choices(begun)}. " if begun[1:] else did_you_mean(name, there)
+    meant = f"Several names begin with it: {choices(begun)}. " if begun[1:] else did_you_mean(name, there)
     return ConfigError(
-        f"{command} {name}: there is no search of this name in {root}",
+        f"{command} {name}: there is no search with this name in {root}",
         f"{meant}Available: {choices(there) or 'none'}.",
         "If its runs are in another folder, add --root FOLDER.",
     )

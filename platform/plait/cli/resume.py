@@ -60,7 +60,7 @@ def _check_owner(file: Path, command: RecordedCommand) -> None:
         words = redact(shlex.join(("plait", command.verb, *command.arguments)))
         raise ConfigError(
             f"plait resume {shlex.quote(command.name)}: {file} belongs to another user",
-            "Its command would run with your rights.",
+            "Its command would run with your permissions.",
             f"If you trust it, run it yourself: {words}",
         )
 

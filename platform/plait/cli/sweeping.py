@@ -149,7 +149,7 @@ def _run(mode: str, command: SearchCommand, composed: Config, flags: Mapping[str
         if flags:
             raise ConfigError(
                 f"{' '.join(flags)} with mode=train",
-                "What runs is a search, which has no report of figures.",
+                "This is a search, which has no report of figures.",
                 f"Leave {' and '.join(flags)} out; `plait leaderboard` prints the results.",
             )
         return _launched(command)
@@ -217,7 +217,7 @@ def _launched(command: SearchCommand, *, one_job: bool = False) -> int:
         if cluster.processes not in (1, place.processes):
             raise ConfigError(
                 f"cluster.processes={cluster.processes} in {place.processes} launched processes",
-                "The launcher says how many there are.",
+                "The launcher sets the number of processes.",
                 "Leave cluster.processes out.",
             )
         cluster = replace(cluster, processes=place.processes, per_host=place.here)

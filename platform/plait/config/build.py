@@ -48,7 +48,7 @@ def plain(config: DictConfig) -> dict[str, Any]:
     try:
         found = {str(key): resolved(str(key)) for key in config if key != "hydra"}
     except OmegaConfBaseException as error:
-        raise ConfigError(str(error).splitlines()[0], f"The error is at {error.full_key}.") from error
+        raise ConfigError(str(error).splitlines()[0], f"The error is in {error.full_key}.") from error
     given = {key_of(each) for each in OmegaConf.select(config, "hydra.overrides.task") or ()}
     if "data.source" in given:  # a source without a config group has only the options that are given with it
         known = {"source", *(key.split(".")[1] for key in given if key.startswith("data."))}

@@ -160,7 +160,7 @@ def _domain(override: Override, *, whole: bool) -> Domain:
     value = override.value()
     if not isinstance(value, Sweep):  # glob(...): the names of a group's files
         if not (files := list(override.sweep_iterator())):
-            raise SearchError("glob(...)", "It stands for files of a config group, and there are none.")
+            raise SearchError("glob(...)", "It selects files of a config group, and none match.")
         return _choice(files)
     log = "log" in value.tags
     if unknown := sorted(value.tags - {"log"}):

@@ -123,13 +123,13 @@ class ClusterSettings:
         if self.kind == "local" and self.kinds:
             raise ConfigError(
                 f"cluster.kinds with {len(self.kinds)} kinds of devices",
-                "Kinds of devices are for described clusters; this machine's devices are found.",
+                "Kinds of devices can only be set for described clusters; this machine's are detected.",
                 "Choose a described cluster with cluster=NAME, or leave cluster.kinds out.",
             )
         if self.kind != "local" and self.processes > 1:
             raise ConfigError(
                 f"cluster.processes={self.processes} with a described cluster",
-                "It counts processes of this machine; on a described cluster the plan chooses the replicas.",
+                "It is for this machine; on a described cluster the plan chooses the replicas.",
                 "Leave cluster.processes out; `plait plan --devices N` plans for N devices.",
             )
 
@@ -139,8 +139,8 @@ class ClusterSettings:
             if len(given := getattr(self, key)) not in (0, self.processes):
                 raise ConfigError(
                     f"cluster.{key}={list(given)} with cluster.processes={self.processes}",
-                    "It has an entry for each process.",
-                    f"Give {self.processes} entries, or none.",
+                    "It must have one entry for each process.",
+                    f"Set {self.processes} entries, or none.",
                 )
 
 
@@ -304,7 +304,7 @@ class RunSettings:
         if self.engine.capacity not in (None, max(capacities)):
             raise ConfigError(
                 f"engine.capacity={self.engine.capacity} with cluster.capacities={list(capacities)}",
-                "The capacity of the run is that of the process with the largest.",
+                "The capacity of the run is the largest of cluster.capacities.",
                 "Leave engine.capacity out.",
             )
         object.__setattr__(self, "engine", replace(self.engine, capacity=max(capacities)))

@@ -40,7 +40,7 @@ class Choice:
             raise SearchError(str(self), "Each value may be given only once.", "Remove the duplicate.")
         if any(isinstance(value, float) and math.isnan(value) for value in self.values):
             raise SearchError(
-                str(self), "nan is not a number: no adapter can be trained with it.", "Leave it out."
+                str(self), "nan is not a number, so no adapter can be trained with it.", "Leave it out."
             )
 
     def __str__(self) -> str:

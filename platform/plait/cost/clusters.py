@@ -20,7 +20,7 @@ from plait.utils.paths import conf_dir
 from plait.utils.spelling import did_you_mean
 
 HOUR = 3600.0  # seconds
-NAME = Rule("a name without blanks and none of : + = ⟨", lambda name: name and not set(name) & set(" :+=⟨"))
+NAME = Rule("a name without spaces or any of : + = ⟨", lambda name: name and not set(name) & set(" :+=⟨"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +123,8 @@ def described_cluster(settings: ClusterSettings) -> Cluster:
     if len(set(names)) < len(names):
         raise ConfigError(
             f"cluster.kinds: {choices(names)}",
-            "Each kind of device has a name of its own.",
-            "Rename one, or put their counts together where they are alike.",
+            "Each kind of device must have its own name.",
+            "Rename one, or merge them into one kind if they are the same.",
         )
     prices = {
         each.name: usual if each.price_per_device_hour is None else each.price_per_device_hour
@@ -140,7 +140,7 @@ def _of_kind(kind: Kind, base: ClusterProfile) -> ClusterProfile:
     if (profile.model, profile.time.layers) != (base.model, base.time.layers):
         raise ConfigError(
             f"cluster.kinds: {kind.name} has the profile {kind.profile} of {profile.model}",
-            f"All kinds of devices of a cluster train one model: {base.model}.",
+            f"All kinds of devices in a cluster train the same model: {base.model}.",
             "Choose a profile of that model, or another cluster.",
         )
     memory = profile.devices.memory_gib if kind.memory_gib is None else kind.memory_gib

@@ -118,7 +118,7 @@ def _widen(base: BaseModel, twin: nn.Module, true: nn.Module, dtype: torch.dtype
         if len(attentions) != 1:
             raise ModelError(
                 f"{type(twin).__name__}",
-                "Memory without weights is known for models whose attention is one rotary product.",
+                "Only models with plain rotary attention can be computed without weights.",
                 "Measure this model on its device with `plait profile`.",
             )
 

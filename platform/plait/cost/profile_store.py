@@ -128,17 +128,21 @@ def load_profile(key: ProfileKey, *, cache: Path) -> Profile | None:
         if (version := raw.pop("version")) != VERSION:
             raise ConfigError(f"version {version!r}", f"This release reads version {VERSION}.")
         if raw.pop("sha256") != _seal(raw):
-            raise ConfigError("altered", "It must be as Plait wrote it.")
+            raise ConfigError("altered", "The file must not be changed.")
         profile = build(Profile, raw, "profile")
     except (ValueError, KeyError, TypeError, AttributeError) as error:  # ConfigError is a ValueError
         raise _unusable(path, error) from error
     if profile.key != key:
-        raise _unusable(path, ConfigError(f"of {profile.key}", f"This run is {key}."))
+        raise _unusable(path, ConfigError(f"for {profile.key}", f"This run needs {key}."))
     return profile
 
 
 def _unusable(path: Path, error: Exception) -> ConfigError:
-    found = error if isinstance(error, ConfigError) else ConfigError(repr(error), "Plait writes profiles.")
+    found = (
+        error
+        if isinstance(error, ConfigError)
+        else ConfigError(repr(error), "The file must be a profile that Plait wrote.")
+    )
     remedy = "Remove the file, or create it again with `plait profile`."
     return ConfigError(f"profile {path.name}: {found.value}", found.rule, remedy)
 

@@ -171,11 +171,15 @@ class _Options:
         table = f"{OPTIONS}.max_tokens_tables.{self.max_tokens}"
         rows = self.max_tokens_tables[self.max_tokens]
         if not rows:
-            raise ConfigError(f"{table}=[]", "A table has a row [tp, pp, most tokens] for each replica.")
+            raise ConfigError(
+                f"{table}=[]", "A table needs a row [tp, pp, most tokens] for each kind of replica."
+            )
         found: dict[tuple[int, int], Configuration] = {}
         for tp, pp, most in rows:
             if (tp, pp) in found:
-                raise ConfigError(f"{table} has tp={tp}, pp={pp} twice", "Each kind of replica has one row.")
+                raise ConfigError(
+                    f"{table} has tp={tp}, pp={pp} twice", "Each kind of replica must have only one row."
+                )
             found[tp, pp] = Configuration(tp, pp, most)
         return tuple(found.values())
 

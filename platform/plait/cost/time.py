@@ -228,6 +228,8 @@ def by_degree(rows: Iterable[Mapping[str, object]], kind: type[T], key: str) -> 
         entries = dict(row)
         tp = convert(int, entries.pop("tp", MISSING), f"{owner}.tp")
         if tp < 1 or tp in found:
-            raise ConfigError(f"{owner}.tp={tp}", "Each tensor-parallel degree, 1 or more, has one row.")
+            raise ConfigError(
+                f"{owner}.tp={tp}", "Each tensor-parallel degree must be 1 or more and have only one row."
+            )
         found[tp] = build(kind, entries, owner)
     return found

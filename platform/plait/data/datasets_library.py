@@ -94,8 +94,8 @@ def read_hub(
         raise DataError(
             f"data.id={repository!r}, data.split={split!r}: {said[0]}",
             "Plait reads this data set from the Hugging Face hub with the library `datasets`.",
-            "Check data.id, data.name and data.split, the network, and HF_TOKEN if it is private. Files of "
-            "your own are read with data=file data.path=PATH.",
+            "Check data.id, data.name and data.split, the network, and HF_TOKEN if it is private. To read "
+            "your own files, use data=file data.path=PATH.",
         ) from error
 
 
@@ -133,6 +133,6 @@ def _rows(dataset: Any, limit: int | None) -> Sequence[Row]:
 def _damaged(folder: Path, error: Exception) -> DataError:
     return DataError(
         f"{folder}: {shortened(str(error) or type(error).__name__)}",
-        "The library `datasets` saved this folder, and it cannot be read.",
+        "This folder was saved by the library `datasets`, but it cannot be read.",
         "Save it again with save_to_disk, or copy it again: it may be incomplete.",
     )

@@ -108,7 +108,7 @@ def _text(row: Row, name: str, where: str) -> str:
     except UnicodeEncodeError as error:  # JSON can encode half of a surrogate pair
         raise DataError(
             f"{where}: {name} has {value[error.start]!a} at character {error.start + 1}",
-            f"{name} must be valid Unicode text: this is half of a surrogate pair.",
+            f"{name} must be valid Unicode text; this is half of a surrogate pair.",
             "Correct the row.",
         ) from error
     return value

@@ -45,7 +45,7 @@ class FileOptions(FieldOptions):
         if self.validation_path is not None and self.validation_split is not None:
             raise ConfigError(
                 f"data.validation_path={self.validation_path}, data.validation_split={self.validation_split}",
-                "Both say where the rows for validation are.",
+                "Both define where the validation rows come from.",
                 "Leave one out.",
             )
 
@@ -123,8 +123,8 @@ def _files_in(folder: Path, origin: _Origin) -> list[Path]:
     if not found:
         raise DataError(
             f"{origin.key}={origin.path!r}: this folder has no data files",
-            f"Plait looked for names that end in {choices(SUFFIXES)}, and for a folder saved by `datasets`.",
-            "Set the path of a file, or of a folder that has some.",
+            f"Plait looked for names that end in {choices(SUFFIXES)}, and for data saved by `datasets`.",
+            "Set the path of a file, or of a folder that has such files.",
         )
     return found
 
@@ -142,7 +142,7 @@ def _format(files: Sequence[Path], origin: _Origin) -> str:
     if not kind:
         raise DataError(
             f"{origin.key}={origin.path!r}: unknown format",
-            f"The name of a file says its format: {choices(SUFFIXES)}.",
+            f"The format is taken from the file's name: {choices(SUFFIXES)}.",
             f"Rename the file, or set data.format to one of {choices(PARSERS)}.",
         )
     return kind

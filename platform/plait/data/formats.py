@@ -59,7 +59,7 @@ def parse_csv(content: bytes, name: str, delimiter: str = ",") -> Iterator[Place
     except csv.Error as error:
         raise DataError(
             f"{name}, line {reader.line_num}: {error}",
-            "A CSV file has one row a line; fields with a comma, a quote or a line break stand in quotes.",
+            "A CSV file has one row a line; fields with a comma, a quote or a line break must be quoted.",
             "Correct the file, or save it again from a program that quotes such fields.",
         ) from error
     finally:
@@ -86,7 +86,7 @@ def parse_parquet(content: bytes, name: str) -> Iterator[Placed]:
         raise DataError(
             f"{name}: {shortened(str(error))}",
             "The file cannot be read as Parquet.",
-            "Write it again or copy it again: it may be incomplete.",
+            "Write or copy it again: it may be incomplete.",
         ) from error
 
 
@@ -145,7 +145,7 @@ def _header(fields: list[str], where: str) -> list[str]:
         raise DataError(
             f"{where}: two fields are called {shown(twice)}",
             "The first line of a CSV file names its fields.",
-            "Add that line, or give each field a name of its own.",
+            "Add that line, or give each field its own name.",
         )
     return fields
 
@@ -155,6 +155,6 @@ def _csv_row(header: list[str], fields: list[str], where: str) -> Row:
         raise DataError(
             f"{where}: {len(fields)} fields",
             f"The first line names {len(header)}.",
-            "Correct the row; a field with a comma or a line break must stand in quotes.",
+            "Correct the row; a field with a comma or a line break must be quoted.",
         )
     return csv_row(dict(zip(header, fields, strict=True)))

@@ -48,8 +48,8 @@ class MixtureOptions(CommonOptions):
         weights = [_weight(entry, number) for number, entry in enumerate(self.sources)]
         if None in weights and any(weight is not None for weight in weights):
             raise ConfigError(
-                f"data.sources[{weights.index(None)}] has no weight, and others have",
-                "Either all sources of a mixture have a weight, or none has.",
+                f"data.sources[{weights.index(None)}] has no weight, but others do",
+                "Either all sources of a mixture must have a weight, or none.",
                 "Add it: {path: a.jsonl, weight: 1}.",
             )
 
@@ -110,7 +110,9 @@ def _weight(entry: Mapping[str, Any], number: int) -> float | None:
     key = f"data.sources[{number}].{WEIGHT}"
     weight: float = convert(float, entry[WEIGHT], key)
     if not 0 < weight < float("inf"):
-        raise ConfigError(f"{key}={weight}", f"{key} must be above 0.", "Leave out a source that has none.")
+        raise ConfigError(
+            f"{key}={weight}", f"{key} must be above 0.", "Leave the source out if it should not be used."
+        )
     return weight
 
 
@@ -124,7 +126,7 @@ def _own_options(
     if not name or name == MIXTURE:
         raise ConfigError(
             f"{key}={json.dumps(dict(entry), default=str)}",
-            f"A source of a mixture has one of the keys {choices(MEANT)}, or names its {SOURCE}.",
+            f"A source of a mixture must have one of the keys {choices(MEANT)}, or the key {SOURCE}.",
             "For example {path: a.jsonl, weight: 1}.",
         )
     source = SOURCES.get(name)
@@ -133,7 +135,7 @@ def _own_options(
         if each in shared:
             raise ConfigError(
                 f"{key}.{each}={given[each]!r}",
-                f"{each} holds for the whole mixture.",
+                f"{each} applies to the whole mixture.",
                 f"Set data.{each} instead.",
             )
         if each not in allowed:

@@ -131,7 +131,7 @@ def _unlabelled(each: Candidate) -> DataError:
     return DataError(
         f"{each.where}: no labelled tokens in {len(each.sample.tokens)}",
         "A sample needs at least one token that counts in the loss, and its first token never counts.",
-        "Remove the row, or set data.overlong=drop, which drops it.",
+        "Remove the row, or set data.overlong=drop.",
     )
 
 

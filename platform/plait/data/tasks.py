@@ -153,7 +153,7 @@ def _generate(options: TaskOptions) -> Task:
     if not all(isinstance(row["answer"], str) for row in rows):
         raise DataError(
             f"data.task={name!r}",
-            "This task only has a verifier: its rows have no answers to learn from.",
+            "This task has a verifier but no answers to learn from.",
             "Choose another task.",
         )
     return Task(name, rows, dataset)

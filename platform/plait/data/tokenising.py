@@ -146,7 +146,7 @@ class Renderer:
         if conversation.tools or any("tool_calls" in message for message in conversation.messages):
             raise DataError(
                 f"{where}: {'tools' if conversation.tools else 'tool_calls'}, with data.template=plain",
-                "Without a chat template there is no text for functions and their calls.",
+                "Tools and tool calls can only be rendered with a chat template.",
                 "Leave data.template out, or remove the row.",
             )
         separator = "\n\n" if self.options.separator is None else self.options.separator
@@ -212,7 +212,7 @@ class Renderer:
             return
         raise DataError(
             f"{where}: message {number + 1} of {len(conversation.messages)}",
-            "The chat template has no prompt for generation (add_generation_prompt), so Plait cannot tell "
+            "The chat template has no generation prompt (add_generation_prompt), so Plait cannot tell "
             "the header of an assistant's message from its content.",
             WITHOUT_TURNS,
         )
@@ -292,7 +292,7 @@ class Renderer:
 def _refused(where: str, error: Exception) -> DataError:
     return DataError(
         f"{where}: {error}",
-        "The chat template refuses these messages.",
+        "The chat template rejects these messages.",
         "Correct the row, or set data.chat_template=FILE.jinja or data.template=plain.",
     )
 
@@ -305,7 +305,7 @@ def _check_unicode(text: str, where: str) -> None:
     except UnicodeEncodeError as error:
         raise DataError(
             f"{where}: its text has {text[error.start]!a} at character {error.start + 1}",
-            "The text must be valid Unicode: this is half of a surrogate pair, or a byte that is no UTF-8.",
+            "The text must be valid Unicode: this is half of a surrogate pair, or a byte that is not UTF-8.",
             "Correct the row, data.separator or data.chat_template.",
         ) from error
 
@@ -337,7 +337,7 @@ def check_tokeniser(tokeniser: PreTrainedTokenizerBase) -> None:
     if not tokeniser.is_fast:
         raise DataError(
             f"tokeniser {type(tokeniser).__name__}",
-            "Labels need a tokeniser of the `tokenizers` library, which knows each token's characters.",
+            "Labels need a tokeniser from the `tokenizers` library, which can map tokens to characters.",
             "Choose a model that has a tokenizer.json.",
         )
     if tokeniser.eos_token_id is None:

@@ -156,7 +156,7 @@ class Exchange:
             return begun.result()
         except (RuntimeError, ValueError) as error:
             raise LostProcessError(
-                f"the link to the others broke: {str(error).partition(chr(10))[0]}",
+                f"the link to the other processes broke: {str(error).partition(chr(10))[0]}",
                 "The processes of a run exchange gradients and adapters directly.",
                 "The same command resumes the search.",
             ) from error

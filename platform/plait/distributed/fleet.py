@@ -88,9 +88,9 @@ class Fleet:
         for process, facts in zip(self.processes.all, built, strict=True):
             if facts.model != chosen.model:
                 raise ProcessError(
-                    f"{process} has loaded another model than {self.processes.all[0]}",
-                    "All processes train over the same base model.",
-                    "Give model.revision, or wait until the model's files no longer change.",
+                    f"{process} has loaded a different model from {self.processes.all[0]}",
+                    "All processes must train with the same base model.",
+                    "Set model.revision, or wait until the model's files no longer change.",
                 )
         memory = tuple(memory_bytes or facts.memory_bytes for facts in built)
         kinds = tuple(kind for facts in built for kind in facts.kinds)
@@ -275,8 +275,8 @@ def _one_step(answers: Mapping[int, Answer]) -> Sequence[WorkerEvent]:
     for own in zip(*said, strict=True):
         if len({repr(replace(event, seconds=0.0)) for event in own}) > 1:
             raise ProcessError(
-                f"replicas that stepped apart: {'; '.join(map(repr, own))}",
-                "All replicas step from the same sums to the same weights.",
+                f"the replicas' optimiser steps differ: {'; '.join(map(repr, own))}",
+                "All replicas must step from the same sums to the same weights.",
                 "Use processors of one kind and the same engine.threads for all processes.",
             )
         merged.append(replace(own[0], seconds=sum(event.seconds for event in own)))

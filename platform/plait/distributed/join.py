@@ -53,7 +53,7 @@ def join_run(place: Place, cluster: ClusterSettings) -> int:
                     f"process {place.number} ({socket.gethostname()}) ended with status {status}, for the "
                     f"{cluster.restarts + 1}th time within an hour",
                     "It is started again so often (cluster.restarts).",
-                    "Look at what it printed.",
+                    "See what it printed.",
                 )
     return EXIT_INTERRUPTED
 

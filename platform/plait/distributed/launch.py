@@ -228,14 +228,14 @@ class Launcher:
         assert fate is not None
         seconds = self._cluster.join_seconds
         if fate.status is not None or late:
-            how = f"did not come within {seconds:.0f} s" if late else f"ended with status {fate.status}"
+            how = f"did not join within {seconds:.0f} s" if late else f"ended with status {fate.status}"
             processes.culprit, processes.how = number, how
             killed = fate.status is not None and fate.status < 0
             kind = LostProcessError if killed or self._trained else ProcessError  # else it would end so again
             raise kind(
                 f"process {number} {how}",
-                f"All processes must come before the model is loaded.{fate.log}",
-                "Start the search again; cluster.join_seconds is the longest wait.",
+                f"All processes must join before the model is loaded.{fate.log}",
+                "Start the search again; cluster.join_seconds sets how long they are waited for.",
             )
 
     def _blame(self) -> None:
@@ -256,9 +256,9 @@ class Launcher:
         return kind(
             f"process{'es' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))} of {self._count} did "
             f"not come within {seconds:.0f} s",
-            f"All processes must come before the model is loaded. Here: {there}.{wrong}",
-            "Look at what they printed. They must reach this host (cluster.address, cluster.port) with its "
-            "key; cluster.join_seconds is the longest wait.",
+            f"All processes must join before the model is loaded. Here: {there}.{wrong}",
+            "See what they printed. They must reach this host (cluster.address, cluster.port) with its "
+            "key; cluster.join_seconds sets how long they are waited for.",
         )
 
     # ---- what they load --------------------------------------------------------------------------------

@@ -114,7 +114,9 @@ def _by_slurm(environment: Mapping[str, str]) -> Place:
 def _number(environment: Mapping[str, str], name: str, usual: int | None = None) -> int:
     text = environment.get(name, str(usual))
     if not text.isdecimal():
-        raise ConfigError(f"{name}={text}", "A launcher sets it to a whole number.", f"Unset {name}.")
+        raise ConfigError(
+            f"{name}={text}", "It must be a whole number, as a launcher sets it.", f"Unset {name}."
+        )
     return int(text)
 
 
@@ -134,7 +136,7 @@ def tasks_per_host(counts: str) -> list[int]:
     for part in counts.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if match is None:
-            raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE={counts}", "It is a list like 4(x2),3.")
+            raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE={counts}", "It must be a list such as 4(x2),3.")
         found += [int(match[1])] * int(match[2] or 1)
     return found
 
@@ -178,13 +180,15 @@ def shared_key(cluster: ClusterSettings, environment: Mapping[str, str] = os.env
         named, text = cluster.key_file, _read_key(user_path(cluster.key_file))
     else:
         raise ConfigError(
-            "processes on several hosts, and no key",
+            "processes on several hosts without a key",
             f"A key that all hosts share keeps others out: the variable {KEY}, or a file (cluster.key_file).",
             f"For example {MAKE_KEY}",
         )
     if len(text) < LEAST_KEY:
         raise ConfigError(
-            f"{named}: {len(text)} characters", f"A key has at least {LEAST_KEY}.", f"Make one: {MAKE_KEY}"
+            f"{named}: {len(text)} characters",
+            f"A key must have at least {LEAST_KEY}.",
+            f"Make one: {MAKE_KEY}",
         )
     return text.encode()
 
@@ -194,12 +198,14 @@ def _read_key(path: Path) -> str:
         mode, text = path.stat().st_mode, path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeError) as error:
         raise ConfigError(
-            f"cluster.key_file={path}: {error}", "Every process reads its key there.", f"Make one: {MAKE_KEY}"
+            f"cluster.key_file={path}: {error}",
+            "Every process reads its key from this file.",
+            f"Make one: {MAKE_KEY}",
         ) from None
     if mode & 0o077:
         raise ConfigError(
             f"cluster.key_file={path}: mode {mode & 0o777:o}",
-            "Only you may read the key.",
+            "Only you may have access to the key.",
             f"chmod 600 {path}",
         )
     return text
@@ -220,7 +226,9 @@ def meeting_file(place: Place) -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     facts = folder.lstat()
     if facts.st_uid != os.geteuid() or facts.st_mode & 0o077 or folder.is_symlink():
-        raise ConfigError(f"{folder}: others may write to it", "Keys are kept there.", f"Remove {folder}.")
+        raise ConfigError(
+            f"{folder}: others may write to it", "Keys are kept in this folder.", f"Remove {folder}."
+        )
     return folder / re.sub(r"[^\w.-]", "_", f"{place.run}.meeting")
 
 
@@ -236,8 +244,8 @@ def announce(place: Place, meeting: Meeting) -> Path:
             socket.create_connection(other.address, timeout=ANSWER_SECONDS).close()
             raise ConfigError(
                 f"{file}: a run listens at port {other.address[1]}",
-                "The launcher calls it the same (MASTER_ADDR, MASTER_PORT), so their processes would mix.",
-                "Give this run another port of the launcher, or end the other one.",
+                "Both runs have the same MASTER_ADDR and MASTER_PORT, so their processes would mix.",
+                "Set another port for this run in the launcher, or end the other run.",
             )
     host, port = meeting.address
     write_text(file, f"{host} {port} {meeting.key.decode()}", mode=OWNER_ONLY, durable=False)

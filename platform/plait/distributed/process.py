@@ -163,9 +163,9 @@ class Replica:
             return Exchange(own, self.number, count, self._device, seconds, self._recorder)
         except (RuntimeError, ValueError) as error:
             raise LostProcessError(
-                f"the others are not reached: {str(error).partition(chr(10))[0]}",
-                f"Gradients go by the network interface {interface or 'of the host name'}, on any port.",
-                "Set cluster.interface to one by which all hosts reach each other.",
+                f"the other processes cannot be reached: {str(error).partition(chr(10))[0]}",
+                f"Gradients use the network interface {interface or 'of the host name'}, on any port.",
+                "Set cluster.interface to one through which all hosts reach each other.",
             ) from error
 
     def close(self) -> None:
@@ -260,7 +260,7 @@ def main(environment: Mapping[str, str] = os.environ) -> int:
     try:
         return serve((host, int(port)), environment[KEY].encode(), number, int(environment[LOCAL]))
     except AuthenticationError:
-        _say(number, f"the coordinator at {host}:{port} has another key ({KEY} or cluster.key_file)")
+        _say(number, f"the coordinator at {host}:{port} has a different key ({KEY} or cluster.key_file)")
         return EXIT_BAD_INPUT
     except VersionError as error:
         _say(number, str(error))

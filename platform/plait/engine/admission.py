@@ -100,7 +100,7 @@ class Admission:
             return
         if longest <= min(self._engine.capacity_or_usual, self._facts.max_length):
             raise ProcessError(
-                f"a sample of {longest} tokens, and the processes here take {self._capacity} at once",
+                f"a sample of {longest} tokens, but the processes here take at most {self._capacity}",
                 "The process with the larger capacity is missing.",
                 "The same command resumes when it is back.",
             )

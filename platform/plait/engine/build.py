@@ -140,7 +140,7 @@ def check_engine(settings: RunSettings, jobs: Sequence[JobSpec]) -> None:
         kind = "GPU" if device.type == "cuda" else "processor core"
         raise ConfigError(
             f"cluster.processes={processes}",
-            f"Each process needs a {kind} of its own, and there are {there}.",
+            f"Each process needs its own {kind}, and there are {there}.",
             f"Use at most {there}.",
         )
 

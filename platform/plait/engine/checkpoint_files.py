@@ -156,12 +156,12 @@ def warm_start(path: Path, weights: Mapping[str, Tensor]) -> None:
         found = load_file(file)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"{file}: {error}", "A warm start begins with the weights of a saved adapter."
+            f"{file}: {error}", "A warm start needs the weights of a saved adapter."
         ) from error
     for name, tensor in weights.items():
         if name not in found or found[name].shape != tensor.shape:
             raise CheckpointError(
-                f"{file}: {name} is not there, or not of shape {tuple(tensor.shape)}",
+                f"{file}: {name} is missing, or its shape is not {tuple(tensor.shape)}",
                 "A warm start needs the same rank and the same target modules.",
             )
     for name, tensor in weights.items():

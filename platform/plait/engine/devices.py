@@ -80,7 +80,7 @@ def check_variants(kernels: str, variants: Iterable[str]) -> None:
             general = [backend.name for backend in BACKENDS.values() if backend.any_variant]
             raise ConfigError(
                 f"engine.kernels={kernels} with adapter.variant={name}",
-                f"The kernels of {kernels} compute plain LoRA alone.",
+                f"The kernels {kernels} compute plain LoRA only.",
                 f"Use {choices(general)}, or auto: then only the rows of {name} go through reference.",
             )
 

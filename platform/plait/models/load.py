@@ -218,8 +218,8 @@ def _ask(loader: Any, source: Source, **options: Any) -> Any:
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
         if "trust_remote_code" in str(error):
             raise ModelError(
-                f"model {source.name!r}: it needs Python code that comes with its files (auto_map)",
-                "Plait runs no code of a model's files, and the installed transformers has no such model.",
+                f"model {source.name!r}: it needs the Python code in its files (auto_map)",
+                "Plait does not run code from a model's files, and this transformers lacks the model.",
                 "Use a model whose model_type transformers knows, or a newer transformers that has this one.",
             ) from error
         raise ModelError(

@@ -80,7 +80,7 @@ def _hf_source(settings: ModelSettings) -> Source:
         raise ModelError(
             f"model.id={settings.id!r}",
             "There is no such folder.",
-            "Set a folder that contains config.json and the weights, or a hub id: NAME or OWNER/NAME.",
+            "Set a folder with config.json and the weights, or a hub id: NAME or OWNER/NAME.",
         )
     return Source(settings.id, settings.id, settings.revision or "main", settings.revision)
 

@@ -55,8 +55,8 @@ def resolve_targets(
     if beyond:
         raise ModelError(
             f"adapter.target_modules={target_modules!r} matches {beyond[0]}",
-            "Adapters can sit on plain linear layers inside the decoder layers only.",
-            "Narrow it to those, or use 'all-linear', which leaves the others out.",
+            "Only plain linear layers inside the decoder layers can have adapters.",
+            "Restrict it to those, or use 'all-linear', which skips the others.",
         )
     return tuple(name for name in names if any(match(name, entry) for entry in entries))
 

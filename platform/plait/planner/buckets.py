@@ -59,7 +59,9 @@ def dynamic_buckets(
     edges, counts = np.unique(upper, return_counts=True)
     keep = {int(edges[np.searchsorted(edges, cut, side="right") - 1]) for cut in cuts if cut < edges[-1]}
     if len(keep) + 1 > buckets:
-        raise ConfigError(f"buckets={buckets}", f"{len(keep)} boundaries are required, and one for the rest.")
+        raise ConfigError(
+            f"buckets={buckets}", f"{len(keep)} boundaries are required, plus one for the rest."
+        )
     chosen = _least_padding(edges, counts, buckets, keep)
     return fixed_buckets(s, [int(edges[index]) for index in chosen])
 

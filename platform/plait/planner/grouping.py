@@ -38,7 +38,9 @@ def head_tail(loads: Sequence[JobLoad], groups: int) -> tuple[tuple[str, ...], .
         ConfigError: there are fewer jobs than groups, or no group.
     """
     if not 1 <= groups <= len(loads):
-        raise ConfigError(f"groups={groups}", f"{len(loads)} jobs make between 1 and {len(loads)} groups.")
+        raise ConfigError(
+            f"groups={groups}", f"{len(loads)} jobs can form between 1 and {len(loads)} groups."
+        )
     dealt: list[list[str]] = [[] for _ in range(groups)]
     for place, load in enumerate(sorted(loads, key=lambda load: (load.mean_length, load.job))):
         turn, offset = divmod(place, groups)

@@ -84,7 +84,7 @@ def rates_of(objective: str, cluster: Cluster) -> dict[str, float] | None:
         raise ConfigError(
             "planner.objective=money",
             "The price of each kind of device must be known.",
-            "Set cluster.price_per_device_hour, and of each of cluster.kinds where their prices differ.",
+            "Set cluster.price_per_device_hour, and for each of cluster.kinds if their prices differ.",
         )
     return {kind: price / HOUR for kind, price in cluster.prices.items()}
 

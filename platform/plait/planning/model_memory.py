@@ -250,7 +250,7 @@ def _too_little(
         f"takes {need / 2**30:.1f} GiB on a device",
         f"Of each of {_where(profile)} {available / 2**30:.1f} GiB may be used "
         f"(planner.memory_share={share}).",
-        "Set engine.checkpointing=true where it is not, truncate long samples (model.max_length), train "
+        "Set engine.checkpointing=true if it is not set, truncate long samples (model.max_length), train "
         "fewer jobs at once (search.parallel), or describe more or larger devices.",
     )
 

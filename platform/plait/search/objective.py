@@ -65,8 +65,8 @@ def check_objectives(search: SearchSettings, probes: Iterable[JobSpec]) -> None:
         if limit.metric not in METRICS and all(limit.violation(value) > 0 for value in values):
             raise ConfigError(
                 f"search.constraints: {limit}",
-                f"No trial can keep it: {limit.metric} is {_between(values[0], values[-1])}.",
-                "Change the constraint, or what is searched.",
+                f"No trial can satisfy it: {limit.metric} is {_between(values[0], values[-1])}.",
+                "Change the constraint or the search space.",
             )
 
 

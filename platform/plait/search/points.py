@@ -117,8 +117,8 @@ def read_added(space: Space, overrides: Sequence[str]) -> AddedPoint:
         else:
             raise SearchError(
                 override,
-                f"This search does not search over {key}, which holds for all of its trials.",
-                f"A trial may have its own settings in {choices(JOB_SPECS)}, and any that is searched: "
+                f"This search does not search over {key}, which has the same value in all trials.",
+                f"An added trial can set any key of {choices(JOB_SPECS)}, and the searched keys: "
                 f"{choices(known)}.",
             )
     return AddedPoint(values, outside)

@@ -97,7 +97,7 @@ def read_prior(
     if lines:
         raise SearchError(
             f"search.prior={settings.prior}",
-            "The sampler can learn from a study that searched the same keys by the same objective:\n"
+            "The sampler can learn from a study that searched the same keys with the same objective:\n"
             + "\n".join(lines),
             "Use the same keys and objective (ranges may differ), or leave out search.prior.",
         )

@@ -119,7 +119,7 @@ def check_sampler(settings: SearchSettings, space: Space) -> None:
     if len(settings.objectives) > 1 and not sampler.several_objectives:
         raise SearchError(
             f"search.sampler={name} with {len(settings.objectives)} objectives",
-            "This sampler supports one objective only.",
+            "This sampler supports only one objective.",
             f"Choose one of {_able('several_objectives')}, or use a single search.metric.",
         )
     if settings.constraints and not sampler.constraints:

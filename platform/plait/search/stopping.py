@@ -176,8 +176,8 @@ def check_stopping(search: SearchSettings) -> None:
             able = [name for name in RULES if name != "none" and key in RULES.get(name).keys]
             raise ConfigError(
                 f"search.stopping.{key}={as_written(value)} with search.stopping.kind={kind}",
-                "No trial ends early without a rule." if kind == "none" else "This rule does not read it.",
-                f"Choose one that does, search/stopping={choices(able)}, or leave it out.",
+                "No trial ends early without a rule." if kind == "none" else "This rule does not use it.",
+                f"Choose a rule that does, search/stopping={choices(able)}, or leave it out.",
             )
     check_rule(search)
 
@@ -192,7 +192,7 @@ def check_rule(search: SearchSettings) -> None:
         able = [name for name in RULES if RULES.get(name).several_objectives]
         raise ConfigError(
             f"search.stopping.kind={stopping.kind} with {len(search.objectives)} objectives",
-            "This rule supports one objective only.",
+            "This rule supports only one objective.",
             f"Choose one of {choices(able)}, which use search.stopping.metric (by default the first "
             "objective).",
         )

@@ -85,8 +85,8 @@ def existing_storage(storage: str | None, root: Path) -> BaseStorage | None:
     if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
         raise StorageError(
             f"search.storage: {missing}",
-            f"The study is kept there, and {folder} cannot be written.",
-            "Give a path that can be written: search.storage=PATH.",
+            f"The study is kept there, but {folder} is not writable.",
+            "Set a writable path: search.storage=PATH.",
         )
     return None
 
@@ -135,8 +135,8 @@ def study_lock(storage: BaseStorage, name: str, what: str = "study") -> Abstract
         if url.get_backend_name() != "sqlite":
             raise StorageError(
                 f"search.storage={redact(str(url))}",
-                "So that two processes never take the same trial, Plait locks the study: it can do so in "
-                "PostgreSQL, SQLite and journal files only.",
+                "So that two processes never take the same trial, Plait locks the study, which is "
+                "possible only in PostgreSQL, SQLite and journal files.",
                 "Give search.storage=postgresql://..., a path that ends in .db, or leave it out.",
             )
         if url.database not in (None, "", ":memory:"):
@@ -146,7 +146,7 @@ def study_lock(storage: BaseStorage, name: str, what: str = "study") -> Abstract
         return nullcontext()
     raise StorageError(
         f"a study in {type(storage).__name__}",
-        "So that two processes never take the same trial, Plait locks the study: this storage has no lock.",
+        "So that two processes never take the same trial, Plait locks the study; this storage has no lock.",
         "Open it with plait.search.storage.open_storage.",
     )
 

@@ -403,7 +403,7 @@ def check_restart(study: Study) -> None:
         if lives_here(trainer_of(item)):
             raise SearchError(
                 f"search.fresh=true: search.name={study.study_name} is being trained by another process",
-                f"It has {Trial(item.number).name}; what it trains would be lost.",
+                f"It has {Trial(item.number).name}, whose training would be lost.",
                 "End that process first, or choose another search.name.",
             )
 

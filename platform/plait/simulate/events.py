@@ -195,7 +195,7 @@ class _Simulation:
         if len(self.spans) != wanted:
             raise SimulationError(
                 f"{wanted - len(self.spans)} of {wanted} forwards and backwards never ran",
-                "The stages' orders must not wait for each other for ever.",
+                "The stages must not wait for each other in a circle.",
             )
         return Run(tuple(self.spans), dict(self.steps))
 

@@ -235,7 +235,9 @@ def make_plan(
 ) -> Plan:
     """Group, dispatch, pack, order and verify; arguments and errors as in :func:`forecast`."""
     if not batches or not replicas:
-        raise ConfigError(f"{len(batches)} jobs on {len(replicas)} replicas", "A plan needs one of each.")
+        raise ConfigError(
+            f"{len(batches)} jobs on {len(replicas)} replicas", "A plan needs at least one of each."
+        )
     ids = [each.id for each in replicas]
     if sorted(options.capacities) != sorted(ids):
         raise ConfigError(

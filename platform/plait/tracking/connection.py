@@ -278,6 +278,6 @@ def _check_tables(file: Path) -> None:
     if found and "experiments" not in found:
         raise StorageError(
             f"{file}: a SQLite file with the tables {', '.join(sorted(found)[:SHOWN_TABLES])}",
-            "It is another program's, and MLflow would add its own tables to it.",
+            "It belongs to another program, and MLflow would add its own tables to it.",
             "Name another file: tracking.uri=sqlite:///FILE.",
         )

@@ -201,7 +201,7 @@ class EventLog:
     def _disk_error(self, error: OSError) -> StorageError:
         return StorageError(
             f"{self.path}: {error.strerror or error}",
-            "Records for the tracking store are kept there until they are sent; earlier records are safe.",
+            "Records for the tracking store are kept there until they are sent. Earlier records are safe.",
             "Free some space or repair the disk, then run the same command again; it resumes from the last "
             "checkpoints.",
         )

@@ -74,7 +74,7 @@ def locate(settings: TrackingSettings) -> Location:
     except ValueError as error:
         raise StorageError(
             f"tracking.uri={redact(uri)!r}",
-            f"It must be an address of a database or a server ({error}).",
+            f"It must be the address of a database or a server ({error}).",
             "Correct it, for example http://host:5000 or sqlite:///mlflow.db.",
         ) from error
     if scheme in ("", "file"):

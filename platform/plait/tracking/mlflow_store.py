@@ -250,7 +250,9 @@ class StoreSender:
                 store.log_text(run_id, request.path, resolve_references(text, self._ids))
             case LogFolder():
                 if not Path(request.folder).is_dir():
-                    raise FileNotFoundError(f"{request.folder} is not there to be kept as {request.path}")
+                    raise FileNotFoundError(
+                        f"{request.folder} does not exist, so it cannot be kept as {request.path}"
+                    )
                 store.client.log_artifacts(run_id, request.folder, request.path)
             case SetStatus():
                 store.set_status(run_id, request.status, request.time_ms)
@@ -262,7 +264,7 @@ class StoreSender:
         if run not in self._ids:
             found = store.child(self._parent_id, job=run)
             if found is None:
-                raise RefusedError(f"{run}: its run could not be made")
+                raise RefusedError(f"{run}: its run could not be created")
             self._ids[run] = found.info.run_id
             self._had[run] = last_steps(found)  # another worker may have trained the job since
         return self._ids[run]

@@ -166,14 +166,14 @@ def chosen(result: SearchResult, trial: int | None) -> JobRecord:
                 f"It optimises {' and '.join(map(str, result.objectives))}, so there is no single best trial."
             )
             raise SearchError(
-                f"search {result.name!r}: no trial is named",
+                f"search {result.name!r}: no trial was given",
                 rule,
-                f"Name one of its front: {', '.join(str(item.trial) for item in front)}.",
+                f"Choose one from its front: {', '.join(str(item.trial) for item in front)}.",
             )
         if result.best is None:
             rule = "Without a trial number, the best finished trial is meant."
             finished = any(item.state == JobState.FINISHED for item in result.records)
-            lacks = "no finished trial that keeps its constraints" if finished else "no finished job"
+            lacks = "no finished trial that satisfies its constraints" if finished else "no finished job"
             raise SearchError(f"search {result.name!r} has {lacks}", rule, _trials(result.records))
         return result.best
     found = next((item for item in result.records if item.trial == trial), None)

@@ -199,6 +199,6 @@ def _table_errors(path: Path) -> Iterator[None]:
         raise StorageError(
             f"{path}: {said or error}",
             "Plait keeps tables of the search's iterations and fits there.",
-            "Make room or the folder writable, or move the file away (a new table is begun), and start the "
-            "same command again: it resumes.",
+            "Free some space or make the folder writable, or move the file away to start a new table; then "
+            "run the same command again, which resumes the search.",
         ) from error

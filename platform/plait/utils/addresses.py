@@ -49,7 +49,7 @@ def check_login(key: str, url: str) -> None:
         raise StorageError(
             f"{key}={redact(url)}",
             "It is unclear where the password ends and the host begins.",
-            "Write / as %2F, @ as %40, ? as %3F, # as %23 and a blank as %20 in user name and password.",
+            "Write / as %2F, @ as %40, ? as %3F, # as %23 and a space as %20 in user name and password.",
         )
 
 

@@ -38,9 +38,9 @@ def real_locks(path: Path) -> Iterator[None]:
             raise
         raise StorageError(
             f"{path}: {error.strerror or error}",
-            "Processes that share a search lock files, and this file system has no locks.",
-            "Choose a folder on a local disk, or one that is mounted with locks: tracking.root=FOLDER, and "
-            "search.storage=PATH where that was given.",
+            "Processes that share a search lock files, and this file system does not support locks.",
+            "Choose a folder on a local disk, or on a file system with lock support: tracking.root=FOLDER, "
+            "and search.storage=PATH if that was set.",
         ) from error
 
 
@@ -224,7 +224,7 @@ def check_kind(path: Path, begins: bytes) -> None:
 def other_kind(path: Path, begins: bytes) -> StorageError:
     """The error for a file that is not a log whose lines begin with ``begins``."""
     return StorageError(
-        f"{path} is a file of another kind",
-        f"Plait appends only to files of its own, whose lines begin with {begins.decode()}",
+        f"{path} is a different kind of file",
+        f"Plait appends only to its own files, whose lines begin with {begins.decode()}",
         "Use another file, or move this one.",
     )

@@ -30,7 +30,7 @@ def user_path(path: str | Path) -> Path:
         if isinstance(error, OSError) and error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
             return found  # missing or not readable: the caller reports it
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise StorageError(f"{path}: {reason}", "There can be no such file or folder.") from error
+        raise StorageError(f"{path}: {reason}", "No such file or folder can exist.") from error
     return found
 
 
