@@ -329,6 +329,7 @@ def _run(words: list[str]) -> Result:
     """Run the search of a command line, as Plait's Hydra application does."""
     from plait.cli.app import compose, explained
     from plait.cli.sweeping import search_command
+    from plait.data.loading import check_jobs
     from plait.search.launch import run_search
     from plait.terminal.console import SearchConsole
     from plait.terminal.view import Screen
@@ -339,6 +340,7 @@ def _run(words: list[str]) -> Result:
         if composed["mode"] != "train":
             mode = f"mode={composed['mode']}"
             raise ConfigError(mode, "plait.sweep trains a search.", "Use the command `plait` for it.")
+        check_jobs(command.probes)
         end = run_search(command, Screen(SearchConsole()), signals=(signal.SIGINT,))
     tracking = command.settings.tracking
     result = _open(end.name, replace(tracking, root=tracking.root.absolute()))

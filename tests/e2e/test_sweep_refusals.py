@@ -1,5 +1,7 @@
 """Bad input ends with status 2, value, rule and remedy, before the model loads."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -125,6 +127,19 @@ def test_a_faulty_file_is_refused_before_the_model_loads(
     ]
     assert main(["sweep", "model=tiny", *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("verb", ["sweep", "plan"])
+def test_a_missing_file_is_reported_before_large_libraries_are_imported(verb: str) -> None:
+    program = (
+        "import sys; from plait.cli.main import main; "
+        f"print(main(['{verb}', 'data=file', 'data.path=none.jsonl']), "
+        "{'mlflow', 'torch', 'transformers'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "2 set()\n"
+    assert "no such file" in done.stderr
 
 
 @pytest.mark.usefixtures("no_model")

@@ -17,7 +17,7 @@ from plait.core.jobs import DataSpec
 from plait.core.samples import Sample, TokenisedData
 from plait.data.loading import describe_rows, load_data
 from plait.engine.build import settle_dtype
-from plait.search.checks import check_jobs, check_model
+from plait.search.checks import check_model
 from plait.search.trials import SearchCommand
 from plait.terminal.console import filled, plain, wide_console
 from plait.utils.paths import cache_dir
@@ -40,7 +40,6 @@ def run_data(command: SearchCommand, flags: Mapping[str, str]) -> int:
     """
     from plait.models.load import load_tokeniser
 
-    check_jobs(command.probes)
     settings = settle_dtype(command.settings)  # a model is stored by its dtype
     longest = check_model(settings.model, command.probes).max_length
     tokeniser = load_tokeniser(settings.model, cache=cache_dir())

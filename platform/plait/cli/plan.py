@@ -32,7 +32,7 @@ from plait.planning.here import Here, plan_here
 from plait.planning.model_memory import model_memory
 from plait.planning.outlook import ChangeOutlook, DevicesOutlook, ObjectiveOutlook, Outlook
 from plait.planning.workload import Workload
-from plait.search.checks import check_jobs, check_model
+from plait.search.checks import check_model
 from plait.search.points import too_few_points
 from plait.search.study import suggest_jobs
 from plait.search.trials import SearchCommand
@@ -142,7 +142,6 @@ def plan_search(
             f"A replica of {cluster.name} takes at most {settings.engine.capacity} tokens (table {tables}).",
             "Set engine.capacity to no more than that, or leave it out.",
         )
-    check_jobs(command.probes)
     shape = check_model(settings.model, command.probes)
     check_cluster(cluster, settings.model, shape)
     workload = draw_workload(command, settings, shape, cluster)
@@ -195,7 +194,6 @@ def _plan_local(command: SearchCommand) -> Outlook:
     from plait.engine.replicas import dispatch_time, replicas_of
 
     settings = settle_dtype(command.settings)
-    check_jobs(command.probes)
     check_engine(settings, command.probes)
     shape = check_model(settings.model, command.probes)
     jobs = suggest_jobs(replace(command, settings=settings))

@@ -23,11 +23,12 @@ from plait.core.settings import USUAL_CAPACITY, RunSettings
 from plait.cost.probes import ProbeOptions
 from plait.cost.profile_store import Profile, ProfileKey, load_profile, profile_mapping, save_profile
 from plait.cost.profiles import ClusterProfile
+from plait.data.loading import check_jobs
 from plait.engine.build import ELEMENT_BYTES, free_memory, settle_dtype
 from plait.planning.described import RECOMPUTED
 from plait.planning.model_memory import model_memory
 from plait.planning.profiling import Candidate, Made, compare, profile_device, profile_without_weights
-from plait.search.checks import check_jobs, check_model
+from plait.search.checks import check_model
 from plait.search.trials import SearchCommand
 from plait.terminal.console import filled, plain, wide_console
 from plait.utils.paths import cache_dir

@@ -32,6 +32,7 @@ from plait.config.overrides import is_sweep, read_request
 from plait.core.errors import ConfigError, StorageError, choices
 from plait.core.jobs import JobSpec
 from plait.core.space import Space
+from plait.data.loading import check_jobs
 from plait.distributed.places import find_place
 from plait.search.objective import check_objectives
 from plait.search.points import read_enqueued
@@ -133,6 +134,8 @@ def search_command(
 
 
 def _run(mode: str, command: SearchCommand, composed: Config, flags: Mapping[str, str]) -> int:
+    if mode in ("plan", "data"):
+        check_jobs(command.probes)
     if mode == "plan":
         from plait.cli.plan import run_plan
 
@@ -226,6 +229,7 @@ def _launched(command: SearchCommand, *, one_job: bool = False) -> int:
         from plait.distributed.join import join_run
 
         return join_run(place, cluster)
+    check_jobs(command.probes)
     screen = _screen()
     from plait.search.launch import run_search, run_training
 

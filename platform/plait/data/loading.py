@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from plait.core.errors import ConfigError, DataError, choices
-from plait.core.jobs import DataSpec
+from plait.core.jobs import DataSpec, JobSpec
 from plait.core.samples import Int64, RowCounts, Sample, Share, Split, TokenisedData
 from plait.data.cache import content_digest, read_cached, write_cached
 from plait.data.examples import Example
@@ -39,6 +39,13 @@ def check_data(spec: DataSpec) -> None:
         _read(source.open(options), options)
     else:
         source.check(options)
+
+
+def check_jobs(jobs: Sequence[JobSpec]) -> None:
+    """Check every data set of these jobs, as :func:`check_data` does. No large library is imported for it, so
+    that a missing file is reported at once."""
+    for spec in dict.fromkeys(job.data for job in jobs):
+        check_data(spec)
 
 
 def load_data(

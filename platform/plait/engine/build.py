@@ -146,7 +146,7 @@ def check_engine(settings: RunSettings, jobs: Sequence[JobSpec]) -> None:
 
 
 def settle_dtype(settings: RunSettings) -> RunSettings:
-    """The settings with ``model.dtype=auto`` replaced by the device's dtype; one that resumes has its study's.
+    """The settings with ``model.dtype=auto`` replaced by the device's; one that resumes has its study's.
 
     Raises:
         ConfigError: as for ``choose_device``.

@@ -15,7 +15,6 @@ from plait.core.errors import ConfigError
 from plait.core.jobs import JobSpec
 from plait.core.settings import ClusterSettings, ModelSettings, RunSettings
 from plait.cost.profile_store import Profile
-from plait.data.loading import check_data
 from plait.engine.admission import Admission
 from plait.engine.build import (
     LoadedData,
@@ -46,12 +45,11 @@ if TYPE_CHECKING:
 
 
 def check_command(command: SearchCommand) -> None:
-    """Check the settings without tokenising any data set or writing anything."""
+    """Check the settings without writing anything or reading a data set, which the caller does."""
     settings, jobs = command.settings, command.probes
     check_here(settings.cluster)
     check_stopping(settings.search)
     check_options(settings.search, command.space)
-    check_jobs(jobs)
     check_measured(settings.search, dict.fromkeys(job.data for job in jobs))
     check_kept(settings.search, jobs)
     if budgets := [job.train.steps for job in jobs if job.train.steps is not None]:
@@ -132,16 +130,6 @@ def check_here(cluster: ClusterSettings) -> None:
             "Leave out cluster, or run `plait plan` with the same arguments to see what would run on "
             "that cluster.",
         )
-
-
-def check_jobs(jobs: Sequence[JobSpec]) -> None:
-    """Check that every data set of these jobs exists and can be read.
-
-    Raises:
-        ConfigError, DataError: one does not, or cannot.
-    """
-    for spec in dict.fromkeys(job.data for job in jobs):
-        check_data(spec)
 
 
 def check_model(settings: ModelSettings, jobs: Sequence[JobSpec]) -> ModelShape:
