@@ -178,7 +178,9 @@ def test_a_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pyt
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", missing)
-    refuse(TrackingSettings(root=tmp_path), "Function not implemented", "does not support locks", "local disk")
+    refuse(
+        TrackingSettings(root=tmp_path), "Function not implemented", "does not support locks", "local disk"
+    )
     assert not (tmp_path / "mlflow.db").exists()
 
 

@@ -139,7 +139,10 @@ def test_a_file_system_without_locks_is_refused(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", missing)
-    with LineLog(tmp_path / "log", BEGINS) as log, pytest.raises(StorageError, match="does not support locks") as caught:
+    with (
+        LineLog(tmp_path / "log", BEGINS) as log,
+        pytest.raises(StorageError, match="does not support locks") as caught,
+    ):
         log.lock()
     assert os.strerror(number) in caught.value.value
     assert "local disk" in caught.value.remedy

@@ -1,0 +1,350 @@
+"""LobRA's 7B workload step by step: its example, ways to train its tasks, replanning, buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+
+import numpy as np
+
+from plait.config.fields import build
+from plait.core.errors import ConfigError
+from plait.core.jobs import JobSpec
+from plait.core.samples import Int64
+from plait.core.settings import RunSettings
+from plait.cost.profiles import ClusterProfile
+from plait.planner.buckets import Buckets, dynamic_buckets, fixed_buckets
+from plait.planner.deployment import best_equal_replicas, deploy
+from plait.planner.dispatch import dispatch, spread
+from plait_bench.benchmarks import BENCHMARKS
+from plait_bench.exact import exact_deployment
+from plait_bench.figures import Baseline, Figure, Report
+from plait_bench.inputs import OPTIONS, at_least_one, read_profile
+from plait_bench.lobra import (
+    DEPLOY_LIMITS,
+    SAMPLE_STEPS,
+    Assumption,
+    Rows,
+    Task,
+    Workload,
+    costs_of,
+    length_based,
+    limits,
+    replicas,
+)
+from plait_bench.progress import part
+
+DOUBLING = (512, 1024, 2048, 4096, 8192, 16384)  # fixed boundaries of systems without dynamic bucketing
+
+
+@dataclass(frozen=True, slots=True)
+class ExampleOptions:
+    """Options of ``lobra/worked_example``.
+
+    Attributes:
+        lengths: of the sequences of each bucket, which the paper does not print.
+        counts: sequences of each bucket.
+        deployment: the published one.
+    """
+
+    lengths: tuple[int, ...]
+    counts: tuple[int, ...]
+    deployment: Rows
+
+
+@BENCHMARKS.register("lobra/worked_example")
+def worked_example(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+    """Seconds of the example's replicas by length-based dispatch, and the best deployment for it.
+
+    Raises:
+        ConfigError: a wrong option, or a cluster that is not described.
+    """
+    del jobs
+    asked, profile = build(ExampleOptions, options, OPTIONS), read_profile(settings)
+    costs = [cost for cost in costs_of(profile, asked.lengths, profile.devices.count) if not cost.ramp]
+    kinds = replicas(costs, asked.deployment)
+    by_length = length_based(kinds, asked.counts)
+    figures = [
+        Figure(f"by length: {kind.cost.configuration}", seconds, "s", "simulated")
+        for kind, seconds in zip(kinds, by_length.seconds, strict=True)
+    ]
+    best = exact_deployment(
+        costs, asked.counts, {profile.kind: profile.devices.count}, equal_shares=True, limits=DEPLOY_LIMITS
+    )
+    balanced = dispatch(kinds, asked.counts)
+    saved = 100 * (1 - balanced.makespan / by_length.makespan)
+    figures.append(
+        Figure("balanced dispatch saves", saved, "%", "simulated", note=f"{balanced.makespan:.2f} s")
+    )
+    found = dict(best.shape)
+    for cost in costs:
+        name = f"best deployment: {cost.configuration}"
+        number = found.get(cost.configuration, 0)
+        figures.append(Figure(name, number, "replicas", "computed", note=f"{best}, {best.makespan:.2f} s"))
+    return Report("LobRA's worked example", tuple(figures), (f"Profile: {profile.source}",))
+
+
+@dataclass(frozen=True, slots=True)
+class EndToEndOptions:
+    """Options of ``lobra/end_to_end``.
+
+    Attributes:
+        tasks: of the joint batch.
+        assumptions: about lengths; the first is what is compared.
+        fused: Task-Fused's deployment.
+        deployment: LobRA's.
+        sequential: Task-Sequential's, by task.
+        steps: drawn, over which is averaged.
+    """
+
+    tasks: tuple[Task, ...]
+    assumptions: tuple[Assumption, ...]
+    fused: Rows
+    deployment: Rows
+    sequential: dict[str, Rows]
+    steps: int
+
+    def __post_init__(self) -> None:
+        at_least_one(self, "steps")
+        if lost := {task.name for task in self.tasks} ^ set(self.sequential):
+            raise ConfigError(f"{OPTIONS}.sequential: {sorted(lost)}", "Every task has one deployment there.")
+
+
+@BENCHMARKS.register("lobra/end_to_end")
+def end_to_end(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+    """Seconds of a step of all tasks: one after another or fused, on equal replicas or LobRA's, and Plait's.
+
+    Raises:
+        ConfigError: a wrong option, or a cluster that is not described.
+    """
+    del jobs
+    asked, profile = build(EndToEndOptions, options, OPTIONS), read_profile(settings)
+    figures: list[Figure] = []
+    piece = part("assumptions", len(asked.assumptions))
+    for number, assumption in enumerate(asked.assumptions):
+        piece(str(assumption))
+        seconds = _systems(profile, asked, assumption)
+        label = "" if number == 0 else f"; {assumption}"
+        figures += [
+            Figure(
+                f"{name}{label}", seconds[name] * profile.devices.count, "GPU s", "simulated",
+                plait=seconds["Plait"] * profile.devices.count if name == "LobRA" else None,
+            )
+            for name in seconds
+        ]  # fmt: skip
+        saved = 100 * (1 - seconds["LobRA"] / seconds["Task-Fused"])
+        figures.append(Figure(f"LobRA saves over Task-Fused{label}", saved, "%", "simulated"))
+        faster = seconds["LobRA-Sequential"] / seconds["LobRA"]
+        figures.append(Figure(f"LobRA over LobRA-Sequential{label}", faster, "×", "simulated"))
+    return Report("LobRA, 7B: a step of all tasks", tuple(figures), (f"Profile: {profile.source}",))
+
+
+def _systems(profile: ClusterProfile, asked: EndToEndOptions, assumption: Assumption) -> dict[str, float]:
+    """Mean seconds of a step of each system."""
+    whole = Workload.draw(asked.tasks, assumption, SAMPLE_STEPS + asked.steps)
+    known, batches = whole.batches[:SAMPLE_STEPS], whole.batches[SAMPLE_STEPS:]
+    own = planned(profile, known)
+    found: dict[str, list[float]] = {
+        "Task-Fused": [equal_seconds(profile, asked.fused, batch) for batch in batches],
+        "LobRA": [balanced_seconds(profile, asked.deployment, batch) for batch in batches],
+        "Plait": [balanced_seconds(profile, own, batch) for batch in batches],
+    }
+    alone, several = np.zeros(asked.steps), np.zeros(asked.steps)
+    for task in asked.tasks:
+        each = Workload.draw([task], assumption, SAMPLE_STEPS + asked.steps).batches
+        rows = planned(profile, each[:SAMPLE_STEPS])
+        for step, batch in enumerate(each[SAMPLE_STEPS:]):
+            alone[step] += equal_seconds(profile, asked.sequential[task.name], batch)
+            several[step] += balanced_seconds(profile, rows, batch)
+    found |= {"Task-Sequential": alone.tolist(), "LobRA-Sequential": several.tolist()}
+    return {name: float(np.mean(values)) for name, values in found.items()}
+
+
+def planned(profile: ClusterProfile, known: Int64) -> Rows:
+    """Plait's deployment for a sample of steps."""
+    buckets = dynamic_buckets(known.ravel(), required=limits(profile))
+    expected = tuple(-(-known.shape[1] * count // sum(buckets.counts)) for count in buckets.counts)
+    plan = deploy(costs_of(profile, buckets.lengths, profile.devices.count), expected, _devices(profile))
+    return tuple((each.tp, each.pp, count) for each, count in plan.shape)
+
+
+def _devices(profile: ClusterProfile) -> dict[str, int]:
+    return {profile.kind: profile.devices.count}
+
+
+def equal_seconds(profile: ClusterProfile, rows: Rows, batch: Int64) -> float:
+    """Seconds on equal replicas, every bucket evenly divided among them, with fixed boundaries; a sequence
+    that does not fit is cut."""
+    most = _longest(profile, rows)
+    fixed = fixed_buckets(np.minimum(batch, most), DOUBLING)
+    kinds = replicas(costs_of(profile, fixed.lengths, profile.devices.count), rows)
+    return max(kind.cost.seconds([-(-count // kind.count) for count in fixed.counts]) for kind in kinds)
+
+
+def balanced_seconds(profile: ClusterProfile, rows: Rows, batch: Int64, *, buckets: int = 16) -> float:
+    """Seconds with balanced dispatch over dynamic buckets; a sequence that fits nowhere is cut."""
+    return _balanced(profile, rows, _stepped(profile, rows, batch, buckets))
+
+
+def _stepped(profile: ClusterProfile, rows: Rows, batch: Int64, buckets: int) -> Buckets:
+    most = _longest(profile, rows)
+    return dynamic_buckets(np.minimum(batch, most), buckets=buckets, required=_cuts(profile, buckets))
+
+
+def _longest(profile: ClusterProfile, rows: Rows) -> int:
+    """The most tokens of a sequence that fits into one of the replicas."""
+    shapes = {(tp, pp) for tp, pp, _ in rows}
+    return max(each.max_tokens for each in profile.configurations if (each.tp, each.pp) in shapes)
+
+
+def _cuts(profile: ClusterProfile, buckets: int) -> tuple[int, ...]:
+    """The configurations' limits, as many as there are buckets for."""
+    return limits(profile)[: buckets - 1]
+
+
+def _balanced(profile: ClusterProfile, rows: Rows, moving: Buckets) -> float:
+    kinds = replicas(costs_of(profile, moving.lengths, profile.devices.count), rows)
+    return spread(kinds, moving.counts, dispatch(kinds, moving.counts)).makespan
+
+
+@dataclass(frozen=True, slots=True)
+class StepOptions:
+    """Options of the benchmarks of single steps.
+
+    Attributes:
+        tasks: of the joint batch.
+        assumption: about lengths.
+        deployment: the published one.
+        steps: drawn.
+        buckets: numbers of buckets that are compared.
+    """
+
+    tasks: tuple[Task, ...]
+    assumption: Assumption
+    deployment: Rows
+    steps: int
+    buckets: tuple[int, ...] = (16,)
+
+    def __post_init__(self) -> None:
+        at_least_one(self, "steps")
+
+
+@BENCHMARKS.register("lobra/buckets")
+def bucket_numbers(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+    """Padding and seconds of a step by the number of buckets.
+
+    Raises:
+        ConfigError: a wrong option, or a cluster that is not described.
+    """
+    del jobs
+    asked, profile = build(StepOptions, options, OPTIONS), read_profile(settings)
+    batches = Workload.draw(asked.tasks, asked.assumption, asked.steps).batches
+    seconds, padding = {}, {}
+    for number in asked.buckets:
+        made = [_stepped(profile, asked.deployment, batch, number) for batch in batches]
+        seconds[number] = float(np.mean([_balanced(profile, asked.deployment, each) for each in made]))
+        padded = sum(sum(np.multiply(each.lengths, each.counts)) for each in made)
+        padding[number] = 100 * (1 - sum(each.tokens for each in made) / padded)
+    first, last = asked.buckets[0], asked.buckets[-1]
+    figures = [
+        *(Figure(f"{number} buckets: padding", each, "%", "computed") for number, each in padding.items()),
+        *(
+            Figure(f"{number} buckets: seconds over {first}'s", each / seconds[first], "×", "simulated")
+            for number, each in seconds.items()
+        ),
+    ]
+    settled = [seconds[number] / seconds[last] for number in asked.buckets if number >= STABLE]
+    stable = Baseline(1.0, f"{last} buckets", at_least=0.95, at_most=1.05, why=TRADE)
+    figures.append(Figure(f"{STABLE} buckets: seconds over {last}'s", settled[0], "×", "simulated", stable))
+    return Report("LobRA, number of buckets", tuple(figures), (str(asked.assumption),))
+
+
+STABLE = 12  # buckets beyond which LobRA's time stays the same
+TRADE = "more buckets always pad less; T has no cost of a bucket except that its last microbatch is not full"
+
+
+@BENCHMARKS.register("lobra/case_study")
+def case_study(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+    """Seconds of each kind of replica in one step: by length, balanced, and with dynamic buckets.
+
+    Raises:
+        ConfigError: a wrong option, or a cluster that is not described.
+    """
+    del jobs
+    asked, profile = build(StepOptions, options, OPTIONS), read_profile(settings)
+    batch = Workload.draw(asked.tasks, asked.assumption, 1).batches[0]
+    fixed, moving = fixed_buckets(batch, DOUBLING), dynamic_buckets(batch, required=limits(profile))
+    figures = []
+    for name, buckets in (("by length", fixed), ("balanced", fixed), ("balanced, dynamic buckets", moving)):
+        kinds = replicas(costs_of(profile, buckets.lengths, profile.devices.count), asked.deployment)
+        how = length_based if name == "by length" else dispatch
+        found = how(kinds, buckets.counts)
+        for kind, seconds in zip(kinds, found.seconds, strict=True):
+            figures.append(Figure(f"{name}: {kind.cost.configuration}", seconds, "s", "simulated"))
+        idle = 1 - sum(kind.devices * each for kind, each in zip(kinds, found.seconds, strict=True)) / (
+            sum(kind.devices for kind in kinds) * found.makespan
+        )
+        figures.append(Figure(f"{name}: devices idle", 100 * idle, "%", "simulated"))
+    return Report("LobRA, replicas in one step", tuple(figures), (str(asked.assumption),))
+
+
+@BENCHMARKS.register("lobra/sequential_plans")
+def sequential_plans(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+    """Devices of a replica of the best equal replicas for each task alone.
+
+    Raises:
+        ConfigError: a wrong option, or a cluster that is not described.
+    """
+    del jobs
+    asked, profile = build(StepOptions, options, OPTIONS), read_profile(settings)
+    figures = []
+    for task in asked.tasks:
+        known = Workload.draw([task], asked.assumption, asked.steps).batches
+        edge = max(each for each in DOUBLING if each <= max(limits(profile)))
+        buckets = fixed_buckets(np.minimum(known.ravel(), edge), DOUBLING)
+        counts = tuple(-(-task.batch_size * count // sum(buckets.counts)) for count in buckets.counts)
+        costs = [each for each in costs_of(profile, buckets.lengths, profile.devices.count) if not each.ramp]
+        plan = best_equal_replicas(costs, counts, _devices(profile))
+        note = f"{plan}; longest {int(known.max())} tokens"
+        each = plan.shape[0][0].devices
+        figures.append(Figure(f"{task.name}: devices of a replica", each, "devices", "computed", note=note))
+    return Report("LobRA, equal replicas for each task", tuple(figures), (str(asked.assumption),))
+
+
+@BENCHMARKS.register("lobra/two_stage")
+def two_stage(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+    """Planning each step beside dispatch to a fixed deployment: seconds of planning, and of the step.
+
+    Raises:
+        ConfigError: a wrong option, or a cluster that is not described.
+    """
+    del jobs
+    asked, profile = build(StepOptions, options, OPTIONS), read_profile(settings)
+    batches = Workload.draw(asked.tasks, asked.assumption, SAMPLE_STEPS + asked.steps).batches
+    fixed = planned(profile, batches[:SAMPLE_STEPS])
+    seconds: dict[str, list[float]] = {"each": [], "fixed": []}
+    ratios = []
+    piece = part("steps", asked.steps)
+    for number, batch in enumerate(batches[SAMPLE_STEPS:]):
+        piece(str(number + 1))
+        begin = perf_counter()
+        replanned = planned(profile, batch[None])
+        seconds["each"].append(perf_counter() - begin)
+        begin = perf_counter()
+        decomposed = balanced_seconds(profile, fixed, batch)
+        seconds["fixed"].append(perf_counter() - begin)
+        ratios.append(decomposed / min(decomposed, balanced_seconds(profile, replanned, batch)))
+    longer, again = median(seconds["each"]), median(seconds["fixed"])
+    return Report(
+        "LobRA, two stages beside planning every step",
+        (
+            Figure("largest T decomposed over T origin", max(ratios), "×", "simulated"),
+            Figure("mean T decomposed over T origin", float(np.mean(ratios)), "×", "simulated"),
+            Figure("planning each step", longer, "s", "measured"),
+            Figure("bucketing and dispatch alone", again, "s", "measured",
+                   Baseline(longer, "planning each step", at_most=1.0)),
+        ),
+        (str(asked.assumption),),
+    )  # fmt: skip
