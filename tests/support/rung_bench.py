@@ -116,7 +116,7 @@ class Bench:
                 DataCatalogue(load_lengths),
                 run,
                 folder=self.folder,
-                checkpoints=source.states_folder,
+                checkpoints=source.checkpoints_folder,
                 clock=self.clock,
             )
             polls, asked = itertools.count(), itertools.count()

@@ -240,7 +240,7 @@ def test_orders_are_in_the_study_and_existing_ones_are_named(
     monkeypatch.chdir(tmp_path / "another")  # the study is found from any folder
     modes = {"pause": "paused", "stop": "stopping", "cancel": "cancelling", "resume": "running"}
     for verb, mode in modes.items():
-        assert "this is done when `plait resume mine` resumes it" in said(verb)
+        assert "this takes effect when `plait resume mine` resumes it" in said(verb)
         assert study.user_attrs[ORDERS]["mode"] == mode
         again = said(verb)
         if mode == "running":
@@ -315,7 +315,7 @@ def test_a_trial_added_to_a_paused_search_waits_for_resume(tmp_path: Path, said:
     killed(tmp_path)
     assert "paused" not in said("add", "adapter.rank=16")
     said("pause")
-    assert "The search is paused: `plait control mine resume` comes first." in said("add", "adapter.rank=4")
+    assert "The search is paused: run `plait control mine resume` first." in said("add", "adapter.rank=4")
 
 
 def test_trials_are_added_and_cloned(tmp_path: Path, said: Said) -> None:
@@ -451,7 +451,7 @@ def test_status_is_what_the_study_knows(tmp_path: Path, said: Said) -> None:
     ]  # fmt: skip
     assert facts["jobs"][1]["objectives"] == [1.25]
     assert facts["jobs"][2]["reason"] == "rung 2"
-    assert "its workers run on node7" in said("resume")
+    assert "its workers are on node7" in said("resume")
 
 
 def test_a_storage_that_does_not_answer_is_an_error_without_its_password(tmp_path: Path, said: Said) -> None:

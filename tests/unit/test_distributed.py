@@ -240,7 +240,7 @@ def test_one_that_is_killed_before_all_came_comes_again(tmp_path: Path) -> None:
         launcher.say = said.append
         assert len(launcher.fleet(tmp_path, SETTINGS, DataCatalogue(random_data)).processes) == 2
     assert started == [0, 1, 0, 1]
-    assert said == ["process 1 ended with status -9. Bringing the processes together again ..."]
+    assert said == ["process 1 ended with status -9. Restarting with the processes that come back ..."]
 
 
 def test_one_that_is_lost_again_and_again_is_left_out(tmp_path: Path) -> None:

@@ -118,10 +118,10 @@ def test_the_table_of_devices_marks_the_cheapest_and_says_what_does_not_fit() ->
     wide = RunSettings(search=SearchSettings(parallel=2), planner=PlannerSettings(slack=9.0))
     near = plan_described(work, wide, cluster, None, tokeniser="x", numbers=numbers)
     assert [each.chosen for each in near.every] == [False, False, True]
-    assert "least time of those within 900 % (planner.slack)" in printed(near)
-    assert "the least device-seconds (planner.objective), that of 4 × " in printed(near)
+    assert "least time of all within 900 % (planner.slack)" in printed(near)
+    assert "the least device-seconds (planner.objective), which 4 × " in printed(near)
     assert found.error is None
-    assert "has no measurement" in found.error_source
+    assert "has no measured steps" in found.error_source
     assert [each.trial for each in found.trials] == ["j0", "j1"]
     assert all(sum(each.replicas.values()) == pytest.approx(1.0) for each in found.trials)
 

@@ -398,8 +398,8 @@ def test_a_trial_whose_process_died_while_it_drew_gets_the_values_that_it_would_
 @pytest.mark.parametrize(
     ("sampler", "options", "known", "said"),
     [
-        ("tpe", {}, 6, "; tpe suggests at random until it knows 10"),
-        ("gp", {"n_startup_trials": 7}, 6, "; gp suggests at random until it knows 7"),
+        ("tpe", {}, 6, "; tpe suggests at random until it has seen 10"),
+        ("gp", {"n_startup_trials": 7}, 6, "; gp suggests at random until it has seen 7"),
         ("tpe", {"n_startup_trials": 6}, 6, None),
         ("tpe", {}, 10, None),
         ("cmaes", {}, 1, None),

@@ -56,7 +56,7 @@ def test_four_trials_have_no_importance(tmp_path: Path) -> None:
     study(tmp_path, 4)
     found = read_importance(None, tmp_path, "s")
     assert not found.shares
-    rule = "Importance needs 5 finished trials, or as many measured at one step."
+    rule = "Importance needs 5 finished trials, or as many with a value at one step."
     assert found.trouble == f"{rule} 4 have finished."
 
 

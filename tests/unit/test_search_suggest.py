@@ -388,7 +388,7 @@ def test_a_space_with_fewer_points_than_trials_is_reported() -> None:
     few = too_few_points(SearchSettings(trials=12), space_of(*EIGHT))
     assert few == "Only 8 combinations exist; running 8 trials."
     one = too_few_points(SearchSettings(trials=12), Space((Dimension("k", Choice((4,), ("4",))),)))
-    assert one == "Only 1 combination exists; running 1 trial."
+    assert one == "Only 1 combination exists, so 1 trial runs."
     assert too_few_points(SearchSettings(trials=8), space_of(*EIGHT)) == ""
     assert too_few_points(SearchSettings(trials=10**9), space_of(*CONTINUOUS)) == ""
 

@@ -103,7 +103,9 @@ def test_a_living_process_keeps_its_trials_and_a_killed_one_gives_them_back(
         set(),
     )
     other.kill()
-    kept = trials.states_folder / "trial-0001" / "step-00000020" if trials.states_folder else tmp_path
+    kept = (
+        trials.checkpoints_folder / "trial-0001" / "step-00000020" if trials.checkpoints_folder else tmp_path
+    )
     kept.mkdir(parents=True)
     (kept / "checkpoint.json").touch()
     assert trials.claims.adopted() == set()

@@ -80,15 +80,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="plait launch",
         usage="plait launch slurm [options] NAME | KEY=VALUE ...",
-        description="Write a batch script that runs a search on several hosts: that of a name, which it "
-        "resumes, or the one that `plait sweep` would run with these settings.",
+        description="Write a batch script that runs a search on several hosts. Give the name of a search to "
+        "resume, or the settings that `plait sweep` would take.",
     )
     parser.add_argument("system", metavar="slurm", help="the system that runs batch scripts")
     parser.add_argument("words", nargs="*", metavar="NAME | KEY=VALUE", help="the search")
     parser.add_argument("--nodes", type=_count, default=1, help="default: 1")
     parser.add_argument("--tasks-per-node", type=_count, default=1, metavar="N", help="default: 1")
     parser.add_argument(
-        "--gpus-per-task", type=_number, default=1, metavar="N", help="default: 1; 0 on nodes without"
+        "--gpus-per-task", type=_number, default=1, metavar="N", help="default: 1; 0 on nodes without GPUs"
     )
     parser.add_argument("--cpus-per-task", type=_count, metavar="N", help="default: the partition's")
     parser.add_argument(

@@ -329,16 +329,16 @@ def _objective(outlook: Outlook, chosen: ObjectiveOutlook) -> str:
     other = "fewer device-seconds" if chosen.objective == "time" else "less time"
     return (
         f"uses {outlook.devices} of {chosen.available} (planner.objective={chosen.objective}): "
-        f"{chosen.value:,.4g} {unit} a step, {100 * chosen.gap:.1f} % above what is "
-        f"proven for any number of devices; up to {100 * chosen.slack:g} % may be given up for {other} "
+        f"{chosen.value:,.4g} {unit} per step, {100 * chosen.gap:.1f} % above the bound "
+        f"proven for any number of devices; it may be up to {100 * chosen.slack:g} % worse for {other} "
         "(planner.slack)"
     )
 
 
 def _predicted(outlook: Outlook) -> str:
     """Seconds and money of the search, their error, and how that is known."""
-    money = "" if outlook.money is None else f", {_money(outlook.money)} of money"
-    band = "unknown" if outlook.error is None else f"± {100 * outlook.error:.1f} % in the mean"
+    money = "" if outlook.money is None else f", cost {_money(outlook.money)}"
+    band = "unknown" if outlook.error is None else f"± {100 * outlook.error:.1f} % on average"
     return (
         f"predicted: {_seconds(outlook.predicted_seconds)} on {outlook.devices}{money}; error {band} "
         f"({outlook.error_source})"

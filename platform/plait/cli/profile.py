@@ -99,9 +99,9 @@ def compare_configurations(command: SearchCommand, console: Console, *, as_json:
     plain(console, f"profile: {profile.model}, {profile.dtype}: {profile.source}")
     for line in (
         *((RECOMPUTED,) if checkpointing else ()),
-        f"Throughput is simulated over the first {STEPS} steps of {len(names)} jobs of this search.",
+        f"Throughput is simulated for the first {STEPS} steps of {len(names)} jobs of this search.",
         f"Memory is computed from {profile.model}'s sizes for Plait's own engine with this search's largest "
-        "adapter and the heaviest samples; tensor parallelism is assumed to divide all of it.",
+        "adapter and the heaviest samples; tensor parallelism is assumed to divide all of it evenly.",
     ):
         plain(console, f"- {line}")
     return EXIT_DONE

@@ -20,7 +20,7 @@ USAGE = """plait resume NAME [KEY=VALUE ...]
 
 Resume a search that was killed or interrupted, with the settings it was started with.
 Settings that do not change what is searched can be changed, for example
-engine.threads=4 or search.trials=64. Searches are looked for in tracking.root.
+engine.threads=4 or search.trials=64. Searches are looked up in tracking.root.
 
 `plait resume` without a name lists the searches that can be resumed."""
 ROOT = "tracking.root"

@@ -29,7 +29,7 @@ _HYDRA = """  --cfg job               show the composed settings and exit
   --hydra-help            Hydra's own flags
 """
 _CLUSTERS = """a100_40g_llama2_7b, h100_llama31_8b, h100_qwen25_32b,
-                          h100_llama31_70b, or one of your own in conf/cluster/"""
+                          h100_llama31_70b, or your own in conf/cluster/"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +80,14 @@ OWN = (
         text=f"""plait plan [--json] [--devices 1,2,4] [--timeline FILE] [KEY=VALUE ...]
 
 Predict what a search would need, without training: which adapters train together, in how
-many waves and microbatches, and how much memory and time, if this is known. It takes the
+many waves and microbatches, and how much memory and (if known) time they take. It takes the
 same arguments as `plait sweep` and reports the same errors. For times on this machine, run
-`plait profile` first; a described cluster has a profile of its own.
+`plait profile` first; a described cluster has its own profile.
 
 {_SETTINGS}{_SPACE}  cluster=NAME            a described cluster instead of this machine, simulated:
                           replicas, dispatch, packing, pipeline. NAME is one of
                           {_CLUSTERS}
-  planner.objective=NAME  device_seconds, money or time: how many of its devices are used
+  planner.objective=NAME  device_seconds, money or time: what the number of devices minimises
   --devices 1,2,4,8       seconds, device-seconds and money on each number of its devices;
                           of several kinds: A100:4,A100:4+A10:8
   --json                  the plan as JSON
@@ -134,7 +134,7 @@ Examples
 
 Show what would be trained on: the text of the first three rows as the model gets it, with
 what counts in the loss ("train") and what is only read ("read"); how long the samples are in
-tokens; and how many rows are truncated or left out. Takes the same arguments as
+tokens; and how many rows are truncated or dropped. It takes the same arguments as
 `plait sweep`. Only the model's tokeniser is loaded.
 
 {_SETTINGS}  --json                  the same as JSON
@@ -189,7 +189,7 @@ Examples
     Verb("control", "plait.cli.control:main", "pause, stop, extend or inspect a running search"),
     Verb("ui", "plait.cli.results:ui", "open the results in MLflow"),
     Verb("leaderboard", "plait.cli.results:leaderboard", "print a search's adapters, best first"),
-    Verb("trace", "plait.cli.trace:main", "write what the processes of a search did as a timeline"),
+    Verb("trace", "plait.cli.trace:main", "write a timeline of what each process of a search did"),
     Verb(
         "launch",
         "plait.cli.launch:main",

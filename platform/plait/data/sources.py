@@ -23,7 +23,7 @@ Overlong = Literal["truncate", "drop", "refuse"]
 
 DEFAULT_SHARE = 0.1  # share of the rows that is for validation if data.validation is null
 VALIDATION = Rule(
-    "a share of the rows in [0, 1) or a whole number of rows",
+    "a share of the rows in [0, 1), or a whole number of rows",
     lambda share: 0 <= share < 1 or share == int(share) >= 1,
 )
 

@@ -25,7 +25,7 @@ from plait.utils.paths import user_path
 ADDRESS, KEY, NUMBER, LOCAL = "PLAIT_COORDINATOR", "PLAIT_KEY", "PLAIT_PROCESS", "PLAIT_LOCAL"
 LEAST_KEY = 16  # characters
 ANSWER_SECONDS = 2.0  # that another run of this host may take to accept
-MAKE_KEY = "(umask 077; openssl rand -hex 32 > plait.key), then cluster.key_file=plait.key on every host."
+MAKE_KEY = "(umask 077; openssl rand -hex 32 > plait.key), then set cluster.key_file=plait.key on every host."
 SIOCGIFADDR = 0x8915  # asks Linux for an interface's address
 Address = tuple[str, int]
 

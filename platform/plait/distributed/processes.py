@@ -174,7 +174,7 @@ class Processes:
                 process.send(request)
             except OSError as error:
                 full = isinstance(error, BlockingIOError)
-                raise self.lost(process, "does not take what is sent to it" if full else "died") from error
+                raise self.lost(process, "does not accept what is sent to it" if full else "died") from error
         sent = time.monotonic()  # after the last one: a large data set takes a while to send
         for _, process in pending.values():
             process.heard = sent

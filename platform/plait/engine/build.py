@@ -206,7 +206,7 @@ def _slow_here(settings: RunSettings) -> tuple[str, ...]:
         return ()
     if dtype == (fast := choose_dtype(device)):
         return ()
-    return (f"model.dtype={dtype} is many times slower on this device than {fast}. Use model.dtype={fast}.",)
+    return (f"model.dtype={dtype} is much slower on this device than {fast}. Use model.dtype={fast}.",)
 
 
 def worker_facts(settings: ModelSettings, shape: ModelShape, memory_bytes: int) -> WorkerFacts:

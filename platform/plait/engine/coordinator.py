@@ -300,7 +300,7 @@ class Coordinator:
             if self._renew is None or not self.restarts.another():
                 raise self._lost
             found += self._fall_back()
-            found.append(Notice(f"{self._lost.value}. Bringing the processes together again ..."))
+            found.append(Notice(f"{self._lost.value}. Restarting with the processes that come back ..."))
         return found
 
     def _fall_back(self) -> list[Event]:

@@ -39,7 +39,9 @@ def _library() -> ctypes.CDLL | None:
     try:
         library = ctypes.CDLL(str(compile_library(Path(__file__).with_suffix(".c"), cache_folder())))
     except OSError as problem:
-        warnings.warn(f"the model runs in plain torch, slower: {problem}", RuntimeWarning, stacklevel=2)
+        warnings.warn(
+            f"the model runs in plain torch, which is slower: {problem}", RuntimeWarning, stacklevel=2
+        )
         return None
     for name, arguments in _ARGUMENTS.items():
         for suffix in _SUFFIX.values():

@@ -32,7 +32,7 @@ from plait.simulate.report import Bubble, Metrics
 
 COMPUTED = "computed from the model's sizes"
 RECOMPUTED = "With engine.checkpointing=true, each layer's forward pass is assumed to run twice."
-NO_ERROR = "no measurement of such steps that it was not fitted to"
+NO_ERROR = "no measured steps of this kind that were not used for fitting"
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +171,8 @@ def _why_best(planner: PlannerSettings, best: str, least: str) -> str:
         return f"best: {best}, which takes the least {wanted} (planner.objective)"
     other = "device-seconds" if planner.objective == "time" else "time"
     return (
-        f"best: {best}, which takes the least {other} of those within {100 * planner.slack:g} % "
-        f"(planner.slack) of the least {wanted} (planner.objective), that of {least}; planner.slack=0 "
+        f"best: {best}, which takes the least {other} of all within {100 * planner.slack:g} % "
+        f"(planner.slack) of the least {wanted} (planner.objective), which {least} has; planner.slack=0 "
         "chooses the latter"
     )
 
@@ -353,11 +353,11 @@ def _assumptions(
     tables = ", ".join(dict.fromkeys(repr(each.table) for each in cluster.kinds))
     lines = [
         f"Seconds are simulated for {profile.model}; sample lengths come from the tokeniser of {tokeniser}.",
-        f"Capacities are those of the published system (table {tables}), or smaller if "
-        "engine.capacity or memory requires it or a pipeline is faster with less.",
+        f"Capacities are those of the published system (table {tables}), or less if "
+        "engine.capacity or memory requires it, or if a pipeline is faster with less.",
         "Side by side: each job trains alone on the kind of replica that is cheapest for it; idle devices "
         "are not counted. Job by job: one job at a time on the plan's replicas; all their devices are "
-        "counted. Both wait for each step.",
+        "counted. Both wait for each step to finish.",
         WAVES,
     ]
     if settings.engine.checkpointing:
@@ -387,7 +387,7 @@ def _assumptions(
             f"{share * each.devices.memory_bytes / 2**30:.1f} GiB" for each in planned.cluster.kinds
         )
         lines.append(
-            f"Capacity reduced, because {available} of a device may be used "
+            f"Capacity reduced, because only {available} of a device may be used "
             f"(planner.memory_share={share}): {', '.join(reduced)}."
             + ("" if settings.engine.checkpointing else " engine.checkpointing=true needs less memory.")
         )

@@ -22,20 +22,20 @@ from plait.planning.workload import MOST_STEPS, Phase, Workload
 
 PROFILED = "from the stored profile"
 ESTIMATED = "estimated from the model's shape"
-HELD_OUT = "probes of `plait profile` that the profile was not fitted to"
+HELD_OUT = "probes of `plait profile` that were not used for fitting"
 NO_STEPS = "Seconds cover microbatches only: optimiser steps, evaluations and startup are not included."
 NO_EXCHANGE = "The exchange of gradients between processes is not included either."
 SHARED = (
-    "Processes on one processor share its memory bandwidth: together they are slower than the profile, which "
-    "was measured with one of them alone."
+    "Processes on one processor share its memory bandwidth: together they are slower than the profile, "
+    "which was measured with only one of them running."
 )
 NOT_REPEATED = (
     "The packing solver reached its time limit: the best packing found is used, and another run may pack "
     "differently."
 )
 WAVES = (
-    "The plan assumes that a wave starts when the previous one is done. Training fills a slot as soon as "
-    "it is free, and the real sampler learns from results; a plan cannot."
+    "The plan assumes that a wave starts when the previous one has finished. Training fills a slot as soon "
+    "as it is free, and the real sampler learns from results; a plan cannot."
 )
 TRUNCATED = f"At most {MOST_STEPS} steps of a wave's jobs are planned; later steps are assumed to be similar."
 

@@ -141,8 +141,12 @@ class SearchControl:
             return text
         hosts = self.standing().elsewhere
         if hosts:
-            return f"{text} This host runs no worker of the search; its workers run on {' and '.join(hosts)}."
-        return f"{text} It is not running now: this is done when `plait resume {self._quoted}` resumes it."
+            return (
+                f"{text} No worker of the search runs on this host; its workers are on {' and '.join(hosts)}."
+            )
+        return (
+            f"{text} It is not running now; this takes effect when `plait resume {self._quoted}` resumes it."
+        )
 
     # ---- further trials ------------------------------------------------------------------------------------
 
@@ -209,7 +213,7 @@ class SearchControl:
             verb = "lie" if len(outside) > 1 else "lies"
             starts += f" {words} {verb} outside the search space: the sampler does not learn from this trial."
         if self._orders.read().mode == "paused":
-            starts += f" The search is paused: `plait control {self._quoted} resume` comes first."
+            starts += f" The search is paused: run `plait control {self._quoted} resume` first."
         return self._when(starts)
 
     def _read(self, overrides: Sequence[str]) -> tuple[AddedPoint, int | None]:

@@ -72,7 +72,9 @@ class Remains:
             )
         lines += [f"not yet sent to MLflow, will be lost: {text}" for text in self.unsent]
         for host, number in self.elsewhere.items():
-            lines.append(f"{number} trials were started on host {host}; any that still run there will fail")
+            lines.append(
+                f"{number} trials were started on host {host}; any that are still running there will fail"
+            )
         if kept:
             lines.append(f"{kept} adapters stay in {self.folder / ADAPTERS}")
         return lines

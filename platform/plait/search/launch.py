@@ -228,7 +228,7 @@ class _Launch:
         if to_resume or 0 < over < total:
             line += f"; {over} of {total} trials ended; resuming {to_resume}"
         if others:
-            line += f"; other workers train {others}, this one trains the rest"
+            line += f"; other workers train {others}, this one the rest"
         few = too_few_points(settings.search, self._command.space)
         self._say(line, few, describe_prior(settings.search, len(source.prior)) if source.prior else "")
         why = "" if over >= total else failure_limit(source.failed, total, settings.search)
@@ -291,7 +291,7 @@ class _Launch:
                 settings,
                 data.catalogue,
                 folder,
-                source.states_folder,
+                source.checkpoints_folder,
                 tracker.commit,
                 None if many is None else watch.following(partial(many.fleet, folder / "processes")),
                 (lambda: False) if many is None else many.grown,

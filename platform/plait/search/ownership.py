@@ -124,7 +124,7 @@ class Workers:
         self._ended.set()
         self._lock.release()
 
-    def beside(self, owner: Owner) -> bool:
+    def shares_folder(self, owner: Owner) -> bool:
         """Whether a worker has its file in this one's folder."""
         if owner.name == self.own.name:  # signed by a worker of another host that uses the same folder
             return True
@@ -288,7 +288,7 @@ class Claims:
                     found = workers.own
                     study.set_user_attr(CURVES, found.to_json())
             holder = found
-        return holder is not None and workers.beside(holder)
+        return holder is not None and workers.shares_folder(holder)
 
     def leave_curves(self) -> None:
         """Leave the search's own curves to another process of this folder, or else to any, if the storage

@@ -233,5 +233,5 @@ def too_few_points(settings: SearchSettings, space: Space) -> str:
     if size is None or size >= settings.trials:
         return ""
     if size == 1:
-        return "Only 1 combination exists; running 1 trial."
+        return "Only 1 combination exists, so 1 trial runs."
     return f"Only {size} combinations exist; running {size} trials."

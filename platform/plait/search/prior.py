@@ -79,8 +79,8 @@ def describe_prior(settings: SearchSettings, known: int) -> str:
     if SAMPLERS.get(settings.sampler).source_trials or known >= needed:
         return line
     return (
-        f"{line}; {settings.sampler} suggests at random until it knows {needed} trials, including those of "
-        f"this search (++search.sampler_options.{STARTUP}={known} learns from these at once)"
+        f"{line}; {settings.sampler} suggests at random until it has seen {needed} trials, including those "
+        f"of this search (++search.sampler_options.{STARTUP}={known} learns from these at once)"
     )
 
 

@@ -95,7 +95,7 @@ def _importance(study: optuna.Study) -> Importance:
         finished = len(trials)
         trials, step = _at_one_step(study, inside)
         if not trials:
-            rule = f"Importance needs {LEAST_TRIALS} finished trials, or as many measured at one step."
+            rule = f"Importance needs {LEAST_TRIALS} finished trials, or as many with a value at one step."
             return Importance(trials=finished, trouble=f"{rule} {finished} have finished.")
     if len({tuple(item.values) for item in trials}) == 1:
         return Importance(trials=len(trials), trouble="All of these trials have the same objective.")

@@ -73,7 +73,7 @@ class StudyTrials:
         claims: which worker trains which trial.
         revision: increases when a trial is suggested, enqueued or ended here.
         token: distinguishes this study from an earlier one of the same name.
-        states_folder: folder of its trials' checkpoints; None without a folder.
+        checkpoints_folder: folder of its trials' checkpoints; None without a folder.
 
     Raises:
         SearchError: the sampler does not support the space, the study has another space, a point of
@@ -107,7 +107,7 @@ class StudyTrials:
         self._paused: set[int] = set()  # numbers of its trials that the study calls paused
         self._kept = Kept(self._folder, self.token)
         self.claims = Claims(self.shared, self._workers, self._kept.resume_from)
-        self.states_folder = self._kept.states
+        self.checkpoints_folder = self._kept.states
         self.shared.patience(lambda: keep_space(self._study, space))
         self.orders = StudyOrders(self.shared)
         self.rungs = StudyRungs(self.shared, settings, self.claims.signed)

@@ -164,7 +164,7 @@ def _draw(events: TraceEvents, number: int, track: _Track, since: float) -> None
     events.name_process(number, track.name)
     events.name_thread(number, 1, "work")
     if any(span.beside for span in track.spans):
-        events.name_thread(number, 2, "exchange beside it")
+        events.name_thread(number, 2, "exchange in its thread")
     for span in track.spans:
         if span.start < since:
             continue
