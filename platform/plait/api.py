@@ -10,14 +10,14 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from plait.core.errors import FULL_ERROR, ConfigError, PlaitError, SearchError, StorageError
 from plait.core.lifecycle import JobState
-from plait.core.settings import AUTO, ModelSettings, TrackingSettings
+from plait.core.settings import ModelSettings, TrackingSettings
 
 # Other imports take seconds, and a notebook's completion imports this module for its names.
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 Overrides = Sequence[str] | Mapping[str, object]
 USUAL = TrackingSettings()
-MOST_FETCHED = 100  # adapters in the cache
 
 _running = threading.Lock()  # Hydra composes one configuration at a time in a process
 
@@ -158,33 +157,12 @@ class Result:
             StorageError: the store does not answer, or the disk is full.
         """
         from plait.tracking.results import chosen
+        from plait.tracking.trained import adapter_folder
 
         with _errors_as_reported():
             record = chosen(self._found, trial)
-            return Adapter(record.trial, self._folder(record), self._found, self._settings)
-
-    def _folder(self, record: JobRecord) -> Path:
-        from plait.tracking.results import export
-        from plait.utils.files import keep_newest
-        from plait.utils.paths import cache_dir
-
-        if not record.run_id:  # read from the study, which has no runs, because the store was down
-            folder = Path(record.adapter)
-            if record.adapter and folder.is_dir():
-                return folder
-            raise StorageError(
-                f"{record.name} of search {self.name!r} ({record.state}): no adapter in its folder",
-                "The search was opened while its store did not answer, so no adapter can be fetched.",
-                f"Open it again when the store answers: plait.open({self.name!r}).",
-            )
-        # Not the folder that the trial wrote: a search of this name that was restarted writes there, too.
-        fetched = cache_dir() / "adapters" / record.run_id
-        if not fetched.is_dir():
-            export(self._settings, record.run_id, fetched)
-            keep_newest(fetched.parent, MOST_FETCHED)
-        with suppress(OSError):
-            os.utime(fetched)  # it was used just now
-        return fetched
+            folder = adapter_folder(self._found, record, self._settings)
+            return Adapter(record.trial, folder, self._found, self._settings)
 
     def __repr__(self) -> str:
         count = len(self._found.records)
@@ -230,13 +208,7 @@ class Adapter:
 
     def _model(self) -> ModelSettings:
         """The base model as the search trained on it, with the dtype that "auto" meant."""
-        import yaml
-
-        from plait.config.fields import build
-        from plait.core.plans import recorded_choices
-        from plait.engine.build import PLAN_FILE
-        from plait.tracking.names import CONFIG_FILE
-        from plait.tracking.results import recorded_text
+        from plait.tracking.trained import base_model
 
         if not self._search.run_id:
             name = self._search.name
@@ -245,12 +217,7 @@ class Adapter:
                 "Its store, which has the model's settings, did not answer when the search was opened.",
                 f"Open it again when the store answers: plait.open({name!r}). Its adapter: {self.folder}.",
             )
-        config = yaml.safe_load(recorded_text(self._search, self._settings, CONFIG_FILE))
-        settings = build(ModelSettings, config["model"], "model")
-        if settings.dtype != AUTO:
-            return settings
-        choices = recorded_choices(recorded_text(self._search, self._settings, PLAN_FILE)) or {}
-        return replace(settings, dtype=str(choices.get("dtype", "float32")))
+        return base_model(self._search, self._settings)
 
 
 def override_words(overrides: Overrides) -> list[str]:

@@ -1,5 +1,6 @@
 """Searches from Python: interrupted, resumed, opened again, adapters loaded; and the notebook of docs/."""
 
+import json
 import shutil
 import signal
 from collections.abc import Callable, Sequence
@@ -81,6 +82,7 @@ def test_a_search_is_interrupted_resumed_and_opened_and_its_adapters_load(
         adapter = result.adapter(trial)
         assert adapter.trial == (result.best.trial if trial is None else trial)
         _check_loaded(adapter)
+    _check_generated(result, folder / "plait-runs", capfd)
     again = plait.open("mine", root=folder / "plait-runs")
     assert again.trials.equals(trials)
     shutil.rmtree(folder / "plait-runs" / "searches" / "mine" / "adapters")
@@ -103,6 +105,35 @@ def _check_loaded(adapter: Any) -> None:
         bare = model(**tokens).logits
     with torch.no_grad():
         assert not torch.equal(model(**tokens).logits, bare)
+
+
+def _check_generated(result: Any, root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """`plait generate` shows what PEFT generates, for several trials and the base."""
+    capfd.readouterr()
+    prompt, count = "State the final answer to the following arithmetic problem: 4 + 3 =", 5
+    words = ["generate", "mine", "--root", str(root), "--max-new-tokens", str(count), "--prompt", prompt]
+    assert main([*words, "--trial", "1", "--trial", "0", "--json", "--plain"]) == 0
+    rows = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert [row["trial"] for row in rows] == [None, 1, 0]
+    for row in rows:
+        model, tokeniser = result.adapter(row["trial"] or 0).load()
+        tokens = tokeniser(prompt, return_tensors="pt")
+        options = {"do_sample": False, "max_new_tokens": count}
+        with torch.no_grad():
+            if row["trial"] is None:
+                with model.disable_adapter():
+                    whole = model.generate(**tokens, **options)
+            else:
+                whole = model.generate(**tokens, **options)
+        new = whole[0, tokens["input_ids"].shape[1] :]
+        assert row["text"] == tokeniser.decode(new, skip_special_tokens=True)
+        assert row["prompt"] == prompt
+    assert main(["generate", "mine", "--root", str(root), "--validation", "2", "--max-new-tokens", "2"]) == 0
+    shown = capfd.readouterr().out.splitlines()
+    assert sum(line.startswith("prompt: ") for line in shown) == 2
+    best = result.best.trial
+    assert sum(line.startswith("base: ") for line in shown) == 2
+    assert sum(line.startswith(f"trial {best}: ") for line in shown) == 2
 
 
 def test_the_notebook_runs_and_plots_its_search(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

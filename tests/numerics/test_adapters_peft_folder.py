@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from peft_folders import stored_pairs
 from torch import Tensor
 
 from plait.adapters import variants as adapters
-from plait.adapters.peft_folder import export_adapter
+from plait.adapters.peft_folder import CONFIG, export_adapter, load_adapter
+from plait.core.errors import ModelError, StorageError
 from plait.core.jobs import AdapterSpec
 from plait.core.settings import ModelSettings
 from plait.models.base import BaseModel
@@ -130,3 +132,34 @@ def test_initial_weights_are_distributed_as_pefts_and_depend_on_seed_and_name_al
     assert float(flat.abs().max()) <= 64**-0.5
     assert float(flat.std()) == pytest.approx(float(theirs.std()), rel=0.05)
     assert len({float(a[0, 0]) for a, _ in one.values()}) == len(one)
+
+
+def test_a_folder_is_loaded_as_it_was_exported_and_others_are_refused(tmp_path: Path) -> None:
+    base = load_model(settings_of("llama"), cache=tmp_path)
+    bank = Bank(base.sites, device="cpu", compute_dtype=torch.float32)
+    spec = AdapterSpec(rank=3, alpha=12.0, dropout=0.25, target_modules=("o_proj", "q_proj"), rslora=True)
+    attach(base, "one", spec, bank, 4)
+    folder = tmp_path / "one"
+    export_adapter(folder, spec, bank.weights("one"), base="tiny", linears=base.linears)
+    load_adapter(bank, "again", folder)
+    block, own = bank.block("again"), bank.block("one")
+    assert (block.rank, block.scale, block.dropout) == (3, own.scale, 0.0)
+    assert torch.equal(block.copy, own.copy)
+    config = json.loads((folder / CONFIG).read_text())
+    for change, said in [
+        ({"use_dora": True}, "use_dora=True"),
+        ({"rank_pattern": {"q_proj": 5}}, "rank_pattern"),
+        ({"peft_type": "IA3"}, "IA3"),
+        ({"r": 4}, "rank 4"),
+        ({"r": "many"}, "ValueError"),
+    ]:
+        (folder / CONFIG).write_text(json.dumps(config | change))
+        with pytest.raises((ModelError, StorageError), match=said):
+            load_adapter(bank, "other", folder)
+    (folder / CONFIG).write_text(json.dumps(config))
+    other = load_model(settings_of("gpt2"), cache=tmp_path)
+    with pytest.raises(ModelError, match="is not a linear layer of the base model"):
+        load_adapter(Bank(other.sites, device="cpu", compute_dtype=torch.float32), "other", folder)
+    with pytest.raises(StorageError, match="none"):
+        load_adapter(bank, "other", tmp_path / "none")
+    assert set(bank.blocks) == {"one", "again"}

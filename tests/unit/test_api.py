@@ -205,7 +205,7 @@ def test_an_adapter_is_that_of_its_run_though_a_restarted_search_wrote_into_the_
     for run_id in ("a" * 32, "b" * 32, "a" * 32):
         assert _result(folder, run_id).adapter(0).folder == kept / run_id
     assert fetched == ["a" * 32, "b" * 32]  # each once
-    monkeypatch.setattr(api, "MOST_FETCHED", 2)
+    monkeypatch.setattr("plait.tracking.trained.MOST_FETCHED", 2)
     os.utime(kept / ("a" * 32), (1, 1))
     _result(folder, "c" * 32).adapter(0)
     assert sorted(path.name[0] for path in kept.iterdir()) == ["b", "c"]  # the cache does not grow for ever

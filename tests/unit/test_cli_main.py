@@ -303,6 +303,7 @@ def test_finding_a_verb_that_is_not_there() -> None:
         ("leaderboard", "--sort COLUMN"),
         ("export", "--to DIR"),
         ("ui", "--port"),
+        ("generate", "--validation N"),
     ],
 )
 @pytest.mark.parametrize("flag", ["--help", "-h"])

@@ -7,19 +7,21 @@ plain LoRA are ``lora_A.weight`` (rank, in) and ``lora_B.weight`` (out, rank).
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from plait.adapters.variants import PREFIX, VARIANTS, AdapterVariant
-from plait.core.errors import StorageError
+from plait.adapters.variants import PREFIX, VARIANTS, AdapterVariant, named_tensors
+from plait.core.errors import ModelError, StorageError
 from plait.core.jobs import AdapterSpec
 from plait.models.targets import LinearInfo, resolve_targets
 from plait.utils.files import new_folder
+from plait_kernels import Bank
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 Tensors = tuple[Tensor, ...]
@@ -101,3 +103,61 @@ def _shortest_targets(modules: Sequence[str], linears: Sequence[LinearInfo]) -> 
     """The last parts of the names if they match exactly these modules, else the full names."""
     parts = sorted({module.rpartition(".")[2] for module in modules})
     return parts if set(resolve_targets(parts, linears)) == set(modules) else sorted(modules)
+
+
+# What PEFT can store and Plait does not compute, with the values that leave it out.
+_LEFT_OUT: dict[str, tuple[Any, ...]] = {
+    "use_dora": (None, False),
+    "bias": (None, "none"),
+    "modules_to_save": (None, []),
+    "rank_pattern": (None, {}),
+    "alpha_pattern": (None, {}),
+}
+
+
+def load_adapter(bank: Bank, adapter: str, folder: Path) -> None:
+    """Attach the adapter of a PEFT folder to the bank, for generation: without dropout.
+
+    Raises:
+        StorageError: the folder cannot be read.
+        ModelError: it is not a LoRA, has options that Plait does not compute, or belongs to another model.
+    """
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        stored = load_file(folder / WEIGHTS)
+        rank, alpha = int(config["r"]), float(config["lora_alpha"])
+        if rank < 1:
+            raise ValueError(f"r={rank}")
+    except (OSError, SafetensorError, ValueError, TypeError, KeyError) as error:
+        raise StorageError(
+            f"{folder}: {type(error).__name__}: {error}",
+            f"An adapter is a folder of PEFT with {CONFIG} and {WEIGHTS}.",
+        ) from error
+    given = {key: config.get(key) for key, values in _LEFT_OUT.items() if config.get(key) not in values}
+    if config.get("peft_type") != "LORA" or given:
+        named = ", ".join(f"{key}={value!r}" for key, value in given.items())
+        raise ModelError(
+            f"{folder}: {named or 'peft_type=' + repr(config.get('peft_type'))}",
+            "Only plain LoRA with one rank is loaded from a folder.",
+        )
+    modules = {name.removeprefix(PREFIX).partition(".lora_")[0] for name in stored}
+    unknown = sorted(modules - bank.site_index.keys())
+    if unknown or not modules:
+        raise ModelError(
+            f"{folder}: {unknown[0] if unknown else 'no module'} is not a linear layer of the base model",
+            "An adapter must belong to the base model.",
+        )
+    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    bank.attach(adapter, rank=rank, scale=scale, dropout=0.0, seed=0, sites=modules)
+    weights = named_tensors(bank, adapter)
+    if {name: tensor.shape for name, tensor in weights.items()} != {
+        name: tensor.shape for name, tensor in stored.items()
+    }:
+        bank.detach(adapter)
+        raise ModelError(
+            f"{folder}: its tensors are not those of a LoRA of rank {rank} on the base model",
+            "An adapter must belong to the base model.",
+        )
+    for name, tensor in weights.items():
+        tensor.copy_(stored[name])
+    bank.refresh([adapter])

@@ -99,6 +99,11 @@ class Split:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
+    def prompt(self, index: int) -> tuple[int, ...]:
+        """A sample's tokens before the first label."""
+        tokens, labels = self[index]
+        return tuple(tokens[: int(labels.argmax())].tolist())
+
     def __getitem__(self, index: int) -> Sample:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of a split of {len(self)}")

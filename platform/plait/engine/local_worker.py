@@ -401,7 +401,7 @@ def answer(
     """
     sampling = Sampling(command.max_new_tokens)
     requests = [
-        Request(_prompt(splits[each.job], sample), each.job, sampling)
+        Request(splits[each.job].prompt(sample), each.job, sampling)
         for each in command.jobs
         for sample in each.samples
     ]
@@ -456,9 +456,3 @@ def _by_job(
         texts = () if trouble else tuple(completion.text for _, completion in pairs)
         made[each.job] = Answers(texts, tokens, trouble)
     return made
-
-
-def _prompt(split: Split, sample: int) -> tuple[int, ...]:
-    """The tokens before the first label."""
-    tokens, labels = split[sample]
-    return tuple(tokens[: int(labels.argmax())].tolist())

@@ -1,0 +1,239 @@
+"""`plait generate`: answers of a search's adapters, side by side with the base model's."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from plait.cli.results import store_parser, store_settings
+from plait.core.errors import EXIT_DONE, ConfigError, InputError, SearchError
+from plait.utils.paths import as_path, user_path
+
+# Other imports take seconds, for which help and bad input do not wait.
+if TYPE_CHECKING:
+    from plait.core.settings import ModelSettings
+    from plait.models.base import BaseModel
+    from plait.serve.requests import Completion, Sampling
+    from plait.tracking.leaderboard import JobRecord
+    from plait_kernels import Bank
+
+BASE = "base"
+POOL_TOKENS = 16_384  # tokens whose keys and values are kept at once; the others wait
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt as it is shown, and its tokens; None: they are still to be made of the text."""
+
+    text: str
+    tokens: tuple[int, ...] | None = None
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Generate texts with a search's adapters and the base model."""
+    known = _parser().parse_args(arguments)
+    from plait.serve.requests import Sampling
+
+    sampling = Sampling(
+        known.max_new_tokens, known.temperature, known.top_p, known.seed, stop=tuple(known.stop)
+    )
+    prompts = [Prompt(text) for text in [*known.prompt, *(_file_prompts(known.file) if known.file else ())]]
+    if known.validation < 0:
+        raise ConfigError(f"--validation {known.validation}", "It is a number of rows, 0 or more.")
+    if not prompts and not known.validation:
+        raise ConfigError(
+            "plait generate", "There is no prompt.", "Give --prompt TEXT, --file FILE or --validation N."
+        )
+    settings = store_settings(known)
+    from plait.tracking.results import chosen, load_search
+    from plait.tracking.trained import adapter_folder, base_model, recorded_config
+
+    search = load_search(settings, known.name)
+    records = [chosen(search, trial) for trial in dict.fromkeys(known.trial or [None])]
+    config = recorded_config(search, settings)
+    folders = {record.name: adapter_folder(search, record, settings) for record in records}
+    base, bank = _load(base_model(search, settings), folders)
+    if known.validation:
+        prompts += _validation_prompts(known.validation, config, base, records)
+    template = _template(known.chat, known.plain, config)
+    if template:
+        prompts = _as_messages(prompts, config, base)
+    adapters = [*([] if known.no_base else [None]), *folders]
+    trials = {record.name: record for record in records}
+    for prompt, answers in zip(prompts, _answers(base, bank, prompts, adapters, sampling), strict=True):
+        _show(prompt, answers, trials, as_json=known.json)
+    return EXIT_DONE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = store_parser("generate", "Generate texts with a search's adapters, beside the base model.")
+    parser.add_argument("name", nargs="?", help="name of the search; default: the newest")
+    add = parser.add_argument
+    add("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be given several times")
+    add("--file", type=as_path, help="prompts: lines of text, or .jsonl with a key `prompt` in each row")
+    add("--validation", type=int, default=0, metavar="N", help="the first N prompts of the validation rows")
+    add("--trial", type=int, action="append", metavar="N", help="a trial, or several; default: the best")
+    add("--no-base", action="store_true", help="without the base model's own text")
+    add("--max-new-tokens", type=int, default=128, metavar="N", help="most tokens of a text; default: 128")
+    add("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
+    add("--top-p", type=float, default=1.0, help="sample from the likeliest tokens with this probability")
+    add("--seed", type=int, default=0, help="seed of sampling; default: 0")
+    add("--stop", action="append", default=[], metavar="TEXT", help="ends a text; may be given several times")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--chat", action="store_true", help="prompts are messages in the chat template")
+    form.add_argument("--plain", action="store_true", help="prompts as they are; default: as data.template")
+    add("--json", action="store_true", help="one line of JSON for each text")
+    return parser
+
+
+def _file_prompts(path: Path) -> list[str]:
+    """The prompts of a file, without empty lines."""
+    lines = user_path(path).read_text(encoding="utf-8").splitlines()
+    kept = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if path.suffix != ".jsonl":
+        return [line for _, line in kept]
+    found = []
+    for number, line in kept:
+        try:
+            text = json.loads(line)["prompt"]
+        except (ValueError, TypeError, KeyError):
+            text = None
+        if not isinstance(text, str):
+            raise InputError(f"{path}, row {number}", 'A row is like {"prompt": "a text"}.')
+        found.append(text)
+    return found
+
+
+def _load(model: ModelSettings, folders: Mapping[str, Path]) -> tuple[BaseModel, Bank]:
+    """The base model on this machine's device, and a bank with the adapters of folders."""
+    from plait.adapters.peft_folder import load_adapter
+    from plait.engine.devices import choose_device, choose_kernels
+    from plait.models.load import load_model
+    from plait.utils.paths import cache_dir
+    from plait_kernels import Bank
+
+    device = choose_device("auto")
+    base = load_model(model, cache=cache_dir(), device=device)
+    base.install(backend=choose_kernels("auto", device, base.dtype))
+    bank = Bank(base.sites, device=device, compute_dtype=base.dtype)
+    for name, folder in folders.items():
+        load_adapter(bank, name, folder)
+    return base, bank
+
+
+def _validation_prompts(
+    count: int, config: Mapping[str, Any], base: BaseModel, records: Sequence[JobRecord]
+) -> list[Prompt]:
+    """The prompts of the first validation rows, of the data that all trials share.
+
+    Raises:
+        SearchError: trials have data of their own, or no validation row has a prompt.
+    """
+    from plait.config.build import job_of
+    from plait.data.loading import load_data
+    from plait.tracking.values import parameter_text
+    from plait.utils.paths import cache_dir
+
+    shared = {f"data.{key}": parameter_text(value) for key, value in config["data"].items()}
+    own = sorted(
+        key
+        for record in records
+        for key, value in record.parameters.items()
+        if key in shared and parameter_text(value) != shared[key]
+    )
+    if own:
+        raise SearchError(
+            f"--validation: {own[0]} varies from trial to trial",
+            "The prompts of validation rows must be those of all trials.",
+            "Give the prompts with --prompt or --file.",
+        )
+    spec = job_of("generate", config).data
+    rows = load_data(spec, base.tokeniser, max_length=base.max_length, cache=cache_dir()).validation
+    tokens = [rows.prompt(sample) for sample in range(len(rows))]
+    found = [Prompt(str(base.tokeniser.decode(list(each))), each) for each in tokens if len(each) > 1]
+    if not found:
+        raise SearchError("--validation: no row has a prompt", "Its rows are trained on as a whole.")
+    return found[:count]
+
+
+def _template(chat: bool, plain: bool, config: Mapping[str, Any]) -> bool:
+    """Whether prompts become a user's messages: as was chosen, or as the search rendered its rows."""
+    return chat or (not plain and config.get("data", {}).get("template") == "chat")
+
+
+def _as_messages(prompts: Sequence[Prompt], config: Mapping[str, Any], base: BaseModel) -> list[Prompt]:
+    """The prompts whose tokens are not known yet, in the chat template with the assistant's turn begun."""
+    from plait.config.build import job_of
+    from plait.data.sources import parse_options
+    from plait.data.tokenising import chat_template
+
+    template = chat_template(parse_options(job_of("generate", config).data), base.tokeniser)
+    template = base.tokeniser.chat_template if template is None else template
+    if not template:
+        raise ConfigError("--chat", "The model's tokeniser has no chat template.", "Use --plain.")
+    explicit = template if isinstance(template, str) else None
+    made = []
+    for prompt in prompts:
+        if prompt.tokens is not None:
+            made.append(prompt)
+            continue
+        text = base.tokeniser.apply_chat_template(
+            [{"role": "user", "content": prompt.text}],
+            chat_template=explicit,
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+        tokens = base.tokeniser(text, add_special_tokens=False)["input_ids"]
+        made.append(Prompt(prompt.text, tuple(tokens)))
+    return made
+
+
+def _answers(
+    base: BaseModel,
+    bank: Bank,
+    prompts: Sequence[Prompt],
+    adapters: Sequence[str | None],
+    sampling: Sampling,
+) -> Iterator[dict[str | None, Completion]]:
+    """The texts of each prompt by adapter, all generated together."""
+    from plait.serve.engine import Engine, needed_tokens
+    from plait.serve.requests import Request
+
+    tokens = [
+        tuple(base.tokeniser(each.text)["input_ids"]) if each.tokens is None else each.tokens
+        for each in prompts
+    ]
+    requests = [Request(own, adapter, sampling) for own in tokens for adapter in adapters]
+    most = max(needed_tokens(each, base.max_length) for each in requests)
+    engine = Engine(base, bank, pool_tokens=max(POOL_TOKENS, most))
+    numbers = [engine.add(each) for each in requests]
+    ended = {update.request: update.ended for update in engine.run() if update.ended is not None}
+    for start in range(0, len(numbers), len(adapters)):
+        own = numbers[start : start + len(adapters)]
+        yield {adapter: ended[number] for adapter, number in zip(adapters, own, strict=True)}
+
+
+def _show(
+    prompt: Prompt,
+    answers: Mapping[str | None, Completion],
+    trials: Mapping[str, JobRecord],
+    *,
+    as_json: bool,
+) -> None:
+    if not as_json:
+        print(f"prompt: {prompt.text}")
+    for adapter, answer in answers.items():
+        trial = None if adapter is None else trials[adapter].trial
+        if as_json:
+            row = {"prompt": prompt.text, "trial": trial, "text": answer.text, "reason": answer.reason}
+            print(json.dumps(row | {"tokens": len(answer.tokens)}, ensure_ascii=False))
+        else:
+            print(f"{BASE if trial is None else f'trial {trial}'}: {answer.text}")
+    if not as_json:
+        print()
+    sys.stdout.flush()

@@ -1,0 +1,75 @@
+"""What a search has trained: its adapters' folders, the base model that they belong to, the settings."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from plait.config.fields import build
+from plait.core.errors import StorageError
+from plait.core.plans import recorded_choices
+from plait.core.settings import AUTO, ModelSettings, TrackingSettings
+from plait.engine.build import PLAN_FILE
+from plait.tracking import results
+from plait.tracking.leaderboard import JobRecord
+from plait.tracking.names import CONFIG_FILE
+from plait.tracking.results import SearchResult
+from plait.utils.files import keep_newest
+from plait.utils.paths import cache_dir
+
+MOST_FETCHED = 100  # adapters in the cache
+
+
+def adapter_folder(search: SearchResult, record: JobRecord, settings: TrackingSettings) -> Path:
+    """The PEFT folder of a trial; the first call fetches it from the store.
+
+    Raises:
+        SearchError: the trial has no adapter.
+        StorageError: the store does not answer, or the disk is full.
+    """
+    if not record.run_id:  # read from the study, which has no runs, because the store was down
+        folder = Path(record.adapter)
+        if record.adapter and folder.is_dir():
+            return folder
+        raise StorageError(
+            f"{record.name} of search {search.name!r} ({record.state}): no adapter in its folder",
+            "The search was opened while its store did not answer, so no adapter can be fetched.",
+            f"Open it again when the store answers: plait.open({search.name!r}).",
+        )
+    # Not the folder that the trial wrote: a search of this name that was restarted writes there, too.
+    fetched = cache_dir() / "adapters" / record.run_id
+    if not fetched.is_dir():
+        results.export(settings, record.run_id, fetched)
+        keep_newest(fetched.parent, MOST_FETCHED)
+    with suppress(OSError):
+        os.utime(fetched)  # it was used just now
+    return fetched
+
+
+def recorded_config(search: SearchResult, settings: TrackingSettings) -> Mapping[str, Any]:
+    """The settings of a search as its run in the store has them; those that trials vary have base values.
+
+    Raises:
+        StorageError: the store does not have them, or does not answer.
+    """
+    loaded: Mapping[str, Any] = yaml.safe_load(results.recorded_text(search, settings, CONFIG_FILE))
+    return loaded
+
+
+def base_model(search: SearchResult, settings: TrackingSettings) -> ModelSettings:
+    """The base model as the search trained on it, with the dtype that "auto" meant.
+
+    Raises:
+        StorageError: as :func:`recorded_config`.
+    """
+    found = build(ModelSettings, recorded_config(search, settings)["model"], "model")
+    if found.dtype != AUTO:
+        return found
+    choices = recorded_choices(results.recorded_text(search, settings, PLAN_FILE)) or {}
+    return replace(found, dtype=str(choices.get("dtype", "float32")))

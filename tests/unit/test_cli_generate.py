@@ -1,0 +1,54 @@
+"""What `plait generate` takes: prompts of files, and errors before anything is loaded."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from plait.cli.main import main
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(["generate", *arguments]) == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "There is no prompt"),
+        (["--prompt", "a", "--temperature", "-1"], "temperature=-1.0"),
+        (["--prompt", "a", "--top-p", "0"], "top_p=0.0"),
+        (["--prompt", "a", "--max-new-tokens", "0"], "max_new_tokens=0"),
+        (["--prompt", "a", "--stop", ""], "stop=('',)"),
+        (["--validation", "-1"], "--validation -1"),
+        (["--file", "none.txt"], "none.txt"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_read(
+    arguments: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert said in refused(arguments, capsys)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("row", ["text", '{"text": "a"}', '{"prompt": 3}', "[1]"])
+def test_a_row_without_a_prompt_is_named(
+    row: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"prompt": "a"}) + f"\n\n{row}\n")
+    assert f"{path}, row 3" in refused(["--file", str(path)], capsys)
+
+
+def test_an_unknown_search_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    said = refused(["nothing", "--prompt", "a", "--root", str(tmp_path)], capsys)
+    assert "nothing" in said
