@@ -215,7 +215,7 @@ def _aligned(size: int) -> int:
 
 
 def _check_variant(variant: Variant, layout: Layout, sites: Sequence[Site], rank: int) -> None:
-    if not layout.ranges:
+    if sites and not layout.ranges:
         raise KernelError(f"variant {variant.name!r}", "at least one of a variant's tensors trains")
     if variant.fused and layout != Layout.of(LORA, sites, rank):
         raise KernelError(
@@ -275,6 +275,7 @@ class Bank:
         seed: int,
         sites: Collection[str],
         variant: Variant = LORA,
+        partly: bool = False,
     ) -> None:
         """Add an adapter with all weights, gradients and moments zero.
 
@@ -288,21 +289,20 @@ class Bank:
             seed: first word of the dropout key, taken modulo 2**32.
             sites: names of the sites that the adapter targets.
             variant: defines its tensors and their use.
+            partly: other banks have the rest of its sites, perhaps all of them.
 
         Raises:
             KernelError: the name is taken, a site is unknown, a number is out of range, no tensor of the
                 variant is trained, or it claims to be plain LoRA and is not.
         """
-        self._check(adapter, rank, dropout, sites)
-        chosen = [site for site in self.sites if site.name in set(sites)]
+        chosen = self._chosen(adapter, rank, dropout, sites, partly=partly)
         layout = Layout.of(variant, chosen, rank)
         _check_variant(variant, layout, chosen, rank)
         own, count = self._part
         parts = parts_of(layout.trained, count)
         state = torch.zeros(4 if count == 1 else 2, layout.trained, dtype=torch.float32, device=self.device)
-        moments = state[FIRST_MOMENT:]
-        if count > 1:
-            moments = torch.zeros(2, parts[own].stop - parts[own].start, device=self.device)
+        size = parts[own].stop - parts[own].start
+        moments = state[FIRST_MOMENT:] if count == 1 else torch.zeros(2, size, device=self.device)
         frozen = torch.zeros(layout.frozen, dtype=torch.float32, device=self.device)
         copy, frozen_copy = state[WEIGHTS], frozen
         if self.compute_dtype != torch.float32:
@@ -330,11 +330,14 @@ class Bank:
         absent = (ABSENT, ABSENT)
         return torch.tensor([offsets.get(site.name, absent) for site in self.sites], dtype=torch.int64)
 
-    def _check(self, adapter: str, rank: int, dropout: float, sites: Collection[str]) -> None:
+    def _chosen(
+        self, adapter: str, rank: int, dropout: float, sites: Collection[str], *, partly: bool
+    ) -> list[Site]:
+        """The sites of a new adapter, in the bank's order; KernelError if anything of it is wrong."""
         if adapter in self.blocks:
             raise KernelError(f"adapter {adapter!r} is attached already", "detach it first")
         unknown = sorted(set(sites) - set(self.site_index))
-        if unknown or not sites:
+        if unknown or not (sites or partly):
             raise KernelError(
                 f"sites {unknown or 'none'} of adapter {adapter!r}",
                 "an adapter sits at one or more of the bank's sites",
@@ -344,6 +347,7 @@ class Bank:
             raise KernelError(f"rank {rank} of adapter {adapter!r}", "a rank is at least 1")
         if not 0.0 <= dropout < 1.0:
             raise KernelError(f"dropout {dropout} of adapter {adapter!r}", "0 <= dropout < 1")
+        return [site for site in self.sites if site.name in set(sites)]
 
     def detach(self, adapter: str) -> None:
         """Remove an adapter and free its memory; the others are not touched."""

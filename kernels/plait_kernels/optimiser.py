@@ -50,7 +50,11 @@ class StepResult:
 
 
 def adamw_step(
-    bank: Bank, steps: Sequence[AdapterStep], complete: Callable[[Sequence[Block]], None] = lambda _: None
+    bank: Bank,
+    steps: Sequence[AdapterStep],
+    complete: Callable[[Sequence[Block]], None] = lambda _: None,
+    *,
+    norms: Sequence[float] | None = None,
 ) -> list[StepResult]:
     """Step every named adapter as torch's AdamW would, and set its gradient to zero.
 
@@ -59,6 +63,7 @@ def adamw_step(
 
     Args:
         complete: takes the other parts' weights from their banks, where this bank steps only a part.
+        norms: of each adapter's gradient, where other banks have parts of it; None: this bank has all.
 
     Raises:
         KernelError: an adapter is not attached or named twice, or a step is below 1.
@@ -69,7 +74,8 @@ def adamw_step(
     blocks = [bank.block(name) for name in names]
     if not blocks:
         return []
-    norms = torch.stack([torch.linalg.vector_norm(block.state[GRADIENTS]) for block in blocks]).tolist()
+    if norms is None:
+        norms = torch.stack([torch.linalg.vector_norm(block.state[GRADIENTS]) for block in blocks]).tolist()
     results = []
     for step, block, norm in zip(steps, blocks, norms, strict=True):
         finite = math.isfinite(norm)

@@ -37,6 +37,24 @@ Short = tuple[str, ...]
         (["adapter.rank=1,2", "tracking.root=file/runs"], ["tracking.root", "file/runs"]),
         (["adapter.rank=1,2", "hydra.sweep.dir=file/sweep"], ["file/sweep", "hydra.sweep.dir"]),
         (["adapter.rank=1,2", "cluster=h100_llama31_8b"], ["h100_llama31_8b", "plait plan"]),
+        (["adapter.rank=1,2", "cluster.pipeline=2"], ["cluster.pipeline=2", "cluster.processes=1"]),
+        (
+            ["adapter.rank=1,2", "cluster.processes=2", "cluster.pipeline=2", "cluster.speeds=[1,2]"],
+            ["cluster.speeds", "cluster.pipeline=2"],
+        ),
+        (
+            ["adapter.rank=1,2", "cluster.processes=2", "cluster.pipeline=2", "cluster.layer_split=[4]"],
+            ["cluster.layer_split=[4]", "each stage"],
+        ),
+        (
+            ["adapter.rank=1,2", "cluster.processes=2", "cluster.pipeline=2", "cluster.layer_split=[4,4]"],
+            ["cluster.layer_split=[4, 4]", "all 4 layers"],
+        ),
+        (
+            ["adapter.rank=1,2", "cluster.processes=2", "cluster.pipeline=2", "data.generate=true"],
+            ["data.generate=true", "cluster.pipeline=2"],
+        ),
+        (["adapter.rank=1,2", "engine.schedule=best"], ["engine.schedule='best'", "gpipe"]),
         (["adapter.rank=1,2", "engine.device=cuda"], ["engine.device=cuda"]),
         (
             ["adapter.rank=1,2", "engine.kernels=triton"],

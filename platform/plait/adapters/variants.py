@@ -73,8 +73,9 @@ def attach(
     *,
     seed: int,
     weight_of: Callable[[str], Tensor],
+    partly: bool = False,
 ) -> None:
-    """Add an adapter to the bank with its initial weights."""
+    """Add an adapter to the bank with its initial weights; ``partly``: other banks have its other sites."""
     variant = VARIANTS.get(spec.variant)
     bank.attach(
         adapter,
@@ -84,6 +85,7 @@ def attach(
         seed=seed,
         sites=sites,
         variant=variant,
+        partly=partly,
     )
     with torch.no_grad():
         for module, tensors in bank.weights(adapter).items():

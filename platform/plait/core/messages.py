@@ -56,9 +56,14 @@ class RunSchedule:
     Gradients are added up in the order of the microbatches, then in that of the replicas. Steps that lie next
     to each other are one call of the optimiser; replicas add up gradients in the order of the steps. A job
     with a loss or a gradient that is not finite does not step.
+
+    Attributes:
+        order: in which the stages of a pipeline take the microbatches, by name; they step a job as soon as
+            its global batch is back, wherever its step lies here.
     """
 
     items: tuple[Microbatch | StepJob, ...]
+    order: str = "plait"
 
     @property
     def microbatches(self) -> tuple[Microbatch, ...]:

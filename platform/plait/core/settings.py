@@ -63,6 +63,7 @@ class EngineSettings:
     threads: Annotated[int | None, between(1, MOST_THREADS)] = None
     checkpointing: bool = False
     device: Annotated[str, one_of("auto", "cpu", "cuda")] = "auto"
+    schedule: Annotated[str, one_of("plait", "lorafusion", "mlora", "1f1b", "gpipe", "sequential")] = "plait"
     checkpoint_steps: Annotated[int | None, at_least(1)] = None
     checkpoint_minutes: Annotated[float | None, at_least(0)] = 5.0
     checkpoint_keep: Annotated[int, at_least(1)] = 2
@@ -109,6 +110,8 @@ class ClusterSettings:
     port: Annotated[int, between(1, 65534)] = 29610
     interface: str | None = None
     key_file: str | None = None
+    pipeline: Annotated[int, between(1, 1024)] = 1
+    layer_split: Annotated[tuple[int, ...], each(at_least(1))] = ()
     optimiser: Annotated[str, one_of("repeated", "sharded")] = "repeated"
     join_seconds: Annotated[float, above(0)] = 60.0
     silence_seconds: Annotated[float, at_least(5)] = 60.0
@@ -126,11 +129,36 @@ class ClusterSettings:
                 "Kinds of devices can only be set for described clusters; this machine's are detected.",
                 "Choose a described cluster with cluster=NAME, or leave cluster.kinds out.",
             )
+        self._check_pipeline()
         if self.kind != "local" and self.processes > 1:
             raise ConfigError(
                 f"cluster.processes={self.processes} with a described cluster",
                 "It is for this machine; on a described cluster the plan chooses the replicas.",
                 "Leave cluster.processes out; `plait plan --devices N` plans for N devices.",
+            )
+
+    def _check_pipeline(self) -> None:
+        """Check that the processes are the stages of one pipeline, if it has several."""
+        if self.pipeline not in (1, self.processes):
+            raise ConfigError(
+                f"cluster.pipeline={self.pipeline} with cluster.processes={self.processes}",
+                "All processes are the stages of one pipeline, or none is: each then has a whole model.",
+                f"Set cluster.pipeline={self.processes}, or leave it out.",
+            )
+        others = {"capacities": self.capacities, "speeds": self.speeds, "optimiser": self.optimiser}
+        usual = {"capacities": (), "speeds": (), "optimiser": "repeated"}
+        wrong = [key for key, value in others.items() if value != usual[key]]
+        if self.pipeline > 1 and wrong:
+            raise ConfigError(
+                f"cluster.{wrong[0]} with cluster.pipeline={self.pipeline}",
+                "The stages of a pipeline take the same microbatches, and each has its own part of adapters.",
+                f"Leave cluster.{wrong[0]} out.",
+            )
+        if len(self.layer_split) not in (0, self.pipeline):
+            raise ConfigError(
+                f"cluster.layer_split={list(self.layer_split)} with cluster.pipeline={self.pipeline}",
+                "It has the number of layers of each stage.",
+                "Leave it out: then the stages are balanced.",
             )
 
     def check_lists(self) -> None:

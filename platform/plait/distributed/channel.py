@@ -78,10 +78,14 @@ class Build:
 
     Attributes:
         sharded: whether it keeps the moments of its own part of every adapter alone.
+        stages: of the pipeline of which this process is one; 1: it has a whole replica.
+        split: layers of each stage; empty: balanced.
     """
 
     engine: EngineSettings
     sharded: bool = False
+    stages: int = 1
+    split: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

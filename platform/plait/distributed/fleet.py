@@ -24,6 +24,7 @@ from plait.core.messages import (
     Generated,
     JobFailed,
     KeepWeights,
+    MicrobatchDone,
     OutOfMemory,
     RunSchedule,
     SaveCheckpoint,
@@ -63,6 +64,7 @@ class Fleet:
         self._provided: set[DataSpec] = set()
         self._jobs: set[str] = set()
         self._sharded = cluster.optimiser == "sharded"
+        self._staged = cluster.pipeline > 1
         self.facts = self._build(engine, memory_bytes, cluster)
 
     def _build(
@@ -71,7 +73,12 @@ class Fleet:
         """Make all workers; the first one's choice of kernels holds for all. The facts that all share."""
         capacities = dict(enumerate(cluster.capacities))
         own = {
-            number: Build(replace(engine, capacity=capacities.get(number, engine.capacity)), self._sharded)
+            number: Build(
+                replace(engine, capacity=capacities.get(number, engine.capacity)),
+                self._sharded,
+                cluster.pipeline,
+                cluster.layer_split,
+            )
             for number in range(len(self.processes))
         }
         answers = self.processes.ask({0: own.pop(0)})
@@ -94,10 +101,13 @@ class Fleet:
                 )
         memory = tuple(memory_bytes or facts.memory_bytes for facts in built)
         kinds = tuple(kind for facts in built for kind in facts.kinds)
+        devices = self._devices = tuple(device for facts in built for device in facts.devices)
+        if self._staged:
+            return _one_replica(chosen, built, memory)
         return replace(
             chosen,
             memory_bytes=min(memory),
-            devices=tuple(device for facts in built for device in facts.devices),
+            devices=devices,
             kinds=kinds,
             capacities=cluster.capacities[: len(built)],
             replica_bytes=memory,
@@ -120,12 +130,12 @@ class Fleet:
 
     def take_spans(self) -> Sequence[ReplicaSpans]:
         """What each replica did since the last call."""
-        pairs = zip(self.processes.all, self.facts.devices, strict=True)
+        pairs = zip(self.processes.all, self._devices, strict=True)
         return [process.take_spans(device) for process, device in pairs]
 
     def states(self) -> Sequence[ProcessState]:
         """How each process is doing now."""
-        pairs = zip(self.processes.all, self.facts.devices, strict=True)
+        pairs = zip(self.processes.all, self._devices, strict=True)
         return [process.state(device, self.processes.silence) for process, device in pairs]
 
     # ---- commands --------------------------------------------------------------------------------------
@@ -148,6 +158,11 @@ class Fleet:
         match command:
             case Attach():
                 return self._attach(command)
+            case RunSchedule() | Evaluate() if self._staged:
+                return _of_stages(self.processes.ask_all(command))
+            case SaveCheckpoint() | Export() if self._staged:
+                answers = self.processes.ask_all(command)
+                return [Saved(command.job, sum(answer.seconds for answer in answers.values()))]
             case RunSchedule():
                 return self._run_schedule(command)
             case Evaluate():
@@ -176,6 +191,8 @@ class Fleet:
         spent = sum(answer.seconds for answer in answers.values())
         if not isinstance(event, Attached):
             assert isinstance(event, JobFailed)
+            return [replace(event, seconds=spent)]
+        if self._staged:  # each has read its own part
             return [replace(event, seconds=spent)]
         shared = self.processes.ask_all(Share(command.job.name, best=event.cursor.best_step is not None))
         return [replace(event, seconds=spent + sum(answer.seconds for answer in shared.values()))]
@@ -262,6 +279,31 @@ def _one_shortage(events: Sequence[WorkerEvent]) -> OutOfMemory:
     short = [event for event in events if isinstance(event, OutOfMemory)]
     detail = next((event.detail for event in short if event.detail), "")
     return OutOfMemory(detail, sum(event.seconds for event in short))
+
+
+def _one_replica(chosen: WorkerFacts, built: Sequence[WorkerFacts], memory: Sequence[int]) -> WorkerFacts:
+    """The facts of a pipeline: one replica with the memory of all its stages."""
+    weights = sum(facts.shape.weight_bytes for facts in built)
+    return replace(
+        chosen,
+        shape=replace(chosen.shape, weight_bytes=weights),
+        memory_bytes=sum(memory),
+        devices=(" + ".join(device for facts in built for device in facts.devices),),
+    )
+
+
+def _of_stages(answers: Mapping[int, Answer]) -> Sequence[WorkerEvent]:
+    """The events of a pipeline: losses of the last stage, and the seconds of all."""
+    seconds: dict[int, float] = {}
+    for event in (each for answer in answers.values() for each in answer.events):
+        if isinstance(event, MicrobatchDone):
+            seconds[event.index] = seconds.get(event.index, 0.0) + event.seconds
+    events = [event for event in answers[max(answers)].events if not isinstance(event, StepDone)]
+    whole = [
+        replace(event, seconds=seconds[event.index]) if isinstance(event, MicrobatchDone) else event
+        for event in events
+    ]
+    return [*whole, *_one_step(answers)]
 
 
 def _one_step(answers: Mapping[int, Answer]) -> Sequence[WorkerEvent]:

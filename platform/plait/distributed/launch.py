@@ -315,7 +315,15 @@ def _remaining(cluster: ClusterSettings, numbers: Sequence[int]) -> ClusterSetti
     """The settings of the processes that have come, by the numbers that they were launched with."""
     capacities = tuple(cluster.capacities[number] for number in numbers if cluster.capacities)
     speeds = tuple(cluster.speeds[number] for number in numbers if cluster.speeds)
-    return replace(cluster, processes=len(numbers), capacities=capacities, speeds=speeds)
+    stages = len(numbers) if cluster.pipeline > 1 else 1
+    return replace(
+        cluster,
+        processes=len(numbers),
+        capacities=capacities,
+        speeds=speeds,
+        pipeline=stages,
+        layer_split=cluster.layer_split if stages == cluster.pipeline else (),
+    )
 
 
 def _threads(processes: Sequence[Process]) -> int:

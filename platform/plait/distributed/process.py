@@ -40,7 +40,9 @@ from plait.distributed.channel import (
     connect,
 )
 from plait.distributed.exchange import Exchange
+from plait.distributed.links import Links
 from plait.distributed.places import ADDRESS, KEY, LOCAL, NUMBER, Address, interface_of
+from plait.distributed.stage_worker import StageWorker, stage_layers
 from plait.distributed.start import AGAIN
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.devices import Cores, choose_device, device_bytes, product_rate
@@ -106,13 +108,8 @@ class Replica:
                 self.number, self._worker = request.number, None
                 self._made_exchange = self._join(request)
                 return Answer()
-            case Build(engine, sharded):
-                data = DataCatalogue(self._data.__getitem__)
-                exchange, recorder = self._exchange, self._recorder
-                part = (self.number, exchange.processes) if sharded else (0, 1)
-                self._worker = LocalWorker(
-                    self._model, data, engine, recorder=recorder, peers=exchange, part=part
-                )
+            case Build():
+                self._worker = self._build(request)
                 return Answer(facts=self.worker.facts)
             case Measure():
                 return Answer(rate=product_rate(self._device, self._model.dtype))
@@ -128,15 +125,25 @@ class Replica:
                 self.worker.bank.refresh([job])
                 self._recorder.lap("attach", ((job, 0),))
                 return Answer(seconds=time.perf_counter() - started)
-            case SaveCheckpoint(job) if self.number > 0:
+            case SaveCheckpoint(job) if self.number > 0 and not isinstance(self.worker, StageWorker):
                 self.worker.gather_moments(job)  # the first one writes them
                 self.worker.bank.block(job).whole = None
                 return Answer(seconds=time.perf_counter() - started)
-            case Attach() if self.number > 0:
+            case Attach() if self.number > 0 and not isinstance(self.worker, StageWorker):
                 request = Attach(request.job)  # what it resumes from comes from the first process
         assert not isinstance(request, Load)
         events = self.worker.execute(request)
         return Answer(tuple(events), time.perf_counter() - started)
+
+    def _build(self, request: Build) -> LocalWorker:
+        data, engine = DataCatalogue(self._data.__getitem__), request.engine
+        exchange, recorder, model = self._exchange, self._recorder, self._model
+        if request.stages > 1:
+            layers = stage_layers(model, request.stages, request.split, engine.capacity_or_usual)
+            links = Links(self.number, self._device)
+            return StageWorker(model, data, engine, links=links, layers=layers, recorder=recorder)
+        part = (self.number, exchange.processes) if request.sharded else (0, 1)
+        return LocalWorker(model, data, engine, recorder=recorder, peers=exchange, part=part)
 
     def _join(self, request: Join) -> Exchange:
         """Enter the group by the network that leads to the coordinator; earlier groups do not matter.

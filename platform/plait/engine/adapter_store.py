@@ -6,8 +6,8 @@ this module handles an adapter's tensors before and after, for all of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -32,10 +32,16 @@ class AdapterStore:
     ``train.keep=best`` exports such a copy in place of the last weights. The coordinator says when an
     evaluation is the best so far; the copy is in main memory. Training is not affected, so losses and
     checkpoints are those of ``train.keep=last``; a checkpoint also contains the copy.
+
+    Args:
+        layers: whose adapters it has; None: those that are in ``model``. Where these are not all, the rest
+            of an adapter is in the stores of other stages.
     """
 
-    def __init__(self, model: BaseModel, part: tuple[int, int] = (0, 1)) -> None:
-        self.bank = Bank(model.sites, device=model.device, compute_dtype=model.dtype, part=part)
+    def __init__(self, model: BaseModel, part: tuple[int, int] = (0, 1), layers: range | None = None) -> None:
+        here = model.own if layers is None else layers
+        self.bank = Bank(model.sites_of(here), device=model.device, compute_dtype=model.dtype, part=part)
+        self._partial = len(here) < model.layer_count
         self._model = model
         self._specs: dict[str, AdapterSpec] = {}
         self._origins: dict[str, Origin] = {}
@@ -56,9 +62,7 @@ class AdapterStore:
         """
         self._specs[job.name] = job.adapter
         self._origins[job.name] = origin = Origin.of(job, model=self._model.identity.digest, data=data)
-        sites = resolve_targets(job.adapter.target_modules, self._model.linears)
-        weight_of = self._model.frozen_weight
-        attach(self.bank, job.name, job.adapter, sites, seed=job.train.seed, weight_of=weight_of)
+        self._place(job, self._model.frozen_weight)
         self.bank.block(job.name).spread()  # until all have their own part
         found = newest_checkpoint(resume_from, origin)
         if found.directory is not None:
@@ -68,6 +72,25 @@ class AdapterStore:
         self.bank.refresh([job.name])
         return found
 
+    def outline(self, job: JobSpec) -> None:
+        """Make room for a job's tensors, which come from another stage."""
+        self._specs[job.name] = job.adapter
+        sizes = {linear.name: (linear.out_features, linear.in_features) for linear in self._model.linears}
+        self._place(job, lambda site: torch.zeros(sizes[site]))
+
+    def _place(self, job: JobSpec, weight_of: Callable[[str], Tensor]) -> None:
+        """Add a job's adapter to the bank, at those of its sites that are here."""
+        targets = resolve_targets(job.adapter.target_modules, self._model.linears)
+        attach(
+            self.bank,
+            job.name,
+            job.adapter,
+            [site for site in targets if site in self.bank.site_index],
+            seed=job.train.seed,
+            weight_of=weight_of,
+            partly=self._partial,
+        )
+
     def detach(self, job: str) -> None:
         """Detach a job, even one that was only partly attached."""
         self._specs.pop(job, None)
@@ -76,27 +99,36 @@ class AdapterStore:
         if job in self.bank.blocks:
             self.bank.detach(job)
 
-    def save(self, job: str, directory: Path, cursor: Cursor) -> None:
-        """Write a job's checkpoint.
+    def save(self, job: str, directory: Path, cursor: Cursor, others: Sequence[AdapterStore] = ()) -> None:
+        """Write a job's checkpoint, with the parts of it that ``others`` have.
 
         Raises:
             StorageError: it cannot be written.
         """
-        tensors = {name: tensor.cpu() for name, tensor in checkpoint_tensors(self.bank, job).items()}
-        tensors |= {BEST + name: tensor for name, tensor in self._best.get(job, {}).items()}
+        tensors: dict[str, Tensor] = {}
+        for store in (self, *others):
+            tensors |= {name: each.cpu() for name, each in checkpoint_tensors(store.bank, job).items()}
+            tensors |= {BEST + name: tensor for name, tensor in store._best.get(job, {}).items()}
         write_checkpoint(directory, self._origins[job], cursor, tensors)
 
-    def export(self, job: str, directory: Path, kept_step: int | None) -> None:
-        """Write a job's adapter as a PEFT folder: the best weights, of step ``kept_step``, if these are kept.
+    def export(
+        self, job: str, directory: Path, kept_step: int | None, others: Sequence[AdapterStore] = ()
+    ) -> None:
+        """Write a job's adapter as a PEFT folder: the best weights, of step ``kept_step``, if these are kept;
+        with the parts of it that ``others`` have.
 
         Raises:
             StorageError: it cannot be written.
         """
-        with self.at_best([job]):
+        with ExitStack() as stack:
+            weights: dict[str, tuple[Tensor, ...]] = {}
+            for store in (self, *others):
+                stack.enter_context(store.at_best([job]))
+                weights |= store.bank.weights(job)
             export_adapter(
                 directory,
                 self._specs[job],
-                self.bank.weights(job),
+                weights,
                 base=self._model.identity.name,
                 linears=self._model.linears,
                 revision=self._model.identity.revision,
@@ -107,6 +139,10 @@ class AdapterStore:
         """Copy a job's present weights as its best."""
         weights = named_tensors(self.bank, job)
         self._best[job] = {name: tensor.to("cpu", copy=True) for name, tensor in weights.items()}
+
+    def has_best(self, job: str) -> bool:
+        """Whether the weights of a job's best evaluation are kept."""
+        return job in self._best
 
     def whole(self, job: str, *, best: bool) -> list[Tensor]:
         """All tensors of a job, always in the same order: trained ones, frozen ones and, with ``best``, its
@@ -136,19 +172,24 @@ class AdapterStore:
         Raises:
             CheckpointError: the tensors are not those of this adapter, or of its best weights.
         """
-        names = [name for name in found.tensors if name.startswith(BEST)]
-        best = {name.removeprefix(BEST): found.tensors[name] for name in names}
+        trained = checkpoint_tensors(self.bank, job)
+        own = {name: each for name, each in found.tensors.items() if not self._elsewhere(name, trained)}
+        names = [name for name in own if name.startswith(BEST)]
+        best = {name.removeprefix(BEST): own[name] for name in names}
         expected = _shapes(named_tensors(self.bank, job)) if found.cursor.best_step is not None else {}
         if _shapes(best) != expected:
             raise CheckpointError(f"{found.directory}: its best weights are not those of the adapter")
         if best:
             self._best[job] = best
-        trained = checkpoint_tensors(self.bank, job)
-        saved = {name: each for name, each in found.tensors.items() if name not in names}
+        saved = {name: each for name, each in own.items() if name not in names}
         if _shapes(saved) != _shapes(trained):
             raise CheckpointError(f"{found.directory}: its tensors are not those of the adapter")
         for name, tensor in trained.items():
             tensor.copy_(saved[name])
+
+    def _elsewhere(self, name: str, own: Mapping[str, Tensor]) -> bool:
+        """Whether another store has this tensor of a checkpoint."""
+        return self._partial and name.removeprefix(BEST) not in own
 
     def _fill(self, weights: Mapping[str, Mapping[str, Tensor]]) -> None:
         with torch.no_grad():

@@ -468,7 +468,7 @@ class Coordinator:
             steps = [StepJob(name, jobs[name].step + 1, jobs[name].next_rate()) for name in order]
             later = (job.later_batch() for job in jobs.values())
             self._packer.prepare(batch for batch in later if batch is not None)
-            run = self._send(RunSchedule((*microbatches, *steps)))
+            run = self._send(RunSchedule((*microbatches, *steps), self._settings.engine.schedule))
             if run.out_of_memory is None:
                 yield from self._stepped(jobs, run, started, expected)
                 return

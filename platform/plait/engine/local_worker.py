@@ -122,7 +122,7 @@ class LocalWorker:
                 "dtype": str(model.dtype).removeprefix("torch."),
             }
             | ({"threads": str(torch.get_num_threads())} if model.device.type == "cpu" else {}),
-            inputs=tuple((frozenset(group.names), group.sites[0].in_features) for group in model.groups),
+            inputs=model.inputs,
             outside=model.outside,
             devices=(str(model.device),),
             kinds=(device_kind(model.device.type),),

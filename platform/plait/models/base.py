@@ -151,7 +151,11 @@ class BaseModel:
     def sites(self) -> tuple[Site, ...]:
         """Every linear layer that is here as a site, siblings grouped; ``module`` is its index in
         ``linears``."""
-        return tuple(site for groups in self._groups for group in groups for site in group.sites)
+        return self.sites_of(self.own)
+
+    def sites_of(self, layers: range) -> tuple[Site, ...]:
+        """The same of any layers of the model."""
+        return tuple(site for index in layers for site in self._sites[index])
 
     @property
     def groups(self) -> tuple[LinearGroup, ...]:
@@ -316,6 +320,10 @@ class BaseModel:
             index = int(siblings[0].removeprefix(parts.prefix).partition(".")[0])
             group = merge_siblings(model, [infos[name] for name in siblings], self._binding)
             self._groups[index].append(group)
+        self._sites = [[site for group in own for site in group.sites] for own in self._groups]
+        self.inputs = tuple(
+            (frozenset(group.names), group.sites[0].in_features) for group in self.groups
+        )  # of all layers: names of the linear layers that read the same, and its features
         context = MicrobatchContext.of(tokens.repeat(2), (0, len(tokens), 2 * len(tokens)))
         if windowed is not None:  # before fusing, which copies the real windows
             with shrunk(announced):

@@ -104,10 +104,13 @@ def arrange(
     packed = [pack(turn, capacity=capacity) for turn in order]
     every = [each for own in packed for each in own]
     microbatches = tuple(replace(each, index=index) for index, each in enumerate(every))
-    return Arranged(microbatches, _rule(name, [len(own) for own in packed]))
+    return Arranged(microbatches, rule(name, [len(own) for own in packed]))
 
 
-def _rule(name: OrderName, counts: Sequence[int]) -> Order:
+def rule(name: str, counts: Sequence[int]) -> Order:
+    """The order of this name; ``counts``: microbatches of each part after which some orders are drained."""
+    if name in ("plait", "lorafusion"):
+        return OneFOneB([sum(counts)])
     if name == "mlora":
         return BackwardFirst()
     return GPipe(counts) if name == "gpipe" else OneFOneB(counts)
@@ -127,4 +130,4 @@ def _packed(
     order = [{0: own} for own in pack_all(list(turns(batches, groups)), capacity=capacity, limits=limits)]
     items = build_schedule(order, {0: stages}, capacity=capacity, filling=filling)
     microbatches = tuple(item for item in items if isinstance(item, Microbatch))
-    return Arranged(microbatches, OneFOneB([len(microbatches)]))
+    return Arranged(microbatches, rule("plait", [len(microbatches)]))

@@ -1,0 +1,159 @@
+"""Promise 1 over stages: an adapter trained on a pipeline ends where one process leaves it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from laboratory import History, Weights, distance, random_data
+from peft_folders import stored_pairs
+from processes import fleet
+
+from plait.core.jobs import JobSpec
+from plait.core.messages import Attach, Detach, Export, RunSchedule, StepDone, StepJob
+from plait.core.plans import GlobalBatch, Microbatch
+from plait.core.settings import ClusterSettings, EngineSettings, ModelSettings
+from plait.engine.catalogue import DataCatalogue
+from plait.engine.coordinator import INTERRUPTED, Coordinator
+from plait.engine.local_worker import LocalWorker
+from plait.engine.steps import DataOrder, training_batch
+from plait.planner.packing import pack
+from plait.planner.packing_exact import GREEDY
+from plait.simulate.orders import ORDERS, arrange
+
+TINY = ModelSettings(kind="tiny", dtype="float32", seed=3)
+STEPS = 6
+LOSS_TOLERANCE = 1e-5  # relative, every step
+WEIGHT_TOLERANCE = 1e-4  # of the norm of the adapter's update
+ENGINE = EngineSettings(kernels="grouped", capacity=160, threads=1)
+
+
+def pipeline(split: tuple[int, ...]) -> dict[str, Any]:
+    return {"pipeline": len(split), "layer_split": split} if len(split) > 1 else {}
+
+
+def assert_same(found: History, alone: History, jobs: list[JobSpec]) -> None:
+    for job in jobs:
+        assert len(found.losses(job.name)) == STEPS
+        assert found.losses(job.name) == pytest.approx(alone.losses(job.name), rel=LOSS_TOLERANCE)
+        assert found.norms(job.name) == pytest.approx(alone.norms(job.name), rel=1e-4)
+        assert found.evaluations(job.name) == pytest.approx(alone.evaluations(job.name), rel=LOSS_TOLERANCE)
+        weights = stored_pairs(found.ended(job.name).adapter)
+        assert alone.difference_from(weights, job.name) <= WEIGHT_TOLERANCE
+
+
+def stopping(turn: int | None) -> Callable[[int, Coordinator], None]:
+    """Before this turn, interrupt."""
+
+    def between(now: int, coordinator: Coordinator) -> None:
+        if now == turn:
+            coordinator.stop()
+
+    return between
+
+
+def with_one_on_the_last_layer(jobs: list[JobSpec]) -> list[JobSpec]:
+    """A job of which the first stages have nothing."""
+    last = replace(jobs[0].adapter, target_modules=r".*\.3\.self_attn\..*")
+    return [*jobs, replace(jobs[0], name="last", adapter=last)]
+
+
+@pytest.mark.parametrize("split", [(3, 1), (1, 2, 1), (1, 1, 1, 1)])
+def test_stages_train_as_one_process_does(laboratory: Any, tmp_path: Path, split: tuple[int, ...]) -> None:
+    lab = laboratory("llama")
+    jobs = with_one_on_the_last_layer(lab.group(dropout=0.1, steps=STEPS))
+    alone = lab.undisturbed(jobs, kernels="grouped")
+    cluster = ClusterSettings(processes=len(split), **pipeline(split))
+    with fleet(len(split), TINY, ENGINE, tmp_path / "processes", **pipeline(split)) as worker:
+        first = lab.run(jobs, worker=worker, cluster=cluster)
+        weights = {job.name: stored_pairs(first.ended(job.name).adapter) for job in jobs}
+        second = lab.run(jobs, worker=worker, cluster=cluster)
+        assert worker.facts.devices == (" + ".join(["cpu"] * len(split)),)
+    assert_same(first, alone, jobs)
+    for job in jobs:
+        assert first.losses(job.name) == second.losses(job.name)
+        again = stored_pairs(second.ended(job.name).adapter)
+        assert distance(weights[job.name], again) == 0.0
+
+
+def test_interrupted_and_resumed_on_another_number_of_stages(laboratory: Any, tmp_path: Path) -> None:
+    lab = laboratory("llama")
+    jobs = lab.group(dropout=0.1, steps=STEPS)[:4]
+    alone = lab.run(jobs, kernels="grouped")
+    parts: list[History] = []
+    resume: dict[str, Path] = {}
+    for turn, split in enumerate([(3, 1), (4,), (2, 1, 1)]):
+        with fleet(len(split), TINY, ENGINE, tmp_path / str(turn), **pipeline(split)) as worker:
+            cluster = ClusterSettings(processes=len(split), **pipeline(split))
+            between = stopping(2 if turn < 2 else None)
+            parts.append(lab.run(jobs, worker=worker, resume_from=resume, between=between, cluster=cluster))
+        ends = {job.name: parts[-1].ended(job.name) for job in jobs}
+        resume = {name: end.checkpoint for name, end in ends.items() if end.reason == INTERRUPTED}
+    for job in jobs:
+        found = [loss for part in parts for loss in part.losses(job.name)]
+        assert [len(part.losses(job.name)) for part in parts] == [2, 2, 2]
+        assert found == pytest.approx(alone.losses(job.name), rel=LOSS_TOLERANCE)
+        weights = stored_pairs(parts[-1].ended(job.name).adapter)
+        assert alone.difference_from(weights, job.name) <= WEIGHT_TOLERANCE
+
+
+def batches_of(lab: Any, jobs: list[JobSpec]) -> dict[str, list[GlobalBatch]]:
+    """Three steps of each job; the second ends after two."""
+    found = {}
+    for number, job in enumerate(jobs):
+        split = lab.data(job).train
+        order = DataOrder.over(job.train, split)
+        found[job.name] = [
+            training_batch(job, order, split, step) for step in range(1, 3 if number == 1 else 4)
+        ]
+    return found
+
+
+def with_steps(microbatches: Sequence[Microbatch], jobs: list[JobSpec]) -> list[Microbatch | StepJob]:
+    """Each job's step after the last microbatch of its batch."""
+    rates = {job.name: job.train.lr for job in jobs}
+    left = Counter((part.job, part.step) for each in microbatches for part in each.segments)
+    items: list[Microbatch | StepJob] = []
+    for each in microbatches:
+        items.append(each)
+        for part in each.segments:
+            left[part.job, part.step] -= 1
+            if not left[part.job, part.step]:
+                items.append(StepJob(part.job, part.step, rates[part.job]))
+    return items
+
+
+def test_every_order_gives_the_same_adapters(laboratory: Any, tmp_path: Path) -> None:
+    lab = laboratory("llama")
+    jobs = lab.group(dropout=0.1)[1:4]
+    batches = batches_of(lab, jobs)
+    alone = LocalWorker(lab.model, DataCatalogue(random_data), ENGINE)
+    starts, ends = {}, {}
+    for job in jobs:
+        alone.execute(Attach(job))
+        starts[job.name] = copied(alone.bank.weights(job.name))
+        for batch in batches[job.name]:
+            alone.execute(RunSchedule(tuple(with_steps(pack([batch], capacity=160), jobs))))
+        ends[job.name] = copied(alone.bank.weights(job.name))
+    with fleet(3, TINY, ENGINE, tmp_path / "processes", **pipeline((1, 2, 1))) as worker:
+        for name in ORDERS:
+            for job in jobs:
+                worker.execute(Attach(job))
+            found = arrange(name, batches, stages=3, capacity=160, limits=GREEDY)
+            events = worker.execute(RunSchedule(tuple(with_steps(found.microbatches, jobs)), name))
+            assert sum(isinstance(event, StepDone) for event in events) == 8
+            for job in jobs:
+                folder = tmp_path / name / job.name
+                worker.execute(Export(job.name, folder))
+                worker.execute(Detach(job.name))
+                update = distance(starts[job.name], ends[job.name])
+                error = distance(stored_pairs(folder), ends[job.name])
+                assert error <= WEIGHT_TOLERANCE * update, (name, job.name)
+
+
+def copied(weights: Weights) -> Weights:
+    return {site: tuple(tensor.clone() for tensor in own) for site, own in weights.items()}
