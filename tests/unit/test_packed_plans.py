@@ -142,7 +142,7 @@ def test_a_row_pays_for_all_its_devices_and_has_the_error_of_its_own_kinds() -> 
     chosen = plan_described(work, settings, cluster, None, tokeniser="x")
     assert chosen.objective is not None
     assert chosen.objective.gap == 0.0
-    assert "0 of money a step, 0.0 % above" in printed(chosen)
+    assert "0 money per step, 0.0 % above" in printed(chosen)
 
 
 def printed(outlook: Outlook) -> str:

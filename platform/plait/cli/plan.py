@@ -52,7 +52,7 @@ NO_PROFILE = "Seconds are unknown: run `{}` on this machine first, then `plait p
 MOST_DEVICES = 1_024  # of a kind, that a plan is asked for: it simulates every replica
 ENTRY_SHOWN = 60  # characters of a wrong entry
 SHOWN = 64  # trials in the table
-UNITS = {"time": "s", "device_seconds": "device-seconds", "money": "of money"}  # of the objective
+UNITS = {"time": "s", "device_seconds": "device-seconds", "money": "money"}  # of the objective
 STAND_INS = ("smollm2", "tiny")  # models of Plait; on a described cluster, tokenisers only
 
 
