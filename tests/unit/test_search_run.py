@@ -20,7 +20,7 @@ from plait.core.errors import CapacityError, ConfigError, StorageError
 from plait.core.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
 from plait.core.lifecycle import JobResult, JobState, PauseReason
 from plait.core.messages import Event, JobAdmitted, JobEvaluated, JobGenerated, JobProgress, Notice
-from plait.core.objectives import Constraint
+from plait.core.objectives import Constraint, Objective
 from plait.core.settings import SearchSettings, StoppingSettings
 from plait.search.objective import METRICS, Observed, check_measured, check_objectives
 from plait.search.results import MOST_REJECTED, SearchEnd, describe_result
@@ -179,8 +179,7 @@ def test_every_trial_runs_once_and_its_value_is_in_the_study() -> None:
         assert item.intermediate_values == {job.adapter.rank: loss_of(job)}
         assert item.user_attrs["mlflow.run_id"] == f"run of {job.name}"
         assert sum(job.name in names for names in bench.engine.groups) == job.adapter.rank
-    best = result.best("minimize")
-    assert best is not None
+    best, *_ = result.front((Objective("eval/loss"),))
     assert best.objective == min(item.value for item in bench.trials if item.value is not None)
 
 
@@ -446,11 +445,9 @@ def test_the_best_trial_follows_the_direction_and_ties_go_to_the_first() -> None
         for number, value in enumerate(values)
     )
     result = SearchEnd(finished)
-    lowest, highest = result.best("minimize"), result.best("maximize")
-    assert lowest is not None
-    assert highest is not None
-    assert (lowest.trial, highest.trial) == (1, 4)
-    assert SearchEnd(()).best("minimize") is None
+    for direction, trial in (("minimize", 1), ("maximize", 4)):
+        assert result.front((Objective("eval/loss", direction),))[0].trial == trial
+    assert SearchEnd(()).front((Objective("eval/loss"),)) == []
 
 
 # ---- objective -----------------------------------------------------------------------------------------

@@ -86,39 +86,27 @@ def known_violations(job: JobSpec, search: SearchSettings) -> dict[str, float]:
 
 
 def check_kept(search: SearchSettings, jobs: Iterable[JobSpec]) -> None:
-    """Check that jobs whose best evaluation is kept have evaluations, by their own settings or at rungs.
+    """Check that jobs whose best evaluation is kept have evaluations before their ends, by their own settings
+    or at rungs.
 
     Raises:
         ConfigError: one has none.
     """
-    rungs = search.stopping.active and rung_metric(search).metric.startswith("eval/")
-    for job in jobs:
-        _check_keep(job, validation=parse_options(job.data).validation != 0, at_rungs=rungs)
-
-
-def _check_keep(job: JobSpec, *, validation: bool, at_rungs: bool = False) -> None:
-    """Check that a job's best evaluation can be kept, because it has one before its end.
-
-    Args:
-        validation: whether it has validation samples.
-        at_rungs: whether it is evaluated at rungs.
-
-    Raises:
-        ConfigError: ``train.keep=best`` without evaluations.
-    """
-    if job.train.keep != "best":
-        return
+    at_rungs = search.stopping.active and rung_metric(search).metric.startswith("eval/")
     rule = "train.keep=best compares validation losses."
-    if not validation:
-        raise ConfigError(
-            "train.keep=best with data.validation=0", rule, "Set data.validation=0.1, or train.keep=last."
-        )
-    if job.train.eval_every == 0 and not at_rungs:
-        raise ConfigError(
-            "train.keep=best with train.eval_every=0",
-            f"{rule} There is only one evaluation, after the last step.",
-            "Set train.eval_every=10, or train.keep=last.",
-        )
+    for job in jobs:
+        if job.train.keep != "best":
+            continue
+        if parse_options(job.data).validation == 0:
+            raise ConfigError(
+                "train.keep=best with data.validation=0", rule, "Set data.validation=0.1, or train.keep=last."
+            )
+        if job.train.eval_every == 0 and not at_rungs:
+            raise ConfigError(
+                "train.keep=best with train.eval_every=0",
+                f"{rule} There is only one evaluation, after the last step.",
+                "Set train.eval_every=10, or train.keep=last.",
+            )
 
 
 def check_measured(search: SearchSettings, data: Iterable[DataSpec]) -> None:

@@ -10,7 +10,7 @@ import yaml
 
 from plait.core.errors import EXIT_DONE, EXIT_FAILED_JOBS, EXIT_INTERRUPTED, StorageError
 from plait.core.lifecycle import JobResult, JobState
-from plait.core.objectives import Objective, best_of, front_of
+from plait.core.objectives import Objective, front_of
 from plait.core.settings import SearchSettings
 
 RESULT_FILE = "optimization_results.yaml"
@@ -66,10 +66,6 @@ class SearchEnd:
         if self.interrupted:
             return EXIT_INTERRUPTED
         return EXIT_FAILED_JOBS if self.failed else EXIT_DONE
-
-    def best(self, direction: str) -> JobResult | None:
-        """The best finished trial; None if there is none."""
-        return best_of(self.finished, Objective("objective", direction))
 
     def front(self, objectives: Sequence[Objective]) -> list[JobResult]:
         """The Pareto front; of one objective, the best trials."""
