@@ -23,16 +23,12 @@ from plait.tracking.leaderboard import JobRecord, varying
 from plait.tracking.results import SearchResult, load_search
 from plait.tracking.tables import (
     GROUP_STEPS_ARTIFACT,
-    GROUP_STEPS_FILE,
     GroupStepRow,
     group_step_row,
-    read_group_steps,
 )
-from plait.utils.paths import search_folder
 from plait_dashboards.sweep import Curve, Sweep, SweepObjective
 
 CURVES = (names.TRAIN_LOSS, names.EVAL_LOSS)
-MOST_STEPS = 10_000  # of the group: figures are made in the process that trains, which needs its memory
 SERVER_CALLS = 8  # at once: a server answers several, a database file one
 
 
@@ -148,11 +144,7 @@ def curve_of(points: Sequence[Metric]) -> Curve:
 
 
 def read_steps(client: MlflowClient, result: SearchResult) -> tuple[GroupStepRow, ...]:
-    """The search's group steps: at most ``MOST_STEPS`` from its folder or, if that is not on this machine,
-    those in the table of the search's run."""
-    path = search_folder(result.location.root, result.name) / GROUP_STEPS_FILE
-    if path.exists():
-        return tuple(read_group_steps(path, MOST_STEPS))
+    """The search's group steps, from the table of its run."""
     if not any(item.path == GROUP_STEPS_ARTIFACT for item in client.list_artifacts(result.run_id)):
         return ()
     with tempfile.TemporaryDirectory() as folder:

@@ -17,12 +17,20 @@ from plait.tracking.tables import (
     GROUP_STEP_COLUMNS,
     GROUP_STEPS_ARTIFACT,
     MOST_GROUP_STEPS,
+    GroupStepRow,
+    LineTable,
     SearchTables,
     fits_table,
+    group_step_row,
     group_steps_table,
-    read_group_steps,
 )
 from plait.utils.line_log import LineLog
+
+
+def rows_of(table: LineTable) -> list[GroupStepRow]:
+    """The rows that MLflow shows."""
+    shown = json.loads(table.artifact())
+    return [group_step_row(dict(zip(shown["columns"], row, strict=True))) for row in shown["data"]]
 
 
 def step(iteration: int, *, seconds: float = 0.5, predicted: float | None = None) -> GroupStep:
@@ -45,7 +53,7 @@ def test_rows_come_back_as_they_were_added(tmp_path: Path) -> None:
     table = group_steps_table(tmp_path / "search")
     table.add(step(1))
     table.add(step(2, seconds=0.25, predicted=0.3))
-    first, second = read_group_steps(table.path)
+    first, second = rows_of(table)
     assert (first.iteration, first.jobs, first.job_tokens) == (1, ("a", "b"), (100, 200))
     assert (first.predicted_seconds, first.peak_bytes, first.predicted_bytes) == (None, None, None)
     assert (second.seconds, second.predicted_seconds, second.predicted_bytes) == (0.25, 0.3, 4096)
@@ -56,10 +64,10 @@ def test_a_restart_counts_on_and_drops_what_a_crash_left_half_written(tmp_path: 
     table.add(step(1))
     with table.path.open("a") as file:
         file.write('{"iteration": 2, "gro')
-    assert len(read_group_steps(table.path)) == 1
+    assert len(rows_of(table)) == 1
     again = group_steps_table(tmp_path)
     again.add(step(1))
-    assert [row.iteration for row in read_group_steps(table.path)] == [1, 2]
+    assert [row.iteration for row in rows_of(table)] == [1, 2]
 
 
 def test_the_artifact_is_a_table_of_bounded_size_written_ever_more_seldom(tmp_path: Path) -> None:
@@ -97,13 +105,11 @@ def test_a_long_table_is_shown_and_begun_without_parsing_all_of_it(
     assert parsed <= 1
     text = again.artifact()
     assert parsed <= MOST_GROUP_STEPS + 1
-    read_group_steps(table.path, 100)
-    assert parsed <= MOST_GROUP_STEPS + 101
     shown = [row[0] for row in loads(text)["data"]]
     assert (len(shown), shown[-1]) == (rows // 6 + 1, rows)
     assert {after - before for before, after in pairwise(shown)} == {6}
     again.add(step(1))
-    assert read_group_steps(table.path)[-1].iteration == rows + 1
+    assert rows_of(again)[-1].iteration == rows + 1
 
 
 def test_a_torn_line_of_a_killed_process_spoils_no_row_of_another(tmp_path: Path) -> None:
@@ -114,14 +120,13 @@ def test_a_torn_line_of_a_killed_process_spoils_no_row_of_another(tmp_path: Path
             file.write(f'{{"{key}": ')
         if table is steps:
             steps.add(step(before + 1))
-            assert [row.iteration for row in read_group_steps(steps.path)] == list(range(1, before + 2))
+            assert [row.iteration for row in rows_of(steps)] == list(range(1, before + 2))
         else:
             fits.add(fitted)
             assert len(json.loads(fits.artifact())["data"]) == before + 1
 
 
-def test_no_table_has_no_rows_and_another_file_is_refused(tmp_path: Path) -> None:
-    assert read_group_steps(tmp_path / "none.jsonl") == []
+def test_another_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "group_steps.jsonl").write_text('{"iteration": 1}\n')
     with pytest.raises(StorageError, match=r"group_steps\.jsonl"):
         group_steps_table(tmp_path)
@@ -137,7 +142,7 @@ def test_two_processes_add_to_one_table(tmp_path: Path) -> None:
     for at in range(1, 6):
         for table in both:
             table.add(step(at))
-    rows = read_group_steps(both[0].path)
+    rows = rows_of(both[0])
     assert [row.iteration for row in rows] == list(range(1, 11))
     assert len(json.loads(both[1].artifact())["data"]) == 10
 
@@ -154,7 +159,7 @@ def test_a_row_is_never_written_to_a_file_that_was_removed_meanwhile(
 
     monkeypatch.setattr(LineLog, "lock", lock)
     table.add(step(1))
-    assert len(read_group_steps(table.path)) == 1
+    assert len(rows_of(table)) == 1
 
 
 def test_a_search_shows_its_tables_as_they_grow_and_at_its_end(tmp_path: Path) -> None:

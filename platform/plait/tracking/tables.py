@@ -149,16 +149,6 @@ class SearchTables:
                 self._show(path, table.artifact())
 
 
-def read_group_steps(path: Path, most: int | None = None) -> list[GroupStepRow]:
-    """Rows of a table, oldest first; every k-th if there are more than ``most``. A missing table has none.
-
-    Raises:
-        StorageError: it cannot be read, or is not such a table.
-    """
-    with _table_errors(path):
-        return [group_step_row({**row, "iteration": at}) for at, row in _numbered_rows(path, most)]
-
-
 def group_step_row(cells: Mapping[str, Any]) -> GroupStepRow:
     """A row from its cells by column, which have lists for tuples."""
     return GroupStepRow(**{**cells, "jobs": tuple(cells["jobs"]), "job_tokens": tuple(cells["job_tokens"])})
