@@ -13,16 +13,18 @@ from plait.cli.verbs import HELP
 from plait.config.build import Config
 from plait.core.errors import EXIT_DONE, ConfigError, choices
 from plait.search.trials import SearchCommand
-from plait.utils.benchmarks import GROUP, RUNNERS
+from plait.utils.benchmarks import GROUP, PAPERS, RUNNERS
 from plait.utils.paths import sweeps_dir
 from plait.utils.spelling import did_you_mean
 
-DETAILS, JSON = "--details", "--json"
+DETAILS, JSON, ALL_PAPERS = "--details", "--json", "--papers"
+ROOT = "tracking.root="
 FLAGS = {DETAILS: False, JSON: False}  # flag: whether a value follows
 FOOTER = (
     "Times are rough, on two otherwise idle cores. train: a search; simulate: simulated, not measured;",
     "bench: measured or computed on this machine. `plait bench NAME` runs one, with the same",
     "arguments as `plait sweep`; `plait bench NAME --help` shows its file, with all its options.",
+    "`plait bench --papers` runs all files for papers' figures, and resumes where it was interrupted.",
 )
 
 
@@ -47,6 +49,9 @@ def sweep_arguments(arguments: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: sweeps/ has no such file.
     """
+    if ALL_PAPERS in arguments:
+        _run_papers([word for word in arguments if word != ALL_PAPERS])
+        return []
     flags = [word for word in arguments if word in FLAGS]
     words = [word for word in arguments if word not in FLAGS]
     if not words:
@@ -67,6 +72,21 @@ def sweep_arguments(arguments: Sequence[str]) -> list[str]:
         print((sweeps_dir() / f"{name}.yaml").read_text(encoding="utf-8"), end="")
         return []
     return [f"+sweeps={name}", *rest, *flags]
+
+
+def _run_papers(words: Sequence[str]) -> None:
+    """Run the files of all figures of the papers.
+
+    Raises:
+        ConfigError: an argument other than --json and tracking.root.
+    """
+    root = "plait-runs"
+    for word in words:
+        if word.startswith(ROOT):
+            root = word.removeprefix(ROOT)
+        elif word != JSON:
+            raise ConfigError(word, f"`plait bench {ALL_PAPERS}` takes {JSON} and {ROOT}FOLDER alone.")
+    RUNNERS.get(PAPERS)(root, dict.fromkeys(words, ""))
 
 
 def named_sweeps(folder: Path) -> list[Named]:

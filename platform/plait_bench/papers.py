@@ -1,0 +1,176 @@
+"""`plait bench --papers`: runs the files for all figures of the papers, and shows where each stands.
+
+Each file runs in a process of its own. What a file gave is kept in papers.jsonl with a digest of what it was
+made from, so that the same command resumes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import time
+from typing import Any
+
+import yaml
+
+from plait.config.fields import build
+from plait.core.errors import ConfigError
+from plait.core.jobs import JobSpec
+from plait.core.settings import RunSettings, TrackingSettings
+from plait.tracking.connection import open_store
+from plait.tracking.location import locate
+from plait.tracking.records import LogPoints
+from plait.utils.benchmarks import PAPERS, RUNNERS
+from plait.utils.durations import duration
+from plait.utils.files import write_text
+from plait.utils.paths import conf_dir, sweeps_dir, user_path
+from plait_bench.benchmarks import BENCHMARKS
+from plait_bench.figures import Report
+from plait_bench.inputs import OPTIONS
+from plait_bench.papers_page import as_html, as_markdown, summary
+from plait_bench.run import Paper
+
+FOLDER = "papers"  # below tracking.root
+EXPERIMENT = "plait papers"
+NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_. -]")  # characters that MLflow refuses
+LIMIT = 1800.0  # seconds after which a file has failed
+Record = dict[str, Any]  # of a file: name, digest, paper, state ("ran", "failed", "needs"), seconds, report
+
+
+@dataclass(frozen=True, slots=True)
+class PaperFile:
+    """A file of sweeps/ for a paper's figures."""
+
+    name: str
+    paper: Paper
+    digest: str
+
+
+def paper_files(folder: Path) -> list[PaperFile]:
+    """All of them, by name; the digest covers the file, the clusters and the benchmarks' code."""
+    sources = [*sorted((conf_dir() / "cluster").glob("*.yaml")), *sorted(Path(__file__).parent.glob("*.py"))]
+    shared = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).digest()
+    found = []
+    for path in sorted(folder.rglob("*.yaml")):
+        text = path.read_bytes()
+        paper = build(Paper, yaml.safe_load(text).get("paper") or {}, "paper")
+        if paper.name:
+            name = path.relative_to(folder).with_suffix("").as_posix()
+            found.append(PaperFile(name, paper, hashlib.sha256(shared + text).hexdigest()[:16]))
+    return found
+
+
+@BENCHMARKS.register("papers/absent")
+def absent(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+    """Refuse, for figures that Plait cannot give yet.
+
+    Raises:
+        ConfigError: always.
+    """
+    del settings, jobs
+    asked = build(AbsentOptions, options, OPTIONS)
+    raise ConfigError(asked.workload, f"It needs {asked.needs}.", "`plait bench --papers` runs what can be.")
+
+
+@dataclass(frozen=True, slots=True)
+class AbsentOptions:
+    """Options of ``papers/absent``: the workload that the figure is of, and what it needs."""
+
+    workload: str
+    needs: str
+
+
+@RUNNERS.register(PAPERS)
+def run_papers(root: str, flags: Mapping[str, str]) -> None:
+    """Run what has not run, then write papers.html and papers.md, record runs in MLflow and print the table.
+
+    Args:
+        root: folder of Plait's files, as tracking.root.
+        flags: --json prints all reports for programs.
+    """
+    folder = user_path(root) / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    records = list(every(paper_files(sweeps_dir()), folder / "papers.jsonl"))
+    write_text(folder / "papers.md", as_markdown(records))
+    write_text(folder / "papers.html", as_html(records))
+    record_runs(root, records)
+    print(json.dumps(records, indent=2) if "--json" in flags else as_markdown(records))
+    print(f"{folder / 'papers.html'}: {summary(records)}", file=sys.stderr)
+
+
+def every(files: Sequence[PaperFile], log: Path) -> Iterator[Record]:
+    """The record of each file: the kept one if nothing has changed, otherwise that of a run now."""
+    kept = {(each["name"], each["digest"]): each for each in read_records(log) if each["state"] != "failed"}
+    begun = time()
+    for number, file in enumerate(files, start=1):
+        record = kept.get((file.name, file.digest))
+        if record is None:
+            spent = duration(time() - begun)
+            print(f"{spent:>10}  {number} of {len(files)}: {file.name}", file=sys.stderr, flush=True)
+            record = run_file(file)
+            with log.open("a", encoding="utf-8") as out:
+                out.write(json.dumps(record) + "\n")
+        yield record
+
+
+def read_records(log: Path) -> list[Record]:
+    """The lines of a log; one that an interruption left incomplete is left out."""
+    records = []
+    for line in log.read_text(encoding="utf-8").splitlines() if log.exists() else ():
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            continue
+    return records
+
+
+def run_file(file: PaperFile) -> Record:
+    """Run one file in a process of its own."""
+    record: Record = {"name": file.name, "digest": file.digest, "paper": asdict(file.paper), "seconds": 0.0}
+    if file.paper.needs:
+        return record | {"state": "needs", "report": None}
+    began = time()
+    command = [sys.executable, "-m", "plait", "bench", file.name, "--json"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
+    except subprocess.TimeoutExpired:
+        return record | {"state": "failed", "report": None, "error": f"more than {duration(LIMIT)}"}
+    record["seconds"] = time() - began
+    if done.returncode:
+        return record | {"state": "failed", "report": None, "error": done.stderr[-2000:]}
+    return record | {"state": "ran", "report": json.loads(done.stdout)}
+
+
+def record_runs(root: str, records: Sequence[Record]) -> None:
+    """One MLflow run for each file that ran: ours and what is published, by figure."""
+    tracking = TrackingSettings(root=user_path(root), experiment=EXPERIMENT)
+    store = open_store(locate(tracking), tracking.experiment)
+    now = int(1e3 * time())
+    for record in records:
+        if record["state"] != "ran":
+            continue
+        tags = {"plait.papers.file": record["name"], "plait.papers.digest": record["digest"]}
+        filters = " and ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
+        if store.client.search_runs([store.experiment_id], filters):
+            continue
+        run = store.create_run(record["name"], tags, now)
+        store.update(run, [LogPoints(run, 0, now, metrics(record["report"]["figures"]))], {})
+        store.set_status(run, "FINISHED", now)
+
+
+def metrics(figures: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Ours and the published value of each figure, under names that MLflow takes."""
+    found = {}
+    for figure in figures:
+        name = NOT_IN_NAMES.sub("_", figure["name"])
+        if figure["ours"] is not None:
+            found[f"ours/{name}"] = float(figure["ours"])
+        if figure["beside"] and figure["beside"]["kind"] == "published":
+            found[f"published/{name}"] = float(figure["beside"]["value"])
+    return found

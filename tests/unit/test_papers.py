@@ -1,0 +1,85 @@
+"""The run over all papers' figures: what is kept, what runs again, and what the pages say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plait.core.errors import ConfigError
+from plait.core.settings import RunSettings
+from plait_bench import papers
+from plait_bench.papers import PaperFile, absent, every, metrics, paper_files, read_records
+from plait_bench.papers_page import as_html, as_markdown, result_of, summary
+from plait_bench.run import Paper
+
+
+def figure(ours: float, result: str, *, why: str = "", headline: bool = True) -> dict[str, Any]:
+    beside = {"kind": "published", "value": 2.0, "source": "paper", "why": why}
+    return {
+        "name": "⟨1,2⟩ | speed", "ours": ours, "unit": "s", "how": "simulated", "result": result,
+        "headline": headline, "plait": None, "beside": beside,
+    }  # fmt: skip
+
+
+def record(name: str, *figures: dict[str, Any], state: str = "ran", needs: str = "") -> dict[str, Any]:
+    paper = {"name": "P", "figures": [f"Figure {name}"], "needs": needs, "leaves_open": ["lengths"]}
+    report = {"figures": list(figures)} if state == "ran" else None
+    return {"name": name, "digest": "d", "paper": paper, "state": state, "report": report, "seconds": 1.0}
+
+
+def test_what_was_kept_is_not_run_again_unless_it_changed_or_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+
+    def run_file(file: PaperFile) -> dict[str, Any]:
+        ran.append(file.name)
+        state = "failed" if file.name == "c" and ran.count("c") == 1 else "ran"
+        return record(file.name, state=state) | {"digest": file.digest}
+
+    monkeypatch.setattr(papers, "run_file", run_file)
+    log = tmp_path / "papers.jsonl"
+    files = [PaperFile(name, Paper("P", ("1",)), "d") for name in "abc"]
+    assert [each["name"] for each in every(files, log)] == ["a", "b", "c"]
+    with log.open("a", encoding="utf-8") as out:
+        out.write('{"name": "a", "dig')  # an interruption
+    assert len(read_records(log)) == 3
+    files[1] = PaperFile("b", Paper("P", ("1",)), "changed")
+    list(every(files, log))
+    assert ran == ["a", "b", "c", "b", "c"]
+
+
+def test_a_file_that_needs_a_device_is_not_run_and_refuses_alone() -> None:
+    needing = [file for file in paper_files(papers.sweeps_dir()) if file.paper.needs]
+    assert {papers.run_file(file)["state"] for file in needing} == {"needs"}
+    with pytest.raises(ConfigError, match="needs a GPU"):
+        absent(RunSettings(), (), {"workload": "a step", "needs": "a GPU"})
+
+
+def test_the_pages_give_results_differences_and_reasons() -> None:
+    records = [
+        record("a", figure(2.1, "within"), figure(9.0, "fitted")),
+        record("b", figure(2.1, "within"), figure(4.0, "outside, explained", why="it was tried")),
+        record("c", figure(4.0, "outside, unexplained")),
+        record("d", state="needs", needs="a GPU"),
+        record("e"),
+        record("f", state="failed") | {"error": "trace\nlast line"},
+    ]
+    assert [result_of(each) for each in records] == [
+        "within", "outside, explained", "outside, unexplained", "needs a GPU", "no published number",
+        "failed",
+    ]  # fmt: skip
+    text = as_markdown(records)
+    assert summary(records) in text
+    assert "of 6 figures 4 are given and 1 need" in text
+    assert "1 outside, explained, 1 outside, unexplained, 2 within" in text
+    assert "4 beside 2 s (100.0 %) | it was tried Open: lengths." in text
+    assert "last line" in text
+    assert all(line.count("|") == 8 for line in text.splitlines() if line.startswith("| "))
+    assert "⟨1,2⟩ | speed" in as_html(records)
+
+
+def test_names_are_ones_that_mlflow_takes() -> None:
+    assert metrics([figure(4.0, "within")]) == {"ours/_1_2_ _ speed": 4.0, "published/_1_2_ _ speed": 2.0}
