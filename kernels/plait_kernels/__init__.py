@@ -8,9 +8,10 @@ from plait_kernels.errors import KernelError
 from plait_kernels.linear import multi_lora_linear
 from plait_kernels.lora import LORA, Lora
 from plait_kernels.loss import labelled_cross_entropy
-from plait_kernels.optimiser import AdapterStep, StepResult, adamw_step
+from plait_kernels.optimiser import adamw_step
 from plait_kernels.routing import RoutedSegment, Routing
 from plait_kernels.selection import Selection, choose_backend
+from plait_kernels.steps import AdapterStep, StepResult
 from plait_kernels.variant import SiteRows, TensorSpec, Variant
 
 __all__ = [

@@ -166,10 +166,10 @@ class Block:
             return self.copy if row == COMPUTE else self.state[row]
         return self.frozen_copy if row == COMPUTE else self.frozen
 
-    def refresh(self) -> None:
-        """Update everything derived from the master weights."""
+    def refresh(self, *, copied: bool = False) -> None:
+        """Update everything derived from the master weights; ``copied``: their compute copy is up to date."""
         self.generation += 1
-        if not self.aliased:
+        if not self.aliased and not copied:
             self.copy.copy_(self.state[WEIGHTS])
             self.frozen_copy.copy_(self.frozen)
         for key, diagonal in self._diagonals.items():

@@ -3,7 +3,8 @@
 Meta tensors stand for the device's, tensors of the CPU for the host's. Every operator that is not a view
 counts as one launch that reads its inputs and writes its outputs once; a Triton kernel moves each tensor
 argument once, and one that it changes in place (its name ends with an underscore) twice. A library may need
-several kernels for an operator, so the counts are lower bounds.
+several kernels for an operator, and what a kernel reaches through a table of addresses is not seen, so the
+counts are lower bounds.
 """
 
 from __future__ import annotations

@@ -4,49 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from plait_kernels import joint_adamw
 from plait_kernels.bank import GRADIENTS, WEIGHTS, Bank, Block
 from plait_kernels.errors import KernelError
-
-
-@dataclass(frozen=True)
-class AdapterStep:
-    """One adapter's optimiser step.
-
-    Args:
-        adapter: name of the adapter.
-        step: 1 for the adapter's first step; it sets the bias correction.
-        lr_a: learning rate of A, and of a variant's tensors like it.
-        lr_b: learning rate of B (LoRA+ gives B a larger one).
-        betas: decay of the first and second moment.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled, for all trained tensors.
-        clip_norm: the gradient is scaled down to this norm over all of the adapter's weights; None: no
-            clipping.
-    """
-
-    adapter: str
-    step: int
-    lr_a: float
-    lr_b: float
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    clip_norm: float | None = None
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What a step did: the gradient's norm before clipping, and whether the step was skipped."""
-
-    adapter: str
-    grad_norm: float
-    skipped: bool
+from plait_kernels.steps import AdapterStep, StepResult
+from plait_kernels.triton_backend import TRITON
 
 
 def adamw_step(
@@ -55,6 +22,7 @@ def adamw_step(
     complete: Callable[[Sequence[Block]], None] = lambda _: None,
     *,
     norms: Sequence[float] | None = None,
+    backend: str = "",
 ) -> list[StepResult]:
     """Step every named adapter as torch's AdamW would, and set its gradient to zero.
 
@@ -64,6 +32,7 @@ def adamw_step(
     Args:
         complete: takes the other parts' weights from their banks, where this bank steps only a part.
         norms: of each adapter's gradient, where other banks have parts of it; None: this bank has all.
+        backend: the backend of the model's kernels; `triton` steps all adapters in one launch.
 
     Raises:
         KernelError: an adapter is not attached or named twice, or a step is below 1.
@@ -74,26 +43,49 @@ def adamw_step(
     blocks = [bank.block(name) for name in names]
     if not blocks:
         return []
+    joint = backend == TRITON.name and TRITON.runs(bank.device, bank.compute_dtype)
     if norms is None:
-        norms = torch.stack([torch.linalg.vector_norm(block.state[GRADIENTS]) for block in blocks]).tolist()
-    results = []
-    for step, block, norm in zip(steps, blocks, norms, strict=True):
-        finite = math.isfinite(norm)
-        if finite:
-            _step(block, step, norm)
-        results.append(StepResult(step.adapter, norm, not finite))
-    bank.zero_gradients(names)
-    stepped = [result.adapter for result in results if not result.skipped]
-    complete([bank.block(name) for name in stepped])
-    bank.refresh(stepped)
+        norms = joint_adamw.norms(blocks) if joint else _norms(blocks)
+    results = [
+        StepResult(name, norm, not math.isfinite(norm)) for name, norm in zip(names, norms, strict=True)
+    ]
+    due = [
+        (step, block, _clipping(step, result.grad_norm))
+        for step, block, result in zip(steps, blocks, results, strict=True)
+        if not result.skipped
+    ]
+    if due:
+        (joint_adamw.step_all if joint else _step_each)(due)
+    stepped = [block for _, block, _ in due]
+    whole = joint and len(blocks[0].parts) == 1  # then the launch did what follows
+    bank.zero_gradients([result.adapter for result in results if result.skipped or not whole])
+    complete(stepped)
+    for block in stepped:
+        block.refresh(copied=whole)
     return results
 
 
-def _step(block: Block, step: AdapterStep, norm: float) -> None:
-    if step.clip_norm is not None and norm > 0.0:
-        factor = step.clip_norm / (norm + 1e-6)  # as in torch.nn.utils.clip_grad_norm_
-        if factor < 1.0:
-            block.state[GRADIENTS].mul_(factor)
+def _norms(blocks: Sequence[Block]) -> list[float]:
+    norms = torch.stack([torch.linalg.vector_norm(block.state[GRADIENTS]) for block in blocks])
+    found: list[float] = norms.tolist()
+    return found
+
+
+def _clipping(step: AdapterStep, norm: float) -> float:
+    """The factor of the gradient, as in torch.nn.utils.clip_grad_norm_."""
+    if step.clip_norm is None or norm <= 0.0:
+        return 1.0
+    return min(1.0, step.clip_norm / (norm + 1e-6))
+
+
+def _step_each(steps: Sequence[tuple[AdapterStep, Block, float]]) -> None:
+    for step, block, factor in steps:
+        _step(block, step, factor)
+
+
+def _step(block: Block, step: AdapterStep, factor: float) -> None:
+    if factor < 1.0:
+        block.state[GRADIENTS].mul_(factor)
     rates = {"a": step.lr_a, "b": step.lr_b}
     own = block.parts[block.own]
     for part, rate in block.layout.ranges:

@@ -11,6 +11,7 @@ from torch import Tensor
 from plait_kernels.bank import Bank, Block
 from plait_kernels.dropout import RowCounters, dropout_threshold
 from plait_kernels.errors import KernelError
+from plait_kernels.uploads import upload
 
 
 @dataclass(frozen=True)
@@ -86,4 +87,4 @@ class Routing:
             threshold = dropout_threshold(block.dropout) if training else 0
             spans.append(Span(block, segment.start, segment.stop, threshold))
         fused = tuple(span for span in spans if span.block.variant.fused)
-        return cls(bank, tokens, tuple(spans), fused, counters.words().to(bank.device))
+        return cls(bank, tokens, tuple(spans), fused, upload(counters.words(), bank.device))

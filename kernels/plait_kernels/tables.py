@@ -13,6 +13,7 @@ from torch import Tensor
 from plait_kernels.bank import ABSENT, GRADIENTS
 from plait_kernels.layer import LayerCall, Placed
 from plait_kernels.routing import Routing
+from plait_kernels.uploads import distance, table, upload
 
 Row = tuple[int, int, int, int]
 RANK_STEP = 16  # rows of S are padded to a multiple of it, as in `triton_common`
@@ -63,7 +64,7 @@ class SpanTable:
 
 
 def _device(values: Sequence[object], routing: Routing, dtype: torch.dtype = torch.int64) -> Tensor:
-    return torch.tensor(values, dtype=dtype).to(routing.bank.device)
+    return table(values, routing.bank.device, dtype)
 
 
 def span_table(routing: Routing) -> SpanTable:
@@ -83,8 +84,8 @@ def _span_table(routing: Routing) -> SpanTable:
     origin = torch.zeros(16, dtype=bank.compute_dtype, device=bank.device)
     gradient_origin = torch.zeros(16, dtype=torch.float32, device=bank.device)
     local = torch.stack([span.block.local for span in routing.fused])
-    weights = [_distance(span.block.copy, origin) for span in routing.fused]
-    gradients = [_distance(span.block.state[GRADIENTS], gradient_origin) for span in routing.fused]
+    weights = [distance(span.block.copy, origin) for span in routing.fused]
+    gradients = [distance(span.block.state[GRADIENTS], gradient_origin) for span in routing.fused]
     return SpanTable(
         spans=_device(rows, routing),
         scales=_device([span.block.scale for span in routing.fused], routing, torch.float32),
@@ -94,14 +95,9 @@ def _span_table(routing: Routing) -> SpanTable:
         dropout=any(span.threshold for span in routing.fused),
         origin=origin,
         gradient_origin=gradient_origin,
-        addresses=_moved(local, weights).to(bank.device),
-        gradients=_moved(local, gradients).to(bank.device),
+        addresses=upload(_moved(local, weights), bank.device),
+        gradients=upload(_moved(local, gradients), bank.device),
     )
-
-
-def _distance(tensor: Tensor, origin: Tensor) -> int:
-    """Elements from one allocation to another, so that kernels add an offset to a typed pointer."""
-    return (tensor.data_ptr() - origin.data_ptr()) // tensor.element_size()
 
 
 def _moved(local: Tensor, distances: list[int]) -> Tensor:

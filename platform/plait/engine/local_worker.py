@@ -320,7 +320,8 @@ class LocalWorker:
         """One call of the optimiser for all these jobs; its time, with that of waiting for sums, is shared
         out by adapter size."""
         started = self._clock()
-        results = adamw_step(self.bank, [self._adapter_step(step) for step in steps], self._complete)
+        each = [self._adapter_step(step) for step in steps]
+        results = adamw_step(self.bank, each, self._complete, backend=self._backend)
         seconds = waited + self._clock() - started
         self._recorder.lap("step", _work(steps))
         sizes = {step.job: self.bank.block(step.job).state.numel() for step in steps}

@@ -19,6 +19,7 @@ from plait.core.plans import Microbatch, Segment
 from plait.core.samples import Int64, Split
 from plait.models.context import MicrobatchContext
 from plait_kernels import Bank, RoutedSegment, Routing, RowCounters
+from plait_kernels.uploads import upload
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,13 +74,16 @@ def load_microbatch(
     device = bank.device
     routing = _routing(microbatch, offsets, bank, training=training)
     context = MicrobatchContext.of(
-        torch.from_numpy(tokens).to(device), offsets.tolist(), routing=routing, checkpointing=checkpointing
+        upload(torch.from_numpy(tokens), device),
+        offsets.tolist(),
+        routing=routing,
+        checkpointing=checkpointing,
     )
     return LoadedMicrobatch(
         context=context,
-        rows=torch.from_numpy(labelled - 1).to(device),  # a sample's first token is never labelled
-        targets=torch.from_numpy(tokens[labelled]).to(device),
-        weights=torch.from_numpy(weights.astype(np.float32)).to(device),
+        rows=upload(torch.from_numpy(labelled - 1), device),  # a sample's first token is never labelled
+        targets=upload(torch.from_numpy(tokens[labelled]), device),
+        weights=upload(torch.from_numpy(weights.astype(np.float32)), device),
         counts=tuple(counts),
         segments=microbatch.segments,
     )

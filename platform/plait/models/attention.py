@@ -18,6 +18,7 @@ from torch import Tensor
 
 from plait.core.samples import bucket_samples
 from plait.models.elementwise import MOST_KEYS, causal_softmax_, causal_softmax_back_, rotate_
+from plait_kernels.uploads import upload
 
 KEEP_UP_TO = 256  # length of the longest samples that keep their probabilities
 ROWS = MOST_KEYS  # query rows of one block
@@ -90,7 +91,9 @@ class AttentionLayout:
                 source.append(first + torch.arange(longest).clamp_(max=lengths[sample] - 1))
                 target[first : ends[sample]] = start + turn * longest + torch.arange(lengths[sample])
             buckets.append(Bucket(longest, len(members), start))
-        return cls(tuple(buckets), ends[-1], torch.cat(source).to(device), target.to(device))
+        device = torch.device(device)
+        both = upload(torch.cat(source), device), upload(target, device)
+        return cls(tuple(buckets), ends[-1], *both)
 
     def index(self, heads: int, shared: int) -> HeadIndex:
         """The index for layers with ``heads`` query heads and ``shared`` key and value heads."""

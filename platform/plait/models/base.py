@@ -291,7 +291,8 @@ class BaseModel:
         if key not in context.shared:
             like = torch.empty(0, dtype=self.dtype, device=self.device)
             tokens = rotary(like, context.position_ids.unsqueeze(0), *kind)
-            longest = torch.arange(int(context.position_ids.max()) + 1, device=self.device)
+            most = context.longest if context.cache is None else int(context.position_ids.max()) + 1
+            longest = torch.arange(most, device=self.device)
             cos, sin = rotary(like, longest.unsqueeze(0), *kind)
             context.shared[key] = Rotation(tokens, (cos.squeeze(0), sin.squeeze(0)))
         return context.shared[key]

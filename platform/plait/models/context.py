@@ -14,6 +14,7 @@ from torch import Tensor
 
 from plait.core.errors import InputError
 from plait.models.attention import AttentionLayout
+from plait_kernels.uploads import table, upload
 
 if TYPE_CHECKING:
     from plait.models.attention import AttentionRule, Heads
@@ -83,7 +84,7 @@ class MicrobatchContext:
                 "Offsets must rise from 0 to the number of tokens, without empty samples.",
             )
         positions = torch.cat([torch.arange(high - low) for low, high in pairwise(offsets)])
-        return cls(token_ids, positions.to(token_ids.device), offsets, routing, checkpointing)
+        return cls(token_ids, upload(positions, token_ids.device), offsets, routing, checkpointing)
 
     @property
     def layout(self) -> AttentionLayout:
@@ -97,7 +98,7 @@ class MicrobatchContext:
     def ends(self) -> Tensor:
         """``sample_offsets`` on the device, int32; made on first use and shared by all layers."""
         if self._ends is None:
-            self._ends = torch.tensor(self.sample_offsets, dtype=torch.int32).to(self.token_ids.device)
+            self._ends = table(self.sample_offsets, self.token_ids.device, torch.int32)
         return self._ends
 
     @property

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from plait_kernels import AdapterStep, Bank, KernelError, Site, adamw_step
+from plait_kernels import AdapterStep, Bank, KernelError, Site, adamw_step, joint_adamw, triton_backend
+from plait_kernels.counting import counted
 
 STEPS = {
     "plain": AdapterStep("plain", 1, 1e-2, 1e-2),
@@ -15,6 +16,14 @@ STEPS = {
     "decayed": AdapterStep("decayed", 1, 2e-3, 2e-3, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1),
     "plus": AdapterStep("plus", 1, 1e-3, 1.6e-2, clip_norm=1e9),
 }
+
+
+@pytest.fixture(params=["", "triton"], ids=["each", "joint"])
+def backend(request):
+    """One adapter after the other by torch, and all in one launch."""
+    if request.param and not triton_backend.available(torch.device("cpu")):
+        pytest.skip("Triton's interpreter is off")
+    return request.param
 
 
 def _bank(dtype=torch.float32):
@@ -50,7 +59,7 @@ def _parameters(optimiser):
     return [p for group in optimiser.param_groups for p in group["params"]]
 
 
-def test_equal_to_torch_over_steps():
+def test_equal_to_torch_over_steps(backend):
     bank = _bank()
     optimisers = _torch_optimisers(bank)
     for count in range(1, 6):
@@ -66,7 +75,7 @@ def test_equal_to_torch_over_steps():
                 _parameters(optimiser), float("inf") if limit is None else limit
             )
             optimiser.step()
-        results = adamw_step(bank, [replace(step, step=count) for step in STEPS.values()])
+        results = adamw_step(bank, [replace(step, step=count) for step in STEPS.values()], backend=backend)
         assert [result.adapter for result in results] == list(STEPS)
         for result in results:
             assert result.grad_norm == pytest.approx(float(norms[result.adapter]), rel=1e-5)
@@ -78,26 +87,27 @@ def test_equal_to_torch_over_steps():
         assert bank.block(name).state[1].count_nonzero() == 0
 
 
-def test_only_the_named_adapters_move_and_their_copies_follow():
-    bank = _bank(torch.bfloat16)
+def test_only_the_named_adapters_move_and_their_copies_follow(backend):
+    dtype = torch.float16 if backend else torch.bfloat16  # which the interpreter lacks
+    bank = _bank(dtype)
     _set_gradients(bank, 1)
     before = {name: block.state.clone() for name, block in bank.blocks.items()}
-    adamw_step(bank, [STEPS["plus"]])
+    adamw_step(bank, [STEPS["plus"]], backend=backend)
     for name, block in bank.blocks.items():
         assert torch.equal(block.state, before[name]) == (name != "plus")
-        assert torch.equal(block.copy, block.state[0].to(torch.bfloat16))
+        assert torch.equal(block.copy, block.state[0].to(dtype))
         assert block.state[1].any() == (name != "plus")
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_gradient_that_is_not_finite_skips_its_own_step_alone(bad):
+def test_a_gradient_that_is_not_finite_skips_its_own_step_alone(bad, backend):
     bank, other = _bank(), _bank()
     for each in (bank, other):
         _set_gradients(each, 1)
     bank.gradients("clipped")["q"][1][2, 0] = bad
     before = bank.block("clipped").state[[0, 2, 3]].clone()
-    results = adamw_step(bank, list(STEPS.values()))
-    adamw_step(other, list(STEPS.values()))
+    results = adamw_step(bank, list(STEPS.values()), backend=backend)
+    adamw_step(other, list(STEPS.values()), backend=backend)
     assert [result.skipped for result in results] == [name == "clipped" for name in STEPS]
     assert torch.equal(bank.block("clipped").state[[0, 2, 3]], before)
     assert bank.block("clipped").state[1].count_nonzero() == 0
@@ -106,9 +116,9 @@ def test_a_gradient_that_is_not_finite_skips_its_own_step_alone(bad):
             assert torch.equal(bank.block(name).state, other.block(name).state)
 
 
-def test_a_gradient_of_zero_is_no_failure():
+def test_a_gradient_of_zero_is_no_failure(backend):
     bank = _bank()
-    (result,) = adamw_step(bank, [STEPS["clipped"]])
+    (result,) = adamw_step(bank, [STEPS["clipped"]], backend=backend)
     assert (result.grad_norm, result.skipped) == (0.0, False)
 
 
@@ -128,3 +138,28 @@ def test_wrong_steps_are_refused_before_anything_moves(steps):
     with pytest.raises(KernelError):
         adamw_step(bank, steps)
     assert torch.equal(bank.block("plain").state, before)
+
+
+def test_bits_of_a_step_do_not_depend_on_who_else_is_stepped(monkeypatch):
+    """Several chunks each; the longest adapter must not change the order of another's sums."""
+    if not triton_backend.available(torch.device("cpu")):
+        pytest.skip("Triton's interpreter is off")
+    monkeypatch.setattr(joint_adamw, "_BLOCK", 16)
+    monkeypatch.setattr(joint_adamw, "_WIDTH", 2)
+    together, alone = _bank(), _bank()
+    for bank in (together, alone):
+        _set_gradients(bank, 1)
+    results = adamw_step(together, list(STEPS.values()), backend="triton")
+    for result in results:
+        assert adamw_step(alone, [STEPS[result.adapter]], backend="triton") == [result]
+        assert torch.equal(together.block(result.adapter).state, alone.block(result.adapter).state)
+
+
+def test_a_step_is_three_launches_and_one_wait_whatever_the_adapters():
+    bank = Bank([Site("q", 0, 640, 320)], device="meta", compute_dtype=torch.bfloat16)
+    for index in range(20):
+        bank.attach(str(index), rank=8 + index, scale=1.0, dropout=0.0, seed=0, sites=["q"])
+    steps = [AdapterStep(name, 1, 1e-3, 1e-3) for name in bank.blocks]
+    with counted() as counts:
+        adamw_step(bank, steps, backend="triton")
+    assert (counts.launches, counts.waits) == (3, 1)

@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from plait_kernels import passes
+from plait_kernels import AdapterStep, Bank, Site, joint_adamw, passes
 from plait_kernels.layer import layer_call
 from plait_kernels.plain import GELU_TANH, SILU
 from plait_kernels.synthetic import Shape, problem
@@ -139,6 +139,14 @@ def launch_passes(dtype: torch.dtype) -> None:
     passes.rotate_(torch.zeros(4, 48 * 128, dtype=dtype).view(4, 48, 128)[:, :40], table, table)
 
 
+def launch_adamw(dtype: torch.dtype) -> None:
+    """One step of one adapter."""
+    bank = Bank([Site("q", 0, 64, 64)], device="cpu", compute_dtype=dtype)
+    bank.attach("one", rank=16, scale=1.0, dropout=0.0, seed=0, sites=["q"])
+    joint_adamw.norms([bank.block("one")])
+    joint_adamw.step_all([(AdapterStep("one", 1, 1e-3, 1e-3), bank.block("one"), 1.0)])
+
+
 def main(capabilities: list[int], which: str) -> None:
     """Compile every case and print what came out, each binary once."""
     seen: set[int] = set()
@@ -165,6 +173,7 @@ def main(capabilities: list[int], which: str) -> None:
         if which == "passes":
             current = {"dtype": torch.bfloat16}
             launch_passes(torch.bfloat16)
+            launch_adamw(torch.bfloat16)
 
 
 if __name__ == "__main__":

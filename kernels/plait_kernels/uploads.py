@@ -1,0 +1,25 @@
+"""Tables that the host makes and the device reads, sent without waiting for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def upload(tensor: Tensor, device: torch.device) -> Tensor:
+    """The host's tensor on a device: from pinned memory, queued behind what the device is to do already."""
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=device.type != "cpu")
+
+
+def table(values: Sequence[object], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """A tensor of these values on a device."""
+    return upload(torch.tensor(values, dtype=dtype), device)
+
+
+def distance(tensor: Tensor, origin: Tensor) -> int:
+    """Elements from one allocation to another, so that kernels add an offset to a typed pointer."""
+    return (tensor.data_ptr() - origin.data_ptr()) // tensor.element_size()
