@@ -213,7 +213,7 @@ def test_its_memory_is_predicted_exactly(variant: Lora, model: BaseModel, dtype:
     assert (predicted < plain) is (variant.name == "frozen_a")
 
 
-def test_what_no_backend_can_do_is_refused_before_a_model_loads(variant: Lora) -> None:
+def test_unsupported_variants_are_refused_before_a_model_loads(variant: Lora) -> None:
     jobs = jobs_of(variant)
     settings = RunSettings(engine=EngineSettings(kernels="grouped", device="cpu"))
     with pytest.raises(ConfigError, match=f"adapter.variant={variant.name}") as refusal:

@@ -97,7 +97,7 @@ def test_a_search_that_is_forgotten_is_nowhere_but_in_mlflows_bin(
     assert not folder.exists()
 
 
-def test_what_is_being_trained_is_not_forgotten(tmp_path: Path, said: Said) -> None:
+def test_a_search_in_training_cannot_be_forgotten(tmp_path: Path, said: Said) -> None:
     folder = search_folder(tmp_path, "mine")
     taking = "from plait.search.locks import LifeLock; lock = LifeLock(path)"
     with held_elsewhere(taking, folder / "workers" / "4711-a"):

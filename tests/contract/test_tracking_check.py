@@ -157,7 +157,9 @@ def test_a_root_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monke
     refuse(TrackingSettings(root=tmp_path), "Permission denied", "to a writable folder")
 
 
-def test_what_is_only_read_may_be_write_protected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_is_only_read_may_be_write_protected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     location = locate(TrackingSettings(root=tmp_path))
     written = open_store(location, "plait").experiment_id
     with monkeypatch.context() as patched:

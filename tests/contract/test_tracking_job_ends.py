@@ -139,7 +139,7 @@ def test_an_interrupted_job_has_one_cost_at_its_last_step(settings: TrackingSett
         assert sorted(point.step for point in client.get_metric_history(item.run_id, metric)) == due
 
 
-def test_what_another_host_trained_again_meanwhile_is_not_sent_twice(
+def test_steps_that_another_host_repeated_are_not_sent_twice(
     settings: TrackingSettings, tmp_path: Path
 ) -> None:
     """They share the store and no disk."""

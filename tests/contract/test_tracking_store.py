@@ -250,7 +250,7 @@ class TestWholeSearch:
         tables = [item["path"] for item in json.loads(parent.data.tags["mlflow.loggedArtifacts"])]
         assert sorted(tables) == ["group_steps.json", "leaderboard.json"]
 
-    def test_it_reads_back_as_a_leaderboard_and_exports(
+    def test_a_recorded_search_is_read_as_a_leaderboard_and_exported(
         self, tracking: TrackingSettings, tmp_path: Path
     ) -> None:
         whole_search(tracking)
@@ -317,7 +317,9 @@ class TestGoingOn:
         assert children["trial-0001"].data.tags["plait.state"] == "paused"
         assert children["trial-0000"].info.status == "FINISHED"
 
-    def test_the_same_runs_go_on_and_no_step_is_counted_twice(self, tracking: TrackingSettings) -> None:
+    def test_a_resumed_search_uses_the_same_runs_and_counts_no_step_twice(
+        self, tracking: TrackingSettings
+    ) -> None:
         self.interrupt(tracking)
         before, _ = runs_of(tracking)
         with Tracker(tracking) as tracker:

@@ -272,7 +272,7 @@ def test_hosts_that_share_no_folder_write_the_searchs_own_curves_one_after_the_o
 
 
 @pytest.mark.parametrize(("minutes", "lost"), [(30, 0), (0, 3)], ids=["after an outage", "at once"])
-def test_late_points_of_a_killed_host_repeat_no_step_of_the_searchs_curves(
+def test_late_points_from_a_killed_host_repeat_no_step_of_the_searchs_curves(
     settings: TrackingSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, minutes: int, lost: int
 ) -> None:
     """It is sent after another host continued the curves: behind what that host left out for it."""
@@ -314,7 +314,7 @@ def test_late_points_of_a_killed_host_repeat_no_step_of_the_searchs_curves(
     other.close()
 
 
-def test_late_points_of_a_killed_host_repeat_no_step_of_a_job(
+def test_late_points_from_a_killed_host_repeat_no_step_of_a_job(
     settings: TrackingSettings, tmp_path: Path
 ) -> None:
     """Its second process resumed the job, and was killed with the store out of reach."""

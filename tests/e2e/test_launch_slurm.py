@@ -89,7 +89,7 @@ def test_an_interrupted_search_is_queued_again(
     ],
 )
 @pytest.mark.usefixtures("folder")
-def test_what_is_wrong_is_said_before_it_waits_in_a_queue(
+def test_bad_arguments_are_refused_before_a_script_is_written(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["launch", *words]) == 2

@@ -85,7 +85,7 @@ def test_memory_without_weights_is_at_least_the_measured(
         assert 1.0 <= more <= 1.4
 
 
-def test_no_capacity_fits(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_profiling_is_refused_if_no_capacity_fits(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", *TINY, "--without-weights", "planner.memory_share=1e-9"]) == 2
     assert "may be used" in capsys.readouterr().err
     assert main(["profile", *TINY, "planner.memory_share=1e-9"]) == 2

@@ -110,7 +110,7 @@ def test_the_verbs_that_read(
     assert main(["export", "mine", "--to", out]) == 2
 
 
-def test_one_adapter_takes_the_same_path(
+def test_train_gives_the_same_result_as_a_sweep_of_one_adapter(
     folder: Path, short: Short, trials: Trials, leaderboard: Leaderboard
 ) -> None:
     assert main(["train", *short, "adapter.rank=3"]) == 0

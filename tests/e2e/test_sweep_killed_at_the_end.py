@@ -23,7 +23,7 @@ main(sys.argv[1:])
 """
 
 
-def test_the_same_command_ends_the_searchs_run(
+def test_the_same_command_completes_a_search_killed_at_its_end(
     folder: Path, short: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["sweep", *short, "adapter.rank=1,2", "search.sampler=grid", "search.name=mine"]

@@ -43,7 +43,7 @@ def dominated(item: FrozenTrial, others: list[FrozenTrial]) -> bool:
 
 
 @pytest.mark.slow
-def test_two_objectives_a_constraint_points_first_and_going_on(
+def test_a_search_with_two_objectives_a_constraint_and_enqueued_points_resumes(
     folder: Path, short: Short, trials: Trials, leaderboard: Leaderboard, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["sweep", *short, *SEARCH, "search.name=two"]

@@ -29,7 +29,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return next(folder.glob("plait-*.whl"))
 
 
-def test_it_holds_the_packages_and_the_configuration(wheel: Path) -> None:
+def test_the_wheel_holds_the_packages_and_the_configuration(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     for name in (
         "plait/__init__.py",
@@ -56,7 +56,7 @@ def test_it_holds_the_packages_and_the_configuration(wheel: Path) -> None:
     ],
     ids=["configuration", "benchmarks"],
 )
-def test_it_finds_what_is_in_it_outside_the_checkout(
+def test_the_installed_wheel_finds_its_configuration_outside_the_checkout(
     wheel: Path, tmp_path: Path, arguments: list[str], shown: str
 ) -> None:
     site = tmp_path / "site"

@@ -96,7 +96,7 @@ def test_long_samples_recompute_in_blocks(
     compare(LENGTHS, RULES[rule], Heads(6, 2), torch.float32, 2e-6)
 
 
-def test_a_real_long_sample() -> None:
+def test_long_samples_are_accurate() -> None:
     compare((700, 5), AttentionRule(0.25), Heads(2, 1), torch.float32, 2e-6)
     compare((700,), AttentionRule(0.25, window=100), Heads(2, 1), torch.float32, 2e-6)
 

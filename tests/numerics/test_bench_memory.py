@@ -12,7 +12,7 @@ def tensor(mebibytes):
     return torch.ones(mebibytes * MIB // 4)
 
 
-def test_what_stays_and_what_passes_count_and_what_others_hold_does_not():
+def test_kept_and_temporary_tensors_count_but_earlier_ones_do_not():
     footprint = Footprint()
     with footprint:
         kept = tensor(40)

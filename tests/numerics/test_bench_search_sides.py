@@ -45,7 +45,7 @@ def settings(tmp_path, monkeypatch):
     )
 
 
-def test_both_sides_search_the_same_trials_to_the_same_losses(settings, monkeypatch):
+def test_both_sides_train_the_same_trials_to_the_same_losses(settings, monkeypatch):
     options = {"seeds": 2, "loss_tolerance": 1e-5, "evaluation_batch": 2}
     report = search_vs_sequential(settings, JOBS, options)
     figures = {figure.name: figure for figure in report.figures}
@@ -83,7 +83,7 @@ def test_a_search_whose_sides_disagree_is_neither_kept_nor_reported(settings, mo
     assert Kept.open(Options(), settings, JOBS).results == {}
 
 
-def test_what_cannot_be_compared_is_refused(settings):
+def test_settings_that_cannot_be_compared_are_refused(settings):
     with pytest.raises(ConfigError, match="rungs=None"):
         search_vs_sequential(
             replace(settings, search=replace(settings.search, stopping=StoppingSettings())), JOBS, {}

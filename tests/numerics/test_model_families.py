@@ -205,14 +205,14 @@ def test_joint_equals_solo_and_peft(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "missing"), [(family, words) for words, row in REFUSED.items() for family in names(row)]
 )
-def test_it_is_refused_with_what_is_missing(family: str, missing: str) -> None:
+def test_an_unsupported_family_is_refused_with_the_reason(family: str, missing: str) -> None:
     model = model_of(family)
     with pytest.raises(ModelError, match=missing):
         blocks_of(family, model)
 
 
 @pytest.mark.parametrize("family", [family for row in NOT_BUILT.values() for family in names(row)])
-def test_it_still_cannot_be_made_of_sizes_alone(family: str) -> None:
+def test_some_families_cannot_be_built_from_a_small_configuration(family: str) -> None:
     with pytest.raises(Exception):  # noqa: B017, PT011  each configuration has errors of its own
         model_of(family)
 

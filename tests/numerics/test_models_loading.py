@@ -196,7 +196,7 @@ def test_a_local_folder_is_the_same_model(family: str, tmp_path: Path) -> None:
         (ModelSettings(kind="hf", id="models/of/mine"), "no such folder"),
     ],
 )
-def test_what_is_not_there_is_refused(settings: ModelSettings, expected: str, tmp_path: Path) -> None:
+def test_a_missing_model_is_refused(settings: ModelSettings, expected: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=expected):
         load_model(settings, cache=tmp_path)
 

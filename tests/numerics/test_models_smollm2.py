@@ -83,7 +83,7 @@ def test_blocks_are_as_exact_as_transformers(cache: Path, exact: PreTrainedModel
     assert float((ours_rounded - wanted).norm()) < 1.5 * float((theirs - wanted).norm())
 
 
-def test_its_continuations_are_transformers_own(exact: PreTrainedModel, base: BaseModel) -> None:
+def test_continuations_equal_those_of_transformers(exact: PreTrainedModel, base: BaseModel) -> None:
     greedy = Sampling(4, stop_tokens=frozenset())
     prompts = [Request(tuple(base.tokeniser(text).input_ids), None, greedy) for text in TEXTS]
     found = [each.tokens for each in complete(base, None, prompts)]

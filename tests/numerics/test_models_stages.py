@@ -109,7 +109,7 @@ def test_a_stage_keeps_its_own_bytes_alone(tmp_path: Path) -> None:
     assert (first.is_first, first.is_last, middle.is_first, last.is_last) == (True, False, False, True)
 
 
-def test_what_a_stage_lacks_is_freed(tmp_path: Path) -> None:
+def test_weights_of_layers_outside_a_stage_are_freed(tmp_path: Path) -> None:
     """Fused modules keep views of the weights; none outlives its layer."""
     settings = ModelSettings(kind="tiny", family="llama", dtype="float32", seed=3)
     base = load_model(settings, cache=tmp_path)

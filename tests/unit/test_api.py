@@ -99,7 +99,7 @@ def test_errors_are_raised_in_the_words_of_the_command_line(
 @pytest.mark.parametrize(
     ("word", "said"), [("--help", "option"), ("mode=plan", "trains"), ("+sweeps=planner", "trains")]
 )
-def test_what_trains_nothing_is_left_to_the_command_line(
+def test_options_that_train_nothing_are_refused_in_python(
     word: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -123,7 +123,7 @@ def test_hydra_arguments_and_logging_of_the_program_stay_its_own() -> None:
     assert dimension.name == "adapter.rank"
 
 
-def test_one_search_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_search_in_the_same_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def again(_: list[str]) -> None:
         plait.sweep(["model=tiny"])
 
@@ -134,7 +134,7 @@ def test_one_search_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plait.sweep() == "free again"
 
 
-def test_what_the_machine_refuses_is_an_error_of_plaits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_system_errors_become_plait_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_: list[str]) -> None:
         raise OSError(28, "No space left on device", "here")
 

@@ -70,7 +70,7 @@ def test_a_good_trial_that_starts_badly_is_lost():
     seed=st.integers(0, 5),
     parallel=st.integers(1, 4),
 )
-def test_one_cohort_decides_alike_in_any_order_and_with_any_number_of_places(losses, seed, parallel):
+def test_one_cohort_decides_the_same_in_any_order_and_with_any_number_of_slots(losses, seed, parallel):
     values = itertools.count()
     distinct = [[value + 1e-6 * next(values) for value in row] for row in losses]  # ties go by number
     curves = list(make_curves(distinct))
@@ -91,7 +91,7 @@ def test_every_rule_ends_trials_and_brings_one_to_its_end(kind):
     assert found.steps < 64
 
 
-def test_one_trial_at_a_time_evaluations_are_there_when_their_trial_has_come_to_them():
+def test_evaluations_of_trials_in_sequence_are_at_the_right_time():
     found = replay(FALLING[:2], SearchSettings(parallel=1))
     assert [each.seconds for each in found.evaluations] == pytest.approx([8.5, 17.0])
     assert reached(found.evaluations, 2.5) == pytest.approx(17.0)

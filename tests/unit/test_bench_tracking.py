@@ -37,6 +37,6 @@ def test_a_store_that_lacks_a_point_is_reported(monkeypatch: pytest.MonkeyPatch)
     ("options", "told"),
     [({"edge": 3}, "edge=3"), ({"stores": ["file"]}, "server, sqlite"), ({"adapters": 0}, "adapters=0")],
 )
-def test_bad_options(options: dict[str, object], told: str) -> None:
+def test_bad_options_are_refused(options: dict[str, object], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         tracking_scale(RunSettings(), JOBS, SMALL | options)

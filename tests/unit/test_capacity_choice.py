@@ -45,7 +45,7 @@ def test_a_given_value_precedes_recorded_and_profiled_ones() -> None:
     assert choose_capacity(given, facts(), profile(512), {(ADAPTER, 50)}, recorded=64) == 96
 
 
-def test_recorded_before_profiled_before_usual() -> None:
+def test_a_recorded_capacity_precedes_a_profiled_one_and_the_default() -> None:
     jobs = {(ADAPTER, 50)}
     assert choose_capacity(OPEN, facts(), profile(512), jobs, recorded=64) == 64
     assert choose_capacity(OPEN, facts(), profile(512), jobs) == 512

@@ -31,7 +31,7 @@ def save(folder: Path, step: int, origin: Origin = ORIGIN) -> Path:
 
 
 @pytest.mark.parametrize("key", ["seed", "batch_size", "accumulation"])
-def test_what_gives_a_step_its_samples_is_part_of_the_origin(key: str) -> None:
+def test_settings_that_choose_the_samples_are_part_of_the_origin(key: str) -> None:
     other = replace(JOB, train=replace(JOB.train, **{key: 4}))
     assert Origin.of(other, model="m", data="d") != ORIGIN
     longer = replace(JOB, train=replace(JOB.train, steps=99, lr=1.0))

@@ -71,7 +71,7 @@ def desk(folder: Path, *, steps: int | None = None, minutes: float | None = None
     )
 
 
-def test_by_steps_at_every_multiple_and_never_when_the_budget_is_spent(tmp_path: Path) -> None:
+def test_checkpoints_are_due_at_multiples_of_the_steps_but_not_at_the_end(tmp_path: Path) -> None:
     made = desk(tmp_path, steps=8)
     job = live()
     made.saving.admitted(job)
@@ -80,7 +80,7 @@ def test_by_steps_at_every_multiple_and_never_when_the_budget_is_spent(tmp_path:
     assert [path.name for path in checkpoints(tmp_path / "a")] == ["step-00000032", "step-00000024"]
 
 
-def test_what_is_recorded_is_durable_before_the_checkpoint_is_there(tmp_path: Path) -> None:
+def test_records_are_durable_before_the_checkpoint_is_published(tmp_path: Path) -> None:
     made = desk(tmp_path, steps=1)
     jobs = [live("a", 3), live("b", 5)]
     made.saving.save_due(jobs)
@@ -89,7 +89,7 @@ def test_what_is_recorded_is_durable_before_the_checkpoint_is_there(tmp_path: Pa
     assert made.log == ["commit", "a@3", "b@5"]  # neither has moved
 
 
-def test_by_minutes_since_the_last_one(tmp_path: Path) -> None:
+def test_checkpoints_are_due_some_minutes_after_the_last_one(tmp_path: Path) -> None:
     made = desk(tmp_path, minutes=0.5)
     job = live(step=7)
     made.saving.admitted(job)
@@ -157,7 +157,7 @@ def test_the_newest_up_to_the_present_step_are_kept(
     assert not list(folder.glob(".*"))
 
 
-def test_no_checkpoints_where_there_is_no_folder() -> None:
+def test_no_checkpoints_are_written_without_a_folder() -> None:
     assert checkpoints(Path("nowhere")) == []
 
 

@@ -92,7 +92,7 @@ def test_the_list_shows_mode_and_description(capsys: pytest.CaptureFixture[str])
         assert all(f" {named.takes}  {named.description}" in line for line in shown)
 
 
-def test_files_that_say_too_little(tmp_path: Path) -> None:
+def test_sweep_files_without_a_valid_mode_are_refused(tmp_path: Path) -> None:
     assert listing(named_sweeps(tmp_path)) == "The folder sweeps/ is empty."
     (tmp_path / "a.yaml").write_text("description: x")
     with pytest.raises(ConfigError, match="must set mode"):

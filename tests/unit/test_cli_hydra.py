@@ -42,7 +42,7 @@ def test_cfg_shows_the_job(verb: str, capsys: pytest.CaptureFixture[str]) -> Non
     "option",
     ["+search.stopping.options.n_startup_trials=3", "++search.stopping.options={n_startup_trials: 3}"],
 )
-def test_a_pruners_options_as_the_complaints_want_them(
+def test_a_pruners_options_can_be_written_as_the_error_says(
     option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status, out, _ = run(
@@ -97,7 +97,7 @@ def test_nothing_else_in_the_folder_of_sweeps_is_a_group(capsys: pytest.CaptureF
     assert not [line for line in groups.splitlines() if line.startswith(("  platform", "  tests", "  conf"))]
 
 
-def test_a_folder_given_by_the_user(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_folder_given_by_the_user_is_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text(
         "# @package _global_\ndefaults:\n  - override /model: tiny\nadapter: {rank: 3}\n"
@@ -116,7 +116,7 @@ def test_a_group_of_the_users_own_needs_a_plus(tmp_path: Path, capsys: pytest.Ca
     assert "+experiment=mine" in err
 
 
-def test_what_only_shows() -> None:
+def test_flags_that_only_show_the_configuration_are_recognised() -> None:
     assert shows_only(["a=1", "--cfg", "job"])
     assert shows_only(["--cfg=job"])
     assert not shows_only(["a=1", "--config-dir", "x"])
@@ -300,7 +300,9 @@ LINKS |= {"sampler": {"name": "${search.sampler}", "seed": "${search.seed}"}}
         ),
     ],
 )
-def test_what_is_set_there_counts_here(sweeper: dict[str, Any], changed: dict[str, Any]) -> None:
+def test_values_of_hydra_sweeper_are_used_for_search(
+    sweeper: dict[str, Any], changed: dict[str, Any]
+) -> None:
     assert merge(LINKS | sweeper, SEARCH, ()) == SEARCH | changed
 
 

@@ -37,7 +37,7 @@ def test_the_overview_names_every_verb(capsys: pytest.CaptureFixture[str]) -> No
         assert all(f"plait {verb.name}" in printed for verb in OWN)
 
 
-def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"plait {__version__}\n"
 
@@ -341,5 +341,5 @@ def test_help_of_one_benchmark_is_its_file(capsys: pytest.CaptureFixture[str]) -
         ("--hydra-help", "train --hydra-help"),
     ],
 )
-def test_as_a_module_it_takes_verbs_or_is_a_hydra_application(given: str, meant: str) -> None:
+def test_the_module_accepts_verbs_or_hydra_arguments(given: str, meant: str) -> None:
     assert words(given.split()) == meant.split()

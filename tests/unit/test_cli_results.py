@@ -38,7 +38,7 @@ def test_the_store_may_be_given_as_for_a_sweep() -> None:
         ("state", "bac"),
     ],
 )
-def test_by_a_column(column: str, names: str) -> None:
+def test_records_are_sorted_by_a_column(column: str, names: str) -> None:
     assert (
         "".join(
             record.name
@@ -62,12 +62,12 @@ def test_the_title_says_how_it_is_sorted() -> None:
         print_leaderboard(result, "xml", Console())
 
 
-def test_by_a_heading_of_the_table() -> None:
+def test_records_are_sorted_by_a_heading_of_the_table() -> None:
     assert sort_records(RECORDS, "lr") == sort_records(RECORDS, "train.lr")
     assert sort_records(RECORDS, "device s") == sort_records(RECORDS, "device_seconds")
 
 
-def test_by_a_column_that_is_not_there() -> None:
+def test_sorting_by_an_unknown_column_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         sort_records(RECORDS, "colour")
     assert "objective" in caught.value.remedy

@@ -133,7 +133,7 @@ def wrong(config: dict[str, Any]) -> ConfigError:
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
-def test_what_is_wrong_is_named_with_the_rule(config: dict[str, Any], found: str, said: str) -> None:
+def test_errors_name_the_wrong_value_and_the_rule(config: dict[str, Any], found: str, said: str) -> None:
     error = wrong(config)
     assert found in error.value
     assert said in f"{error.rule} {error.remedy}"
@@ -216,7 +216,7 @@ def test_interpolations_are_resolved_and_a_broken_one_is_named() -> None:
         ("nothing", False),
     ],
 )
-def test_which_keys_take_whole_numbers(key: str, whole: bool) -> None:
+def test_keys_that_take_whole_numbers_are_known(key: str, whole: bool) -> None:
     assert is_whole(key) is whole
 
 

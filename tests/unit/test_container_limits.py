@@ -16,7 +16,7 @@ def _group(root: Path, **files: str) -> Path:
     return root
 
 
-def test_what_is_left_of_the_limit_with_the_pages_that_can_be_given_back(tmp_path: Path) -> None:
+def test_free_memory_under_a_limit_includes_reclaimable_pages(tmp_path: Path) -> None:
     root = _group(
         tmp_path, memory_max="1000\n", memory_current="700\n", memory_stat="anon 500\ninactive_file 150\n"
     )
@@ -24,12 +24,12 @@ def test_what_is_left_of_the_limit_with_the_pages_that_can_be_given_back(tmp_pat
 
 
 @pytest.mark.parametrize("limit", ["max\n", "nonsense"])
-def test_no_limit(tmp_path: Path, limit: str) -> None:
+def test_free_memory_is_unknown_without_a_limit(tmp_path: Path, limit: str) -> None:
     assert free_under_limit(_group(tmp_path, memory_max=limit, memory_current="7", memory_stat="")) is None
     assert free_under_limit(tmp_path / "none") is None
 
 
-def test_never_less_than_nothing(tmp_path: Path) -> None:
+def test_free_memory_under_a_limit_is_never_negative(tmp_path: Path) -> None:
     assert (
         free_under_limit(_group(tmp_path, memory_max="10", memory_current="20", memory_stat="anon 20\n")) == 0
     )
@@ -38,7 +38,7 @@ def test_never_less_than_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "cores"), [("max 100000", None), ("250000 100000", 2), ("50000 100000", 1), ("x", None)]
 )
-def test_whole_cores_of_a_quota(tmp_path: Path, text: str, cores: int | None) -> None:
+def test_a_processor_quota_is_rounded_to_whole_cores(tmp_path: Path, text: str, cores: int | None) -> None:
     assert allowed_cores(_group(tmp_path, cpu_max=text)) == cores
 
 

@@ -78,9 +78,7 @@ def test_warm_is_for_clones() -> None:
     st.lists(st.sampled_from([JobState.RUNNING, JobState.QUEUED, JobState.FINISHED]), max_size=30),
     st.integers(0, 40),
 )
-def test_in_place_of_a_trial_that_will_not_do_the_nearest_are_named(
-    verb: str, states: list[JobState], number: int
-) -> None:
+def test_the_nearest_suitable_trials_are_suggested(verb: str, states: list[JobState], number: int) -> None:
     wanted = {JobState.RUNNING} if verb == "stop" else {JobState.RUNNING, JobState.FINISHED}
     good = [at for at, state in enumerate(states) if state in wanted]
     if number in good:
@@ -166,7 +164,7 @@ def test_an_attribute_that_is_not_an_order_has_no_effect(content: object) -> Non
     assert orders.read() == Orders("stopping")
 
 
-def test_what_is_searched_is_read_from_the_study() -> None:
+def test_the_search_space_is_read_from_the_study() -> None:
     space = read_request(
         [
             "adapter.alpha=null,8",
@@ -509,7 +507,7 @@ def runs(tmp_path: Path) -> Iterator[Path]:
         yield tmp_path
 
 
-def test_which_searches_run_and_which_can_be_resumed(
+def test_running_and_resumable_searches_are_listed(
     runs: Path, said: Said, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert said("pause").startswith(
@@ -535,7 +533,7 @@ def test_which_searches_run_and_which_can_be_resumed(
     assert "plait trace killed" in capsys.readouterr().err
 
 
-def test_where_nothing_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_says_that_no_search_is_running(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["control", "--root", str(tmp_path)]) == 0
     assert "is running" in capsys.readouterr().out
     assert main(["control", "pause", "--root", str(tmp_path)]) == 2

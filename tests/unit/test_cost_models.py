@@ -338,7 +338,7 @@ def test_profile_with_a_bad_entry_says_which(change: dict[str, object], message:
         ("speed", 3, "device.speed"),
     ],
 )
-def test_devices_with_a_bad_entry_say_which(key: str, value: object, message: str) -> None:
+def test_a_bad_entry_of_a_described_device_is_named(key: str, value: object, message: str) -> None:
     options = yaml.safe_load(PROFILES[0].read_text())["options"]
     with pytest.raises(ConfigError, match=message) as caught:
         cluster_profile(options | {"device": options["device"] | {key: value}})

@@ -60,7 +60,7 @@ def test_a_circle_through_a_function_is_a_circle(modules: dict[str, Module]) -> 
     assert circles(import_graph(modules)) == [("plait.five", "plait.four", "plait.three")]
 
 
-def test_one_importer_needs_a_reason_or_a_name_in_a_table(modules: dict[str, Module]) -> None:
+def test_modules_with_one_importer_need_a_reason_or_a_registration(modules: dict[str, Module]) -> None:
     alone = single_importers(modules, import_graph(modules))
     assert alone == {
         "plait.one.hidden": "plait.two",
@@ -70,6 +70,6 @@ def test_one_importer_needs_a_reason_or_a_name_in_a_table(modules: dict[str, Mod
     }
 
 
-def test_what_is_too_long_is_named_and_kernels_are_not(modules: dict[str, Module]) -> None:
+def test_functions_that_are_too_long_are_named_but_kernels_are_not(modules: dict[str, Module]) -> None:
     assert long_functions(modules.values()) == ["plait.long.f: 61 lines"]
     assert long_modules(modules.values()) == ["plait.long: 663 lines"]

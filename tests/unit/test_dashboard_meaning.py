@@ -73,7 +73,7 @@ def test_adapters_are_sorted_by_cost_and_coloured_by_outcome() -> None:
 
 
 @pytest.mark.parametrize(("across", "up"), list(itertools.product(("minimize", "maximize"), repeat=2)))
-def test_the_line_of_a_front_claims_nothing_that_no_adapter_reached(across: str, up: str) -> None:
+def test_the_line_of_a_front_shows_no_value_that_no_adapter_reached(across: str, up: str) -> None:
     ways = {"x": 1.0 if across == "minimize" else -1.0, "y": 1.0 if up == "minimize" else -1.0}
     bad = [(1.0, 9.0), (3.0, 5.0), (7.0, 2.0), (8.0, 8.0)]  # less is better; the last is on no front
     points = [(ways["x"] * x, ways["y"] * y) for x, y in bad]
@@ -157,7 +157,7 @@ def test_the_worst_twentieth_is_the_worst() -> None:
     assert "memory" not in said
 
 
-def test_what_bounds_memory_before_a_fit_is_no_error_of_the_fit() -> None:
+def test_the_memory_rule_is_not_counted_in_the_error_of_the_fit() -> None:
     """The rule predicts double, the fit 1 % too much."""
     fitted = [row(at, predicted_bytes=1.01 * 2**30, peak_bytes=2**30) for at in range(3, 13)]
     ruled = [row(at, predicted_bytes=2**31, peak_bytes=2**30, bytes_by_rule=True) for at in (1, 2)]

@@ -274,7 +274,7 @@ def test_the_capacity_changes_no_sample(overlong, tmp_path, tokeniser):
 
 
 @pytest.mark.parametrize("overlong", ["truncate", "drop", "refuse"])
-def test_no_more_of_a_text_is_tokenised_than_the_model_could_take(overlong, tmp_path):
+def test_texts_are_cut_to_what_the_model_can_take_before_tokenising(overlong, tmp_path):
     seen = []
 
     class Counting(PreTrainedTokenizerFast):
@@ -595,7 +595,7 @@ def test_the_summary_of_lengths():
     assert Split.of([]).summary() == {"samples": 0, "tokens": 0}
 
 
-def test_gsm8k_by_naming_its_fields(tmp_path, tokeniser):
+def test_gsm8k_is_read_with_named_fields(tmp_path, tokeniser):
     if not GSM8K.is_file():
         pytest.skip(f"no {GSM8K.name} beside the repository")
     spec = DataSpec.of(

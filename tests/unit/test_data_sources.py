@@ -110,7 +110,7 @@ def test_a_command_names_it_and_gives_its_options_with_a_plus(
         ("data.start=2", ["unknown key data.start"]),
     ],
 )
-def test_what_does_not_exist_is_named_with_what_does(
+def test_unknown_tasks_and_options_are_refused_with_the_known_ones(
     asked: str,
     said: list[str],
     tmp_path: Path,

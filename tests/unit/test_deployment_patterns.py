@@ -40,7 +40,7 @@ def _instance(
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_bound_and_answer_lie_around_the_optimum(seed: int) -> None:
+def test_bound_and_answer_enclose_the_optimum(seed: int) -> None:
     costs, counts, devices = _instance(seed)
     optimum = exact_deployment(costs, counts, devices).makespan
     low = relaxation_bound(costs, counts, devices)
@@ -53,7 +53,7 @@ def test_bound_and_answer_lie_around_the_optimum(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_what_is_found_and_proved_of_packed_sequences_lies_around_every_packing(seed: int) -> None:
+def test_plan_and_bound_of_packed_sequences_enclose_the_optimum(seed: int) -> None:
     costs, counts, devices = _instance(seed, ReplicaCost, most=2)
     optimum = Optimum(Expected(tuple(costs), tuple(counts), 1, devices)).least(devices, None)
     low = relaxation_bound(costs, counts, devices)
@@ -123,7 +123,7 @@ def test_small_deployments_are_near_the_optimum(seed: int) -> None:
     assert optimum * (1 - 1e-6) <= found.makespan <= optimum * 1.03
 
 
-def test_what_the_relaxation_proves_holds_at_every_makespan() -> None:
+def test_the_bound_of_the_relaxation_is_valid_at_every_makespan() -> None:
     for seed in range(8):
         costs, counts, devices = _instance(seed)
         optimum = exact_deployment(costs, counts, devices).makespan

@@ -151,7 +151,7 @@ def _units(kinds: Sequence[ReplicaKind]) -> list[ReplicaKind]:
     return [ReplicaKind(kind.cost, 1) for kind in kinds for _ in range(kind.count)]
 
 
-def test_never_worse_than_greedy() -> None:
+def test_dispatch_is_never_worse_than_greedy() -> None:
     for seed in range(1000):
         kinds, counts = _instance(seed)
         by_greed = makespan(kinds, greedy(kinds, counts))

@@ -40,7 +40,7 @@ def _yaml(path: str) -> dict[str, Any]:
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 5))
-def test_buckets_pad_least(lengths: list[int], buckets: int) -> None:
+def test_chosen_buckets_need_the_least_padding(lengths: list[int], buckets: int) -> None:
     found = dynamic_buckets(lengths, buckets=buckets, interval=4)
     edges = sorted({-(-length // 4) * 4 for length in lengths})
     least = min(

@@ -202,7 +202,7 @@ def test_a_process_that_does_not_come_is_named(tmp_path: Path) -> None:
         pass
 
 
-def test_one_that_was_not_let_in_is_named_with_what_it_had(tmp_path: Path) -> None:
+def test_a_rejected_process_is_named_with_the_reason(tmp_path: Path) -> None:
     place = Place(0, 2, 0, 2, "127.0.0.1", f"test-{os.getpid()}")
     came: list[Channel] = []
 
@@ -228,7 +228,7 @@ def test_a_process_that_ends_at_once_is_named_with_its_last_words(tmp_path: Path
     assert "what it said last" in caught.value.rule
 
 
-def test_one_that_is_killed_before_all_came_comes_again(tmp_path: Path) -> None:
+def test_a_process_killed_before_all_have_joined_is_restarted(tmp_path: Path) -> None:
     started: list[int] = []
     said: list[str] = []
 
@@ -243,7 +243,7 @@ def test_one_that_is_killed_before_all_came_comes_again(tmp_path: Path) -> None:
     assert said == ["process 1 ended with status -9. Restarting with the processes that come back ..."]
 
 
-def test_one_that_is_lost_again_and_again_is_left_out(tmp_path: Path) -> None:
+def test_a_process_that_is_lost_repeatedly_is_left_out(tmp_path: Path) -> None:
     started: list[int] = []
     said: list[str] = []
 
@@ -311,7 +311,7 @@ def until_come(waiting: Waiting, *numbers: int) -> None:
         waiting.look(10.0)
 
 
-def test_one_that_is_left_out_is_told_why_and_is_not_wrong(door: Door, waiting: Waiting) -> None:
+def test_a_process_that_is_left_out_gets_the_reason(door: Door, waiting: Waiting) -> None:
     waiting.leave_out(1, "lost 3 times")
     ends = [connect(door.address, KEY) for _ in range(3)]
     for number, each in zip((1, 3, 2), ends, strict=True):
@@ -325,7 +325,7 @@ def test_one_that_is_left_out_is_told_why_and_is_not_wrong(door: Door, waiting: 
     assert ends[2].receive() == Goodbye()
 
 
-def test_one_that_comes_late_loads_the_model_and_must_have_the_same(door: Door, waiting: Waiting) -> None:
+def test_a_late_process_must_load_the_same_model(door: Door, waiting: Waiting) -> None:
     said: list[str] = []
     waiting.say = said.append
     load = Load(SETTINGS.model, "cpu")
@@ -595,7 +595,7 @@ def test_replicas_take_part_in_every_round_also_in_one_without_microbatches_of_t
     ]
 
 
-def test_where_one_runs_out_of_memory_the_others_say_what_they_did() -> None:
+def test_the_work_of_the_others_is_reported_if_one_process_runs_out_of_memory() -> None:
     done = MicrobatchDone(0, (JobLoss("a", 1, 2.0, 3, 4),), 0.5, None)
     short = OutOfMemory("no room", 0.25)
     fleet, _ = told({RunSchedule: [Answer((done,)), Answer((short,))]})
@@ -611,7 +611,7 @@ def test_if_one_replica_cannot_attach_a_job_none_has_it() -> None:
     assert fleet.jobs == frozenset()
 
 
-def test_what_a_job_resumed_with_is_shared_its_best_weights_too() -> None:
+def test_a_resumed_jobs_tensors_and_best_weights_are_sent_to_all_processes() -> None:
     attached = Attached("a", Cursor(3, best_step=2))
     fleet, processes = told({Attach: [Answer((attached,), 1.0), Answer((attached,), 2.0)]})
     (event,) = fleet.execute(Attach(JOB))

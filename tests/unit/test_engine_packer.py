@@ -77,7 +77,7 @@ def random_batches(source: random.Random, longest: int) -> tuple[GlobalBatch, ..
     return tuple(batch(f"job {number}", *each) for number, each in enumerate(lengths))
 
 
-def test_what_all_replicas_hold_is_the_global_batch_whatever_they_take() -> None:
+def test_the_shares_of_all_replicas_make_up_the_global_batch() -> None:
     """1,000 random global batches, over replicas of up to four capacities and speeds."""
     source, done, packers = random.Random(5), 0, 0
     packer, rooms = Packer(replicas((80, 1.0))), [80]
@@ -124,7 +124,7 @@ def test_a_replica_that_is_twice_as_fast_takes_twice_as_much() -> None:
     assert tokens == {0: 200, 1: 100}
 
 
-def test_what_was_packed_ahead_is_what_would_be_packed_now(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packing_ahead_gives_the_same_as_packing_now(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = replicas((40, 1.0), (20, 1.0))
     first, second = [batch("a", 30, 8, 5)], [batch("a", 7, 6)]
     now = Packer(kinds)

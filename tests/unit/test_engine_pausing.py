@@ -420,7 +420,7 @@ def test_a_paused_job_without_room_keeps_its_checkpoint_and_its_account(make: An
     assert sum(round(e.device_seconds * 1e9) for e in events if isinstance(e, JobResult)) == spent
 
 
-def test_what_an_evaluation_at_a_rung_took_is_said_as_the_job_is_paused(make: Any) -> None:
+def test_the_cost_of_an_evaluation_at_a_rung_is_reported_with_the_pause(make: Any) -> None:
     """The process may be killed before the job trains again or ends: no later event would say it."""
     made, worker = make()
     made.submit(job("a"), rungs=(2,), measured=True)

@@ -104,7 +104,7 @@ class Machine:
                 job.advance(1)
 
 
-def test_what_jobs_of_the_same_targets_read_is_found_out_once(
+def test_the_traffic_of_jobs_with_equal_targets_is_computed_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And not for every mixture of jobs, of which a long search has more and more."""
@@ -180,7 +180,7 @@ def test_a_spoilt_file_of_peaks_is_named(tmp_path: Path) -> None:
         Predictions(facts(), admission(), None, tmp_path)
 
 
-def test_which_iterations_are_observed() -> None:
+def test_a_sample_of_iterations_is_observed() -> None:
     sampler = PeakSampler(every=64)
     assert not sampler.wanted(["a"], [100])  # what is made once for a new job would count as passing
     first = [sampler.wanted(["a"], [100]) for _ in range(200)]
@@ -266,7 +266,7 @@ def test_replicas_with_equal_work_wait_for_sums_and_for_the_slower_one(tmp_path:
     assert waited == pytest.approx(0.1 + 0.03, abs=0.01)
 
 
-def test_where_load_hides_tokens_a_replica_with_fewer_waits_for_the_other(tmp_path: Path) -> None:
+def test_a_replica_with_fewer_tokens_is_predicted_to_wait(tmp_path: Path) -> None:
     expected, busy, whole = Replicas(tmp_path, tokens=(30, 10), lag=0.0).run(60)
     share = expected.busy_seconds[1] / expected.busy_seconds[0]
     assert share == pytest.approx(1 / 3, rel=0.05)

@@ -174,7 +174,7 @@ def test_jobs_that_fall_back_are_said_to_wait_until_they_are_admitted_again(tmp_
     assert count > 16
 
 
-def test_no_more_is_trained_again_than_since_the_last_checkpoints(tmp_path: Path) -> None:
+def test_a_restart_repeats_only_steps_since_the_last_checkpoints(tmp_path: Path) -> None:
     most = 0
     for commands in range(8, 20):
         coordinator = made(tmp_path / str(commands), [(commands, False)], checkpoint_steps=2)

@@ -45,7 +45,7 @@ def test_a_failed_one_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert names(tmp_path) == ["file"]
 
 
-def test_what_holds_a_secret_is_never_readable_by_others(tmp_path: Path) -> None:
+def test_files_with_a_secret_are_never_readable_by_others(tmp_path: Path) -> None:
     path = tmp_path / "file"
     with new_file(path, mode=OWNER_ONLY):
         (draft,) = tmp_path.iterdir()

@@ -35,7 +35,7 @@ def refused(error: StorageError, folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("full")
-def test_tokenised_data(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_for_tokenised_data(tmp_path: Path) -> None:
     empty = np.zeros(0, dtype=np.int32)
     split = Split(
         tokens=empty,
@@ -50,7 +50,7 @@ def test_tokenised_data(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("full")
-def test_the_state_of_a_job(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_for_checkpoints(tmp_path: Path) -> None:
     with pytest.raises(StorageError) as caught:
         write_checkpoint(tmp_path / "state", Origin({}, {}, "m", "d"), Cursor(1, 0), {"w": torch.zeros(2)})
     refused(caught.value, tmp_path)

@@ -12,7 +12,7 @@ def loads(*means: float, batch: int = 16) -> list[JobLoad]:
     return [JobLoad(f"j{place}", mean, batch) for place, mean in enumerate(means)]
 
 
-def test_shortest_with_longest() -> None:
+def test_jobs_with_the_shortest_and_longest_samples_are_paired() -> None:
     assert head_tail(loads(500, 900, 1800, 700), 2) == (("j0", "j2"), ("j3", "j1"))
     assert head_tail(loads(1, 2, 3, 4, 5, 6), 3) == (("j0", "j5"), ("j1", "j4"), ("j2", "j3"))
 
@@ -39,7 +39,7 @@ def test_a_pipeline_gets_as_few_groups_as_keep_the_distance() -> None:
     assert expected_noops(head_tail(jobs, 1), jobs, stages=4, capacity=6144) == 3
 
 
-def test_wrong_numbers() -> None:
+def test_wrong_numbers_of_groups_are_refused() -> None:
     with pytest.raises(ConfigError, match="groups=3"):
         head_tail(loads(1, 2), 3)
     with pytest.raises(ConfigError, match="no jobs"):

@@ -138,7 +138,7 @@ def test_another_word_is_refused() -> None:
         TrainSpec(keep="first")  # type: ignore[arg-type]
 
 
-def test_what_is_kept_is_part_of_what_a_search_is() -> None:
+def test_train_keep_is_part_of_a_searchs_identity() -> None:
     def name(train: TrainSpec) -> str:
         return identify(Space(()), JobSpec("base", train=train), RunSettings()).name
 

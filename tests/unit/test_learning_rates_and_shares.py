@@ -41,7 +41,7 @@ def test_a_warmup_longer_than_the_budget_fills_it() -> None:
     warmup=st.one_of(st.floats(0, 0.99), st.integers(1, 50).map(float)),
     schedule=st.sampled_from(get_args(Schedule)),
 )
-def test_no_step_is_without_effect_and_none_above_the_peak(steps: int, warmup: float, schedule: str) -> None:
+def test_rates_are_above_zero_and_at_most_the_peak(steps: int, warmup: float, schedule: str) -> None:
     found = rates(steps, schedule=schedule, warmup_steps=warmup)
     assert all(0.0 < rate <= 1.0 for rate in found)
 

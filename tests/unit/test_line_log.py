@@ -92,9 +92,7 @@ def test_one_process_at_a_time_holds_the_lock(tmp_path: Path) -> None:
         log.close()
 
 
-def test_what_is_committed_is_on_the_disk_and_the_new_file_in_its_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_commit_syncs_the_file_and_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
     really = os.fsync
 

@@ -39,7 +39,7 @@ def test_small_global_batches_that_fill_the_pipeline_are_not_merged_into_one(
     assert merged.makespan <= apart.makespan
 
 
-def test_what_the_distance_can_spare_is_merged() -> None:
+def test_microbatches_that_the_distance_does_not_need_are_merged() -> None:
     """Eight groups in four stages: half of the microbatches may go; the others are evenly full."""
     trace = equal_jobs(8, 4, 60)
     merged, apart = (simulated(trace, merging=merging, groups=8) for merging in (True, False))

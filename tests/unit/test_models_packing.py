@@ -28,7 +28,7 @@ def test_equal_lengths_are_one_bucket() -> None:
 
 @settings(max_examples=30)
 @given(LENGTHS, st.sampled_from([(1, 1), (4, 2), (6, 2), (3, 3)]))
-def test_indices_lead_there_and_back(lengths: list[int], heads: tuple[int, int]) -> None:
+def test_packing_indices_can_be_inverted(lengths: list[int], heads: tuple[int, int]) -> None:
     query, shared = heads
     layout = AttentionLayout.of(lengths)
     index = layout.index(query, shared)

@@ -30,19 +30,21 @@ LINEARS = [LinearInfo(name, 64, 32 if "k_proj" in name else 128) for name in NAM
         ".*attn.*proj",
     ],
 )
-def test_the_same_modules_as_peft(targets: str | tuple[str, ...]) -> None:
+def test_targets_are_the_same_modules_as_in_peft(targets: str | tuple[str, ...]) -> None:
     config = LoraConfig(target_modules=targets if isinstance(targets, str) else list(targets))
     expected = tuple(name for name in NAMES if check_target_module_exists(config, name))
     assert expected
     assert resolve_targets(targets, LINEARS) == expected
 
 
-def test_all_linear_is_every_layer_there_is() -> None:
+def test_all_linear_means_every_linear_layer() -> None:
     assert resolve_targets("all-linear", LINEARS) == tuple(NAMES)
 
 
 @pytest.mark.parametrize("targets", [("c_attn",), ("q_proj", "proj"), "q_proj", ()])
-def test_what_matches_nothing_is_refused_with_what_there_is(targets: str | tuple[str, ...]) -> None:
+def test_targets_that_match_nothing_are_refused_with_the_available_ones(
+    targets: str | tuple[str, ...],
+) -> None:
     with pytest.raises(ModelError) as caught:
         resolve_targets(targets, LINEARS)
     assert "down_proj, k_proj, o_proj, q_proj, up_proj" in caught.value.remedy
@@ -54,7 +56,7 @@ def test_a_broken_expression_is_refused() -> None:
 
 
 @pytest.mark.parametrize("targets", [r".*(q_proj|lm_head)", ("q_proj", "lm_head"), ".*", "lm_head"])
-def test_what_reaches_the_head_as_in_peft_is_refused(targets: str | tuple[str, ...]) -> None:
+def test_targets_that_include_the_head_are_refused(targets: str | tuple[str, ...]) -> None:
     outside = ("model.embed_tokens", "lm_head")
     config = LoraConfig(target_modules=targets if isinstance(targets, str) else list(targets))
     assert any(check_target_module_exists(config, name) for name in outside)

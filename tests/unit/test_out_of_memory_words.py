@@ -23,7 +23,7 @@ from plait.engine.memory import attempt, ran_out
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     ],
 )
-def test_errors_that_say_so(error: Exception) -> None:
+def test_out_of_memory_errors_are_recognised(error: Exception) -> None:
     assert ran_out(error)
 
 

@@ -228,7 +228,7 @@ def test_the_clock_stays_reported_when_another_limit_is_reached_later(
 
 
 @pytest.mark.parametrize("tile", [1, 4])
-def test_no_bin_is_left_empty_where_there_is_one_too_many(tile: int) -> None:
+def test_an_empty_bin_is_removed(tile: int) -> None:
     lengths = [[5, 3], [4]]
     start = [[(0, 0)], [(0, 1)], [(1, 0)]]  # one bin holds them all
     bins, solution = emptiest(lengths, start, capacity=16, tile=tile, limits=Limits())

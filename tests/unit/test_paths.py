@@ -14,7 +14,9 @@ from plait.utils.paths import begun_name, cache_dir, conf_dir, search_folder, us
 from plait.utils.spelling import did_you_mean
 
 
-def test_what_is_missing_or_not_readable_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_or_unreadable_file_is_a_valid_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert user_path("none/at/all") == Path("none/at/all")
     assert user_path("~/runs") == tmp_path / "runs"
@@ -36,7 +38,7 @@ def test_an_argument_that_is_an_address_is_refused_without_its_password(
         assert "secret" not in said
 
 
-def test_what_can_be_no_path_is_refused(tmp_path: Path) -> None:
+def test_text_that_cannot_be_a_path_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a").symlink_to(tmp_path / "b")
     (tmp_path / "b").symlink_to(tmp_path / "a")
     for path, said in (

@@ -47,7 +47,7 @@ def test_each_launcher_says_where_a_process_is() -> None:
     assert find_place(SRUN) == Place(4, 5, 0, 1, "gpu03", "slurm-77-0")
 
 
-def test_where_nothing_or_one_process_was_launched_there_is_no_place() -> None:
+def test_one_process_has_no_place_in_a_launch() -> None:
     assert find_place({}) is None
     assert find_place({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a"}) is None
     batch = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "77", "SLURM_NODEID": "0"}

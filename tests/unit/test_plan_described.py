@@ -220,7 +220,7 @@ def test_the_engine_s_capacity_bounds_the_cluster_s_table() -> None:
     assert {each.max_tokens for each in kinds} == {512, 1024, 2048}
 
 
-def test_what_is_no_kind_of_cluster_or_kinds_on_this_machine_is_refused() -> None:
+def test_unknown_cluster_kinds_and_kinds_on_this_machine_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"must be local or described\.\nChoose"):
         described_cluster(RunSettings(cluster=ClusterSettings("moon")))
     with pytest.raises(ConfigError, match=r"cluster\.kinds .*\n.*described clusters.*\n.*cluster=NAME"):

@@ -44,7 +44,7 @@ def rows(parts: dict[int, tuple[GlobalBatch, ...]]) -> list[tuple[str, int, int,
     st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=12), min_size=1, max_size=3),
     st.lists(st.integers(1, 5), min_size=1, max_size=4),
 )
-def test_by_load_shares_everything_once(lengths: list[list[int]], speeds: list[int]) -> None:
+def test_sharing_by_load_assigns_every_sample_once(lengths: list[list[int]], speeds: list[int]) -> None:
     batches = [global_batch(f"j{a}", own) for a, own in enumerate(lengths)]
     by_speed = dict(enumerate(map(float, speeds)))
     parts = by_load(batches, by_speed, capacities=dict.fromkeys(by_speed, 50))
@@ -65,7 +65,7 @@ def test_long_samples_go_only_where_they_fit() -> None:
         by_load([global_batch("a", [4, 60])], {0: 1.0}, capacities={0: 50})
 
 
-def test_by_dispatch_follows_the_numbers() -> None:
+def test_sharing_by_dispatch_follows_the_given_numbers() -> None:
     batches = [global_batch("a", [10, 9, 8]), global_batch("b", [6, 25])]
     parts = by_dispatch(batches, [1, 0, 1, 1, 1], [7, 3])
     assert rows(parts) == sorted(row for batch in batches for row in rows({0: (batch,)}))

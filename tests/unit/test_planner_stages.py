@@ -38,7 +38,7 @@ def test_the_last_stage_gets_fewer_layers_and_early_ones_no_more_than_late_ones(
     assert balanced_split(model(8, 0.0), 4, SHAPE) == (2, 2, 2, 2)
 
 
-def test_memory_limits_a_stage() -> None:
+def test_memory_limits_the_layers_of_a_stage() -> None:
     time = model(9, 0.0)
     assert balanced_split(time, 3, SHAPE, most_layers=(2, 9, 9)) == (2, 3, 4)
     with pytest.raises(ConfigError, match="pp=3"):

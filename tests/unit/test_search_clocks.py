@@ -68,7 +68,7 @@ def test_a_worker_elsewhere_keeps_its_trial_as_long_as_it_beats(
     far.close()
 
 
-def test_a_search_with_rungs_decides_as_ever(tmp_path: Path) -> None:
+def test_a_jumping_wall_clock_does_not_change_decisions(tmp_path: Path) -> None:
     rising = itertools.count(0.0, HOUR)
     bench = Bench(tmp_path / "jumping", halving(cohort=4), clock=lambda: next(rising))
     bench.run()

@@ -213,7 +213,7 @@ def test_objectives_constraints_and_priors_belong_to_the_identity_and_points_do_
 
 @pytest.mark.parametrize("sampler", [name for name in SAMPLERS if SAMPLERS.get(name).several_objectives])
 @pytest.mark.filterwarnings("error::FutureWarning", "error::UserWarning")
-def test_samplers_draw_for_two_objectives_and_a_constraint(sampler: str) -> None:
+def test_samplers_suggest_for_two_objectives_and_a_constraint(sampler: str) -> None:
     storage = InMemoryStorage()
     arguments = COUNTED if sampler == "grid" else NUMBERS
     settings = TWO | {"sampler": sampler, "trials": 14, "direction": ("minimize", "minimize")}

@@ -357,7 +357,7 @@ def test_a_worker_ends_with_the_others_although_it_never_saw_the_order(tmp_path:
     assert {item.user_attrs["plait.reason"] for item in bench.trials} == {"by the user"}
 
 
-def test_what_another_worker_decides_is_acted_on_while_this_one_trains(
+def test_decisions_of_another_worker_take_effect_during_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other brings the last member of a cohort to its rung; here its first one waits, beside a trial of

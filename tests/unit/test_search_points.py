@@ -62,7 +62,7 @@ def test_a_key_with_hydras_plus_is_the_key() -> None:
         read_point(Space((Dimension("key", ODD),)), ["+key=3", "key=5"])
 
 
-def test_what_a_file_gives_is_read_as_it_would_be_written() -> None:
+def test_values_from_a_file_are_read_like_overrides() -> None:
     space = Space(
         (
             Dimension("switch", SWITCH),

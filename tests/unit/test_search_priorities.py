@@ -68,7 +68,7 @@ def test_an_urgent_trial_preempts_the_last_one_which_resumes_later(tmp_path: Pat
     assert states(bench)[:2] == states(undisturbed)
 
 
-def test_no_more_than_the_places_are_taken_by_urgent_trials(tmp_path: Path) -> None:
+def test_urgent_trials_take_at_most_the_available_slots(tmp_path: Path) -> None:
     bench = Bench(
         tmp_path, halving(trials=1, parallel=1, **NONE), owner=lambda study, poll: adds(study, poll, 5, 5, 7)
     )
@@ -138,7 +138,7 @@ def test_a_released_trial_takes_the_slot_of_another_released_one(tmp_path: Path)
     parallel=st.integers(1, 3),
     kind=st.sampled_from(["none", "successive_halving", "patience"]),
 )
-def test_whoever_comes_first_each_trial_takes_each_step_once(
+def test_every_trial_takes_each_step_once_in_any_order_of_arrival(
     tmp_path_factory: pytest.TempPathFactory, added: list[tuple[int, int]], parallel: int, kind: str
 ) -> None:
     def owner(study: StudyTrials, poll: int) -> Orders:

@@ -36,7 +36,7 @@ def kept(root: Path, name: str, **more: object) -> RecordedCommand:
     return command
 
 
-def test_what_is_kept_is_found_again_and_private(tmp_path: Path) -> None:
+def test_a_recorded_command_is_found_and_private(tmp_path: Path) -> None:
     command = kept(tmp_path, "a/b")
     assert recorded_command(tmp_path, "a/b") == command
     assert recorded_commands(tmp_path) == [command]

@@ -184,7 +184,7 @@ def test_every_trial_runs_once_and_its_value_is_in_the_study() -> None:
 
 
 @pytest.mark.parametrize(("parallel", "most", "crowd"), [(4, 2, 2), (2, 4, 2), (1, 4, 1), (8, 8, 8)])
-def test_as_many_train_at_once_as_there_are_places(parallel: int, most: int, crowd: int) -> None:
+def test_as_many_trials_train_at_once_as_there_are_slots(parallel: int, most: int, crowd: int) -> None:
     bench = Bench(replace(Bench().search, parallel=parallel), Engine(most=most))
     bench.run()
     assert max(map(len, bench.engine.groups)) == crowd
@@ -385,7 +385,7 @@ def test_settings_that_break_a_constraint_are_not_trained_and_use_up_no_budget(s
     assert not again.engine.groups
 
 
-def test_an_infeasible_point_that_the_user_added_brings_no_further_one() -> None:
+def test_an_infeasible_point_added_by_the_user_is_not_replaced() -> None:
     """It comes on top of the budget, so that nothing is suggested in its place."""
     bench = Bench(replace(Bench().search, trials=2, constraints={"adapter.rank": "<= 63"}))
     study_of(SPACE, bench.search, bench.storage).enqueue({"adapter.rank": 64})
@@ -414,7 +414,7 @@ def test_a_constraint_that_nothing_in_the_space_keeps_is_refused() -> None:
     check_objectives(SearchSettings(constraints={"adapter.rank": "<= 4", "eval/loss": "<= 2"}), jobs)
 
 
-def test_what_only_grows_may_still_reach_its_limit() -> None:
+def test_a_lower_limit_on_a_growing_metric_is_not_checked_at_rungs() -> None:
     seen = Observed()
     seen.handle(JobProgress("a", 1, 3.0, 1.0, 1e-3, 100, 50.0, 1.0))
     limits = {
@@ -533,7 +533,7 @@ def test_the_end_that_a_scheduler_or_a_closed_terminal_asks_for_is_orderly_too(
     assert [signal.getsignal(each) for each in numbers] == before
 
 
-def test_what_nohup_ignores_stays_ignored() -> None:
+def test_sighup_stays_ignored_under_nohup() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with Interrupts(lambda: None) as interrupts:
@@ -556,7 +556,7 @@ def test_a_metric_that_the_data_does_not_give_is_refused(metric: str, options: A
         check_measured(SearchSettings(metric=metric), [DataSpec.of("reasoning_gym", **options)])
 
 
-def test_so_is_one_that_rungs_judge_and_the_data_does_not_give() -> None:
+def test_a_rung_metric_that_the_data_does_not_give_is_refused() -> None:
     search = SearchSettings(metric="train/loss", stopping=StoppingSettings(kind="median", metric="eval/loss"))
     with pytest.raises(ConfigError, match="eval/loss"):
         check_measured(search, [DataSpec.of("reasoning_gym", validation=0)])

@@ -53,7 +53,7 @@ def domain_of(argument: str) -> Choice | Whole | Real:
         ("data.size=int(interval(10,20))", Whole(10, 20)),
     ],
 )
-def test_an_override_as_a_domain(argument: str, domain: Choice | Whole | Real) -> None:
+def test_overrides_become_domains(argument: str, domain: Choice | Whole | Real) -> None:
     assert domain_of(argument) == domain
 
 
@@ -99,7 +99,7 @@ def test_a_range_of_floats_never_holds_its_stop(start: int, length: int, step: i
         ((), {"train.steps": "3", "adapter.rank": "1,2"}, ["adapter.rank"], ["train.steps=3"]),
     ],
 )
-def test_where_the_space_comes_from(
+def test_the_command_line_precedes_params_and_the_default_space(
     arguments: tuple[str, ...], params: dict[str, str], keys: list[str], fixed: list[str]
 ) -> None:
     request = read_request(arguments, params, DEFAULTS)
@@ -115,7 +115,7 @@ def test_the_command_line_overrides_the_file() -> None:
 @pytest.mark.parametrize(
     "arguments", [["adapter.rank=4", "train.lr=1e-3"], ["train.lr=1", "+adapter.rank=4"]]
 )
-def test_nothing_to_search(arguments: list[str]) -> None:
+def test_a_sweep_without_searched_keys_is_refused(arguments: list[str]) -> None:
     with pytest.raises(SearchError, match="nothing to search"):
         read_request(arguments, {}, DEFAULTS)
 
@@ -124,7 +124,7 @@ def test_nothing_to_search(arguments: list[str]) -> None:
     "key",
     ["model", "model.dtype", "engine.capacity", "planner.max_jobs", "cluster", "tracking.uri", "search.seed"],
 )
-def test_what_belongs_to_the_run_is_not_swept(key: str) -> None:
+def test_keys_of_the_run_cannot_be_swept(key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         space_of(f"{key}=1,2")
     assert "applies to the whole run" in caught.value.rule
@@ -226,7 +226,7 @@ def test_probes_hold_every_choice_and_both_ends() -> None:
         ("--cfg", False),
     ],
 )
-def test_what_sweeps(argument: str, sweeps: bool) -> None:
+def test_overrides_that_sweep_are_recognised(argument: str, sweeps: bool) -> None:
     assert is_sweep(argument) is sweeps
 
 

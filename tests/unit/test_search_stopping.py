@@ -49,7 +49,7 @@ def test_a_search_with_rungs_from_its_first_trial_to_its_last(tmp_path: Path) ->
     assert not list(tmp_path.glob("checkpoints/*/*"))
 
 
-def test_at_a_rung_those_that_keep_the_constraints_come_first(tmp_path: Path) -> None:
+def test_trials_that_satisfy_the_constraints_rank_first_at_a_rung(tmp_path: Path) -> None:
     """The lowest losses break the constraint, so that the rule alone would keep none but them."""
     search = replace(halving(8, 8, cohort=8, rungs=(4,)), constraints={"train/loss": ">= 1.0"})
     bench = Bench(tmp_path, search)
@@ -86,7 +86,7 @@ def test_every_step_is_trained_once_and_in_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["successive_halving", "hyperband", "median"])
-def test_what_becomes_of_trials_depends_neither_on_places_nor_on_failures_elsewhere(
+def test_decisions_depend_neither_on_slots_nor_on_failures_of_other_cohorts(
     tmp_path: Path, kind: str
 ) -> None:
     benches = [
@@ -299,7 +299,7 @@ def test_a_search_always_ends(
     checkpoint_steps=st.sampled_from([None, 1, 3]),
     other_metric=st.booleans(),
 )
-def test_a_killed_search_decides_as_an_undisturbed_one(
+def test_a_killed_search_decides_the_same_as_one_that_ran_through(
     tmp_path_factory: pytest.TempPathFactory,
     kind: str,
     lives: list[int],

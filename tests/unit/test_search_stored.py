@@ -130,7 +130,7 @@ def test_importance_is_known_of_several_objectives(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
 @pytest.mark.parametrize("constant", [0, 1])
-def test_one_of_two_objectives_that_varies_is_enough(tmp_path: Path, constant: int) -> None:
+def test_importance_needs_only_one_objective_that_varies(tmp_path: Path, constant: int) -> None:
     made = optuna.create_study(
         study_name="s", storage=open_storage(None, tmp_path), directions=["minimize", "minimize"]
     )

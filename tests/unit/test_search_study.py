@@ -71,7 +71,7 @@ def test_every_sampler_draws_in_batches_inside_the_space(sampler: str) -> None:
 
 
 @pytest.mark.parametrize("sampler", ["tpe", "random", "grid", "cmaes", "qmc", "gp", "nsgaii"])
-def test_no_sampler_draws_what_failed_over_and_over(sampler: str) -> None:
+def test_no_sampler_repeats_a_failed_point(sampler: str) -> None:
     """Until a trial succeeds, Optuna's quasi-random sampler leaves the drawing to another one."""
     trials = source(SPACES.get(sampler, MIXED), sampler=sampler, trials=6)
     seen = set()
@@ -140,7 +140,7 @@ def test_another_seed_draws_other_points() -> None:
     assert first[0] != first[1]
 
 
-def test_overrides_say_what_the_values_say() -> None:
+def test_overrides_of_a_trial_match_its_values() -> None:
     trial = source(("adapter.target_modules=[q],[q,v]", "data=reasoning_gym,jsonl")).ask()
     assert trial is not None
     assert trial.overrides == tuple(f"{key}={value}" for key, value in trial.values.items())
@@ -451,7 +451,7 @@ def test_a_trial_that_was_killed_while_it_was_drawn_gets_the_values_it_would_hav
     assert [again.ask() for _ in range(3)] == expected
 
 
-def test_what_the_search_began_with_must_not_change(tmp_path: Path) -> None:
+def test_data_and_model_of_a_search_must_not_change(tmp_path: Path) -> None:
     storage = open_storage(str(tmp_path / "journal"), tmp_path)
     source(storage=storage, name="s").check_material({"data train.jsonl": "aaa", "model": "m"})
     again = source(storage=storage, name="s")

@@ -141,7 +141,7 @@ def add_outside(trials: StudyTrials) -> int:
 
 
 @pytest.mark.parametrize("sampler", NAMES)
-def test_a_trial_outside_of_the_space_disturbs_no_sampler(sampler: str) -> None:
+def test_a_trial_outside_the_space_does_not_affect_samplers(sampler: str) -> None:
     options: dict[str, Any] = {"sampler_options": {"population_size": 4}} if sampler == "nsgaii" else {}
     trials = source(NUMBERS, sampler=sampler, **options)
     for _ in range(2):
@@ -303,7 +303,7 @@ def test_a_point_of_which_nothing_is_left_is_trained_once_more() -> None:
 
 
 @pytest.mark.parametrize("sampler", ["random", "tpe", "qmc", "cmaes"])
-def test_workers_of_one_study_draw_no_point_twice(
+def test_workers_of_one_study_suggest_no_point_twice(
     sampler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Both are in this process, so that neither finds the other's lock taken.

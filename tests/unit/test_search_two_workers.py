@@ -108,7 +108,7 @@ def test_cohorts_over_two_processes_decide_as_in_one(
 
 
 @pytest.mark.parametrize("processes", [["leaves"]], indirect=True)
-def test_a_leaving_worker_frees_its_trials_for_the_others(
+def test_an_interrupted_worker_releases_its_trials(
     processes: tuple[Process, Process], undisturbed: Bench, tmp_path: Path
 ) -> None:
     """At the first Ctrl-C: saved, told to nobody, and resumed by the other, to the same end."""

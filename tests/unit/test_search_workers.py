@@ -535,7 +535,7 @@ def test_a_journal_that_is_removed_while_a_line_waits_for_it_takes_none(
 # ---- patience ---------------------------------------------------------------------------------------------
 
 
-def test_what_could_not_be_done_is_done_when_the_storage_is_back() -> None:
+def test_requests_are_repeated_when_the_storage_is_back() -> None:
     failures = iter(range(9))
     said: list[str] = []
     slept: list[float] = []
@@ -579,7 +579,7 @@ def test_a_sqlite_file_that_is_only_read_is_not_waited_for(tmp_path: Path) -> No
         Patience(sleep=lambda _: pytest.fail("it waits"))(lambda: optuna.create_study(storage=read))
 
 
-def test_what_is_wrong_with_a_request_is_not_waited_for() -> None:
+def test_an_invalid_request_is_not_repeated() -> None:
     refused = ProgrammingError("SELECT", {}, Exception("no such table"))
     assert not passes(refused)
     assert not passes(ValueError("x"))

@@ -168,7 +168,7 @@ def test_traffic_padding_memory_and_speed() -> None:
     assert [most(run, stage, [12, 20]) for stage in range(3)] == [32, 32, 20]
 
 
-def test_what_is_held_while_each_microbatch_is_in_flight() -> None:
+def test_bytes_are_held_while_a_microbatch_is_in_flight() -> None:
     weights = [10.0, 20.0, 30.0, 40.0]
     run = simulate({0: equal([work(f"j{place}", 0) for place in range(4)], 3, OneFOneB([4]))})
     # three in flight on the first stage, then two, then one

@@ -24,7 +24,7 @@ def jobs(count: int, *, steps: int = 8, size: int = 8) -> dict[str, list[GlobalB
     return global_batches(trace)
 
 
-def test_one_device_gains_by_fewer_and_fuller_microbatches() -> None:
+def test_joint_training_saves_time_on_one_device_by_fewer_microbatches() -> None:
     batches = jobs(4)
     made = forecast(batches, [Replica()], TIME, PlanOptions({0: 2048}))
     assert made.plan.replicas[0].layer_split == (12,)

@@ -49,7 +49,7 @@ def test_infeasible_is_a_status_and_not_a_warning() -> None:
     assert solution.bound == INFINITY
 
 
-def test_no_time_leaves_no_values_and_says_so() -> None:
+def test_a_solver_without_time_returns_no_values_and_reports_it() -> None:
     program, *_ = _knapsack(0)
     solution = solve(program, Limits(seconds=0.0))
     assert solution.limit_hit == "time"
@@ -67,7 +67,7 @@ def test_start_survives_a_search_that_stops_at_once() -> None:
     assert solution.objective <= program.objective(start)
 
 
-def test_same_program_same_answer() -> None:
+def test_equal_programs_have_equal_answers() -> None:
     program, *_ = _knapsack(3, items=30)
     copy = pickle.loads(pickle.dumps(program))
     assert solve(program, Limits(nodes=3)) == solve(copy, Limits(nodes=3))

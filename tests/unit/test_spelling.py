@@ -19,7 +19,7 @@ def test_edits_are_a_distance_of_at_most_the_longer_word(one: str, other: str) -
 
 
 @given(WORDS, st.integers(0, 5), st.sampled_from("abc"))
-def test_one_edit_is_one(word: str, at: int, letter: str) -> None:
+def test_one_edit_has_distance_one(word: str, at: int, letter: str) -> None:
     at = min(at, len(word))
     assert edits(word, word[:at] + letter + word[at:]) == 1
     swapped = word[:at] + word[at : at + 2][::-1] + word[at + 2 :]
@@ -46,11 +46,11 @@ def test_one_edit_is_one(word: str, at: int, letter: str) -> None:
         ("", []),
     ],
 )
-def test_the_likeliest(word: str, meant: list[str]) -> None:
+def test_the_most_similar_names_are_suggested(word: str, meant: list[str]) -> None:
     assert alike(word, KEYS) == meant
 
 
-def test_the_sentence() -> None:
+def test_suggestions_are_written_as_a_question() -> None:
     assert did_you_mean("modle", KEYS) == "Did you mean model? "
     assert did_you_mean("seed", KEYS) == "Did you mean train.seed or data.seed? "
     assert did_you_mean("quick", ["quickstart"], before="sweeps=", cutoff=0.5) == (

@@ -199,7 +199,7 @@ def test_only_values_measured_at_a_rung_are_stored_and_compared() -> None:
     assert search.stopper.decisions(lambda: 2) == [(Trial(1), STOP)]
 
 
-def test_only_an_asynchronous_rules_leave_is_kept_and_once() -> None:
+def test_passed_rungs_are_stored_once_and_only_for_asynchronous_rules() -> None:
     for asynchronous in (False, True):
         search = Search(Scripted(CONTINUE), asynchronous=asynchronous)
         assert not search.stopper.measured

@@ -255,7 +255,7 @@ def test_a_cohort_waits_for_all_of_its_members_and_for_no_others() -> None:
     assert actions(made, range(3), 4, table(some, 3)) == {0: "stop", 1: "continue", 2: "stop"}
 
 
-def test_one_member_is_always_left() -> None:
+def test_successive_halving_always_keeps_one_member() -> None:
     made = rule(kind="successive_halving", rungs=(4,), cohort=4, eta=4)
     alone = table({4: {4: 2.0}}, 5)
     assert made.decide(4, 4, alone).action == "continue"

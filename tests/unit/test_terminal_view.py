@@ -150,7 +150,7 @@ def test_plain_progress_shows_the_losses_and_the_best_so_far() -> None:
     )
 
 
-def test_only_the_best_of_several_that_end_together_is_reported() -> None:
+def test_only_the_best_of_trials_that_end_together_is_reported() -> None:
     stage = Stage(board_of(4), terminal=False)
     with stage.view:
         for trial, loss in ((0, 2.0), (1, 1.5), (2, 1.0)):
@@ -432,7 +432,7 @@ def test_time_left_of_a_resumed_search_leaves_out_what_is_done() -> None:
     assert stage.view.seconds_left == pytest.approx(60.0)
 
 
-def test_what_is_done_and_the_time_left_have_one_measure() -> None:
+def test_share_done_and_time_left_use_the_same_measure() -> None:
     stage = Stage(board_of(2, trials=4), terminal=False)
     for trial in range(2):
         stage.play(JobAdmitted(spec(trial), 0, 10, "g0"))
@@ -553,7 +553,7 @@ def test_a_table_without_jobs_and_one_of_jobs_that_do_not_differ() -> None:
     ("seconds", "text"),
     [(0.2, "0 s"), (59.4, "59 s"), (59.6, "1 min 00 s"), (200, "3 min 20 s"), (7500, "2 h 05 min")],
 )
-def test_durations(seconds: float, text: str) -> None:
+def test_durations_are_written_in_words(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 

@@ -77,9 +77,7 @@ def test_the_newest_spans_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert json.loads(text or "")["otherData"]["left_out"] > 0
 
 
-def test_of_two_workers_only_one_sets_a_full_file_aside(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_one_of_two_workers_rotates_a_full_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep(tmp_path, taken(0, Span("microbatch", 1.0, 2.0, WORK)))
     full = (tmp_path / SPANS_FILE).read_bytes()
     other = Thread(target=keep, args=(tmp_path, taken(0)), kwargs={"worker": "other"})

@@ -259,7 +259,7 @@ def test_a_commit_waits_for_the_texts_that_another_thread_commits(
     log.close()
 
 
-def test_what_is_appended_while_the_disk_is_written_to_is_not_given_yet(
+def test_records_appended_during_a_sync_are_not_given_yet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = open_event_log(tmp_path, HEAD)

@@ -114,7 +114,7 @@ def test_only_parameters_that_vary_have_a_column() -> None:
     assert rows[0][:5] == [0, "finished", 1.25, 4, '["q","v"]']
 
 
-def test_what_mlflow_gives_back_is_what_the_job_had() -> None:
+def test_records_read_from_mlflow_equal_the_jobs() -> None:
     """A job that another process trains, or that was added, differs in what differs alone."""
     jobs = [JobSpec(f"trial-{at:04d}", AdapterSpec(rank=4 + at)).parameters() for at in range(3)]
     read = {key: parameter_value(parameter_text(value)) for key, value in jobs[1].items()}
@@ -177,7 +177,7 @@ def test_the_table_leaves_out_what_says_nothing() -> None:
     assert "eval loss" in table_text(160, listed)
 
 
-def test_what_does_not_fit_is_left_out_and_named() -> None:
+def test_columns_that_do_not_fit_are_hidden_and_named() -> None:
     listed = [
         JobRecord(f"t{at}", at, state=JobState.PRUNED, objective=2.0, reason="place 7 of 8, " * 6)
         for at in (0, 1)

@@ -310,7 +310,7 @@ def test_a_forward_on_old_weights_is_named() -> None:
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
-def test_one_job_alone_waits_by_noops_and_steps_at_once(stages: int) -> None:
+def test_a_single_job_waits_with_noops_and_steps_immediately(stages: int) -> None:
     batches = {"a": [global_batch("a", step, [8, 8], 10 * step) for step in range(3)]}
     order: list[Turn] = [
         {0: packed_batches(turn, capacity=8, limits=GREEDY)} for turn in turns(batches, [["a"]])

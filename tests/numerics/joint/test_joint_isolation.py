@@ -108,9 +108,7 @@ def test_a_gradient_that_is_not_finite_fails_the_step_and_leaves_the_others_exac
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_one_that_finishes_one_that_joins_and_one_that_is_cancelled_change_nothing(
-    laboratory: Any, kernels: str
-) -> None:
+def test_jobs_that_finish_join_or_are_cancelled_do_not_affect_others(laboratory: Any, kernels: str) -> None:
     lab = laboratory("llama")
     jobs = lab.group(steps=8)
     jobs[0] = with_steps(jobs[0], steps=4)  # ends early

@@ -66,7 +66,7 @@ def noting(at_evaluations: dict[str, list[Tensors]]) -> Any:
     return before
 
 
-def test_alone_in_company_and_after_an_interruption(laboratory: Any) -> None:
+def test_best_weights_are_equal_alone_jointly_and_after_an_interruption(laboratory: Any) -> None:
     lab = laboratory("llama")
     best, last = overfitting(lab, 2, "best"), overfitting(lab, 2, "last")
     notes: dict[str, list[Tensors]] = {}

@@ -59,7 +59,7 @@ def _parameters(optimiser):
     return [p for group in optimiser.param_groups for p in group["params"]]
 
 
-def test_equal_to_torch_over_steps(backend):
+def test_adamw_equals_torch_over_several_steps(backend):
     bank = _bank()
     optimisers = _torch_optimisers(bank)
     for count in range(1, 6):

@@ -57,7 +57,7 @@ def test_the_host_waits_for_values_and_for_uploads_that_are_not_queued():
     assert (counts.waits, counts.launches) == (3, 1)
 
 
-def test_what_the_host_does_alone_is_not_counted():
+def test_operations_on_the_host_are_not_counted():
     with counted() as counts:
         torch.ones(3).add_(1.0).tolist()
     assert (counts.launches, counts.waits, counts.bytes) == (0, 0, 0)

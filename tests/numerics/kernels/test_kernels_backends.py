@@ -32,7 +32,7 @@ def test_an_added_backend_computes_what_its_name_is_asked_for(make_layer):
     assert calls == [2]
 
 
-def test_only_a_deterministic_one_that_runs_there_is_a_candidate(monkeypatch):
+def test_only_deterministic_backends_that_run_on_the_device_are_candidates(monkeypatch):
     monkeypatch.setattr(selection, "median_seconds", lambda made, _device: times[made.args[0]])
     times = {"grouped": 2.0, "mine": 1.0}
     mine = replace(BACKENDS["grouped"], name="mine")

@@ -55,7 +55,7 @@ def _undropped(x, run):
     [(_unwritten, "error"), (_noisy, "two runs differ"), (_undropped, "mask")],
     ids=["memory not written", "not repeatable", "mask"],
 )
-def test_what_is_wrong_is_found(monkeypatch, spoil, expected):
+def test_a_wrong_backend_is_reported(monkeypatch, spoil, expected):
     exact = BACKENDS["grouped"]
     spoilt = replace(exact, forward=lambda x, *others: spoil(x, exact.forward(x, *others)))
     monkeypatch.setitem(BACKENDS, "grouped", spoilt)

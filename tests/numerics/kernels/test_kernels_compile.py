@@ -86,7 +86,7 @@ def test_the_passes_compile_and_fit_every_generation(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("capability", [80, 90, 100])
-def test_all_that_may_be_launched_compiles(capability, tmp_path):
+def test_every_kernel_that_may_be_launched_compiles(capability, tmp_path):
     if "PLAIT_COMPILE_ALL" not in os.environ:
         pytest.skip("compiles some 600 kernels, ten minutes: set PLAIT_COMPILE_ALL=1")
     _check(_compiled(capability, "all", tmp_path), capability)

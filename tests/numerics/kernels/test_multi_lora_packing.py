@@ -105,13 +105,13 @@ def _check_routing(make_layer, backend, ranks, drawn, dropout, seed):
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(**_ROUTINGS)
 @pytest.mark.parametrize("backend", ["reference", "grouped"])
-def test_random_routings(make_layer, backend, **drawn):
+def test_random_routings_are_accurate(make_layer, backend, **drawn):
     _check_routing(make_layer, backend, **drawn)
 
 
 @settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(**_ROUTINGS)
-def test_random_routings_by_tiles(make_layer, **drawn):
+def test_random_routings_are_accurate_with_tiles(make_layer, **drawn):
     if not available(torch.device("cpu")):
         pytest.skip("Triton runs on a CPU only in its interpreter, which is off where there is a GPU")
     _check_routing(make_layer, "triton", **drawn)

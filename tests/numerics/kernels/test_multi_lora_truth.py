@@ -35,7 +35,7 @@ def test_mixed_ranks_and_sites(place, make_layer, dtype, dropout):
 
 
 @pytest.mark.parametrize("rank", [1, 3, 16, 17, 100, 256])
-def test_every_rank(place, make_layer, rank):
+def test_every_rank_is_accurate(place, make_layer, rank):
     layer = make_layer(ranks=[rank], lengths=[21], widths=[19], dropout=0.2, device=place[0])
     layer.assert_accurate(layer.run(place[1]))
 
@@ -58,7 +58,7 @@ def test_all_ranks_at_odd_sizes_side_by_side(place, make_layer, dtype):
 
 @pytest.mark.parametrize("tokens", [1, 63, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_every_number_of_tokens(place, make_layer, tokens, dtype):
+def test_every_number_of_tokens_is_accurate(place, make_layer, tokens, dtype):
     parts = [tokens - 2 * (tokens // 3), tokens // 3, tokens // 3]  # one token: two adapters have no rows
     layer = make_layer(ranks=[5, 8, 2], lengths=parts, widths=[20, 12], dtype=dtype, device=place[0])
     layer.assert_accurate(layer.run(place[1]))

@@ -116,7 +116,7 @@ def test_rotation_in_place(dtype, rows, heads, kept, size, rotated):
         assert torch.equal(own[..., rotated:], before[..., rotated:])
 
 
-def test_no_rows_are_no_launch():
+def test_no_kernel_is_launched_for_zero_rows():
     empty = torch.empty(0, 8, device=DEVICE)
     assert passes.gated(empty, plain.SILU).shape == (0, 4)
     assert passes.rms(empty, empty.new_ones(8), EPS, 0.0)[0].shape == (0, 8)
