@@ -17,7 +17,7 @@ from plait.core.lifecycle import JobResult, JobState, PauseReason
 from plait.core.messages import JobAdmitted, JobEvaluated, JobPaused, JobProgress
 from plait.core.settings import TrackingSettings
 from plait.tracking.event_log import EventLog, free_logs, logs_folder, open_event_log
-from plait.tracking.leaderboard import Leaderboard
+from plait.tracking.leaderboard import JobRecord, Leaderboard
 from plait.tracking.names import DEVICE_SECONDS, TRAIN_LOSS
 from plait.tracking.records import (
     Head,
@@ -511,6 +511,27 @@ def test_the_searchs_own_curves_have_every_step_once_whenever_a_process_is_kille
     steps = [item.step for item in log.peek(99) if isinstance(item, LogPoints)]
     assert steps == list(range(1, 4 if killed == "before it is noted" else 3))
     log.close()
+
+
+def test_the_searchs_sums_do_not_fall_where_a_killed_process_is_resumed(tmp_path: Path) -> None:
+    for tokens, seconds in (
+        (100, 5.000000003),
+        (70, 3.5),
+        (90, 4.5),
+        (120, 6.25),
+    ):  # back to a checkpoint, and on
+        log = open_event_log(tmp_path, HEAD)
+        clock = SearchClock(tmp_path / "totals", FoundRun("parent", made=True), lambda: 0.0)
+        board = Leaderboard("minimize", 1)
+        board.add(JobRecord("a", 0, tokens=tokens, device_seconds=seconds))
+        SearchRun(log, board, clock, 100).write_point({})
+        clock.close()
+        log.close()
+    log = open_event_log(tmp_path, HEAD)
+    points = [item.values for item in log.peek(99) if isinstance(item, LogPoints)]
+    log.close()
+    assert [point["train/tokens"] for point in points] == [100, 100, 100, 120]
+    assert [point[DEVICE_SECONDS] for point in points] == [*[5.000000003] * 3, 6.25]
 
 
 def test_the_step_at_which_a_job_pauses_or_is_stopped_is_written(tmp_path: Path) -> None:

@@ -45,7 +45,9 @@ from plait.utils.line_log import real_locks
 REFRESH_SECONDS = 10.0  # interval between two leaderboards of a running search
 REFRESH_SHARE = 0.005  # share of the time that may be spent on making them
 SKIPPED_SECONDS = 120.0  # steps of this many seconds are skipped if another host wrote the curves so far
-DIGITS = 20  # of the step of the search's curves, and of the microseconds after it, in their file
+DIGITS = 20  # of each number in the file of the search's curves: step, microseconds, and RISING
+# Sums that fall back to checkpoints after a kill, and into how many parts of one they are counted.
+RISING = {names.TRAIN_TOKENS: 1, names.DEVICE_SECONDS: 1_000_000_000}
 SUMS = (  # over all jobs, including those of earlier processes
     names.TRAIN_TOKENS,
     names.DEVICE_SECONDS,
@@ -224,7 +226,8 @@ class SearchClock:
                 "Free some space, or make the folder writable.",
             ) from error
         self._mine = False
-        step, seconds = self._noted()
+        self._sums = dict.fromkeys(RISING, 0)  # largest that were written
+        step, seconds, *_ = self._noted()
         # one step may be written and not noted
         self.behind = found.newest.step > step + 1 or not (found.made or step)
         self._step, self._before = max(found.newest.step, step), max(found.newest.value, seconds)
@@ -243,6 +246,18 @@ class SearchClock:
         microseconds = round(self.seconds * 1_000_000)
         self._write(self._file, microseconds, DIGITS)
         return self._step, microseconds / 1_000_000
+
+    def rising(self, values: Mapping[str, float]) -> dict[str, float]:
+        """The values of a point, with sums that do not fall: what a kill took back is trained again, and
+        until then such a curve stays where it was."""
+        assert self._file is not None
+        found = dict(values)
+        for place, (name, parts) in enumerate(RISING.items(), 2):
+            if name in found:
+                counted = max(round(found[name] * parts), self._sums[name])
+                self._sums[name], found[name] = counted, counted / parts
+                self._write(self._file, counted, place * DIGITS)
+        return found
 
     def note(self) -> None:
         """Note that the step is in the log: a process that is killed in between leaves out none."""
@@ -275,17 +290,19 @@ class SearchClock:
         with real_locks(self._path):
             taken = not self._mine and lock_descriptor(file, blocking=False)
         if taken:
-            step, seconds = self._noted()
+            step, seconds, *sums = self._noted()
             self._step = max(self._step, step)
+            self._sums = dict(zip(RISING, sums, strict=True))
             self._before += max(seconds - self.seconds, 0.0)  # time only increases
             self._mine = True
         return self._mine
 
-    def _noted(self) -> tuple[int, float]:
-        """Step and seconds of the last point written by a process of this host."""
-        text = b"" if self._file is None else os.pread(self._file, 2 * DIGITS, 0)
-        step, seconds = (int(part) if part.isdigit() else 0 for part in (text[:DIGITS], text[DIGITS:]))
-        return step, seconds / 1_000_000
+    def _noted(self) -> tuple[int, float, int, int]:
+        """Step, seconds and sums of the last point written by a process of this host."""
+        text = b"" if self._file is None else os.pread(self._file, 4 * DIGITS, 0)
+        parts = [text[at * DIGITS : (at + 1) * DIGITS] for at in range(4)]
+        step, microseconds, *sums = [int(part) if part.isdigit() else 0 for part in parts]
+        return step, microseconds / 1_000_000, sums[0], sums[1]
 
 
 class SearchRun:
@@ -318,7 +335,7 @@ class SearchRun:
             values = dict(more) | search_values(self._board, seconds)
             unknown = () if self.whole else SUMS
             known = {key: value for key, value in values.items() if key not in unknown}
-            self._log.points(self._key, step, known)
+            self._log.points(self._key, step, self.clock.rising(known))
         self.clock.note()
 
     def write_table(self, path: str, text: str) -> None:
