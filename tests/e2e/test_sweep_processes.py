@@ -91,7 +91,9 @@ def test_a_process_that_dies_ends_the_run_if_none_may_and_the_same_command_resum
     assert "resuming 3" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("stages", [1, 2])
 def test_a_search_makes_up_for_a_process_that_dies(
+    stages: int,
     folder: Path,
     short: tuple[str, ...],
     leaderboard: Any,
@@ -103,9 +105,10 @@ def test_a_search_makes_up_for_a_process_that_dies(
     alone = objectives(leaderboard)
     shutil.rmtree(folder / "plait-runs" / "searches")
     request.getfixturevalue("fragile")
-    assert main([*command, "search.fresh=true", "cluster.processes=2"]) == 0
+    processes = ["cluster.processes=2", f"cluster.pipeline={stages}"]
+    assert main([*command, "search.fresh=true", *processes]) == 0
     said = capsys.readouterr().out
-    assert "died with status -9 while training. Bringing the processes together again" in said
+    assert "died with status -9 while training. Restarting with the processes that come back" in said
     assert "2 processes train again after" in said
     assert "1 restart after lost processes" in said
     assert objectives(leaderboard) == pytest.approx(alone, rel=1e-5)

@@ -288,6 +288,7 @@ def _one_replica(chosen: WorkerFacts, built: Sequence[WorkerFacts], memory: Sequ
         chosen,
         shape=replace(chosen.shape, weight_bytes=weights),
         memory_bytes=sum(memory),
+        stages=len(built),
         devices=(" + ".join(device for facts in built for device in facts.devices),),
     )
 

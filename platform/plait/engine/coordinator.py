@@ -200,6 +200,11 @@ class Coordinator:
         """
         return 0 if self._stopping else self._roster.free_slots(most)
 
+    @property
+    def _processes(self) -> int:
+        """Processes that train: those of all stages of all replicas."""
+        return sum(each.pp for each in self._replicas)
+
     def plan(self) -> Plan:
         """The plan as far as it is known: the jobs admitted so far, and what was measured and chosen."""
         live = [job.demand for job in self._live.values()]
@@ -208,7 +213,7 @@ class Coordinator:
         choices: Choices = {
             **self._chosen,
             "capacity": self._capacity,
-            "processes": len(self._replicas),
+            "processes": self._processes,
             "speeds": " ".join(str(each.speed) for each in self._replicas),
             "packing repeats": self._packer.repeats,
         }
@@ -316,7 +321,7 @@ class Coordinator:
         """Have another worker in the place of the lost one."""
         seconds = self._change_worker()
         self.restarts.seconds += seconds
-        count = len(self._replicas)
+        count = self._processes
         who = "1 process trains" if count == 1 else f"{count} processes train"
         yield Notice(f"{who} again after {seconds:.1f} s")
 
@@ -335,7 +340,7 @@ class Coordinator:
             self._roster.queue(job)
             yield _paused(job, PauseReason.JOINED)
         seconds = self._change_worker()
-        yield Notice(f"{len(self._replicas)} processes train from now on; the change took {seconds:.1f} s")
+        yield Notice(f"{self._processes} processes train from now on; the change took {seconds:.1f} s")
 
     def _change_worker(self) -> float:
         """Have the worker that can be had now; the seconds that this took."""

@@ -31,7 +31,7 @@ def replicas_of(facts: WorkerFacts, settings: RunSettings, profile: Profile | No
         if not given and own < most:
             capacity = _fitting(replace(facts, memory_bytes=own, replica_bytes=()), settings, profile)
         speed = facts.speeds[number] if facts.speeds else 1.0
-        found.append(Replica(number, devices=(device,), capacity=capacity, speed=speed))
+        found.append(Replica(number, pp=facts.stages, devices=(device,), capacity=capacity, speed=speed))
     return tuple(found)
 
 
