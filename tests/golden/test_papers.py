@@ -38,6 +38,7 @@ MOVED: dict[str, tuple[str, Any]] = {
     "mlora/completion_4gpu": ("bench.options.splits", [8]),
     "mlora/gpu_scaling": ("bench.options.gigabytes_per_s", 4),
     "mlora/slow_network": ("bench.options.teraflops", 28),
+    "slora/communication": ("bench.options.tokens", 2048),
     "mlora/throughput": ("bench.options.teraflops", 28),
     "lobra/throughput": ("cluster.options.time.head.1.labelled", 5e-6),
 }
