@@ -22,8 +22,8 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="plait trace",
         description="Write a timeline of what each process of a search did, as trace-event JSON: "
-        "microbatches, exchanges, steps, evaluations, checkpoints, and waiting. Open it at ui.perfetto.dev or "
-        "chrome://tracing.",
+        "microbatches, exchanges, steps, evaluations, checkpoints, and waiting. Open it at ui.perfetto.dev "
+        "or chrome://tracing.",
     )
     root = TrackingSettings().root
     parser.add_argument("name", help="name of the search, as `plait sweep` prints it")
