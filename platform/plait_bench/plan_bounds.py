@@ -90,7 +90,7 @@ def plan_bounds(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping
             Figure(f"{name}: stated gap, median", median(stated), "%", "computed", note=_most(stated)),
             Figure(f"{name}: above the optimum, median", median(real), "%", "computed", note=_most(real)),
         ]
-    return Report(f"Plans of {asked.workloads} random workloads beside brute force", tuple(figures))
+    return Report(f"Plans of {asked.workloads} random workloads compared with brute force", tuple(figures))
 
 
 def _most(values: Sequence[float]) -> str:

@@ -267,5 +267,5 @@ def _search_figures(recorded: RecordedCurves, found: JointSearch, seconds: float
             Baseline(recorded.seconds, FULL_GRID),
             note="states and adapters included",
         ),
-        Figure("its device time, of the full grid's", share, "%", "measured"),
+        Figure("its device time, as a share of the full grid's", share, "%", "measured"),
     ]

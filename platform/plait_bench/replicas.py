@@ -104,7 +104,7 @@ def replicas(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[st
         (*_speed_figures(sides, count), *_waiting_figures(sides[count]), _control_figure(control, count)),
         (
             f"{len(jobs)} adapters, {asked.rounds} iterations of each side in turns, {settings.model.dtype}, "
-            f"capacity {own.capacity}, {threads} threads a process. Losses differ by at most {worst:.1e}.",
+            f"capacity {own.capacity}, {threads} threads per process. Losses differ by at most {worst:.1e}.",
         ),
     )
 
@@ -158,7 +158,7 @@ def _control_seconds(fleet: Fleet, commands: int) -> float:
 def _speed_figures(sides: Mapping[int, _Side], count: int) -> list[Figure]:
     rates = {number: [each.tokens / each.seconds for each in side.measured] for number, side in sides.items()}
     ratio = median(many / one for one, many in zip(rates[1], rates[count], strict=True))
-    baseline = Baseline(median(rates[1]), f"one process, {count} times the threads", ratio)
+    baseline = Baseline(median(rates[1]), f"one process with {count} times the threads", ratio)
     known = [
         (each.predicted_seconds, each.seconds)
         for each in sides[count].measured
@@ -169,7 +169,7 @@ def _speed_figures(sides: Mapping[int, _Side], count: int) -> list[Figure]:
     simulated = Baseline(seconds, "measured", right, at_least=0.9, at_most=1.1)
     name = f"{count} processes"
     return [
-        Figure(f"tokens a second, {name}", median(rates[count]), "tokens/s", "measured", baseline),
+        Figure(f"tokens/s, {name}", median(rates[count]), "tokens/s", "measured", baseline),
         Figure(f"an iteration, {name}, from each share", predicted, "s", "simulated", simulated),
     ]
 
@@ -197,4 +197,4 @@ def _waiting_figures(side: _Side) -> list[Figure]:
 
 
 def _control_figure(seconds: float, count: int) -> Figure:
-    return Figure(f"a command to {count} processes and back", 1e6 * seconds, "µs", "measured")
+    return Figure(f"round trip of a command to {count} processes", 1e6 * seconds, "µs", "measured")

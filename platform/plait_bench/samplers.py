@@ -263,5 +263,5 @@ def _assumptions(tables: Sequence[LossTable], options: Options) -> tuple[str, ..
         f"Trials until the first within {options.within:g} % of a model's best published loss; {len(tables)} "
         f"models, {options.seeds} seeds unless a sampler has its own number.",
         "Losses are published, not measured here. Learning rate and rank are suggested from ranges on log "
-        "scales and get the nearest point's loss, so that a point may repeat; the grid sampler has points.",
+        "scales and get the nearest point's loss, so a point may repeat; the grid sampler suggests points.",
     )

@@ -573,7 +573,7 @@ def _assumptions(
         f"{settings.engine.capacity_or_usual}.",
         "Plait's seconds are the whole loop: suggesting, packing, training, evaluations, pausing and export. "
         "PEFT's are its training and its evaluations: without a pruner at the ends of trials alone, with "
-        "rungs at those it comes to, nothing for leaving a trial and resuming it. Loading is not timed.",
+        "rungs at those it comes to, but nothing for pausing and resuming a trial. Loading is not timed.",
         "PEFT trained every trial to its end; what it takes with rungs is derived by replay of its measured "
         "parts through the same loop and rules, one trial at a time.",
         f"Each seed is kept in {kept.path}. {measured_when(facts)}",

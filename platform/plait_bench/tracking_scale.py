@@ -243,11 +243,11 @@ def tracking_scale(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapp
             1000 * step_seconds,
             "ms",
             "computed" if asked.step_seconds else "measured",
-            note="as given" if asked.step_seconds else "fastest joint step, shared out",
+            note="as given" if asked.step_seconds else "fastest joint step, divided among its adapters",
         )
     ]
     whole = sum(USUAL_SECONDS[store] for store in asked.stores) * asked.adapters * asked.steps
-    part(f"about {duration(whole)} in all, on two cores that do nothing else")
+    part(f"about {duration(whole)} in total, on two otherwise idle cores")
     for store in asked.stores:
         with tempfile.TemporaryDirectory(prefix="plait-tracking-") as folder:
             figures += _measure(settings, jobs, asked, store, Path(folder), step_seconds)
@@ -260,7 +260,7 @@ def tracking_scale(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapp
             f"tracking.points={settings.tracking.points}.",
             f"Shares are of a run of {hours:.1f} hours: all steps at the seconds above, one after the other. "
             "The calls are real and made without a pause; nothing is trained at the same time.",
-            f"An adapter's folder has {ADAPTER_BYTES // 1024} KiB here.",
+            f"An adapter's folder has {ADAPTER_BYTES // 1024} KiB in this benchmark.",
         ),
     )
 
@@ -293,7 +293,7 @@ def _measure(
         tracking = replace(settings.tracking, uri=uri, root=folder / "runs", experiment="tracking_scale")
         chosen = replace(settings, tracking=tracking)
         edges = _costs(chosen, jobs, script, asked.edge, store, server)
-        part(f"{store}: reading all back")
+        part(f"{store}: reading everything back")
         values = _check(tracking, script)
     return _figures(store, edges, values, asked, step_seconds)
 
@@ -377,7 +377,7 @@ def _figures(
         ("the thread that trains", whole.calls - start.calls),
         ("the writer's CPU", whole.writer - start.writer),
         *([("the server's CPU", whole.server - start.server)] if store == "server" else []),
-        ("tracking in all", whole.total - start.total),
+        ("tracking in total", whole.total - start.total),
     ]
     training = Baseline(seconds, "training, at the seconds of one step", at_most=SHARE / 100)
     figures = [
@@ -389,7 +389,7 @@ def _figures(
     return [
         *figures,
         Figure(f"{store}: calls of one step", 1e6 * (whole.calls - start.calls) / steps, "µs", "measured"),
-        Figure(f"{store}: until all was sent", whole.clock - start.clock, "s", "measured"),
+        Figure(f"{store}: until everything was sent", whole.clock - start.clock, "s", "measured"),
         Figure(
             f"{store}: shortest step of which it takes {SHARE} %",
             1000 * (whole.total - start.total) / steps / (SHARE / 100),

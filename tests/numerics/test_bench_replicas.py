@@ -33,8 +33,8 @@ def _few_forked_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_figures_are_reported_if_both_sides_train_alike() -> None:
     report = bench.replicas(SETTINGS, JOBS, {"rounds": 3, "commands": 5, "loss_tolerance": 1e-5})
     figures = {figure.name: figure for figure in report.figures}
-    assert figures["tokens a second, 2 processes"].ours > 0
-    assert figures["a command to 2 processes and back"].ours > 0
+    assert figures["tokens/s, 2 processes"].ours > 0
+    assert figures["round trip of a command to 2 processes"].ours > 0
     assert 0 <= figures["no replica works"].ours <= figures["waiting, mean of the replicas"].ours < 100
     assert figures["an iteration, 2 processes, from each share"].how == "simulated"
     assert "Losses differ by at most" in report.assumptions[0]

@@ -22,7 +22,7 @@ def test_every_point_that_is_due_arrives_and_is_counted() -> None:
     due = sum(len(script.kept(10)) for _ in range(4))
     assert figures["sqlite: losses in the store"] == due
     total = figures["sqlite: the thread that trains"] + figures["sqlite: the writer's CPU"]
-    assert figures["sqlite: tracking in all"] == pytest.approx(total)
+    assert figures["sqlite: tracking in total"] == pytest.approx(total)
     assert figures["sqlite: shortest step of which it takes 2 %"] == pytest.approx(total / 120 / 0.02 * 1000)
 
 
