@@ -3,6 +3,11 @@
 import json
 import shutil
 import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +15,7 @@ from typing import Any
 import nbformat
 import pytest
 import torch
+from mlflow_server import free_port
 from nbclient import NotebookClient
 from safetensors.torch import load_file
 
@@ -134,6 +140,41 @@ def _check_generated(result: Any, root: Path, capfd: pytest.CaptureFixture[str])
     best = result.best.trial
     assert sum(line.startswith("base: ") for line in shown) == 2
     assert sum(line.startswith(f"trial {best}: ") for line in shown) == 2
+    _check_served(root, best, rows, count)
+
+
+def _check_served(root: Path, best: int, rows: Sequence[Any], count: int) -> None:
+    """`plait serve`, in a process of its own, answers with the same texts, and ends by Ctrl-C."""
+    port = free_port()
+    words = ["serve", "mine", "--root", str(root), "--port", str(port)]
+    process = subprocess.Popen([sys.executable, "-m", "plait", *words], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert f"127.0.0.1:{port}" in process.stdout.readline()
+        for row in rows:
+            names = ["base"] if row["trial"] is None else [f"trial-{row['trial']:04d}"]
+            for name in names + (["best"] if row["trial"] == best else []):
+                body = {"model": name, "prompt": row["prompt"], "max_tokens": count, "temperature": 0}
+                assert _posted(port, body)["choices"][0]["text"] == row["text"]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) in (0, 130)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _posted(port: int, body: Any) -> Any:
+    address = f"http://127.0.0.1:{port}/v1/completions"
+    request = urllib.request.Request(address, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    for _ in range(100):
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                return json.loads(response.read())
+        except urllib.error.HTTPError:
+            raise
+        except OSError:
+            time.sleep(0.1)  # it is said to serve just before it listens
+    raise AssertionError(f"no answer from {address}")
 
 
 def test_the_notebook_runs_and_plots_its_search(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What `plait generate` takes: prompts of files, and errors before anything is loaded."""
+"""What `plait generate` and `plait serve` take: prompts of files, errors before anything is loaded."""
 
 import json
 from pathlib import Path
@@ -44,6 +44,30 @@ def test_a_row_without_a_prompt_is_named(
     path = tmp_path / "prompts.jsonl"
     path.write_text(json.dumps({"prompt": "a"}) + f"\n\n{row}\n")
     assert f"{path}, row 3" in refused(["--file", str(path)], capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--host", "0.0.0.0"], "needs an API key"),
+        (["--host", "example.org"], "PLAIT_SERVE_KEY"),
+        (["--port", "0"], "--port 0"),
+        (["--port", "70000"], "at most 65535"),
+        (["--queue", "0"], "--queue 0"),
+        (["--max-new-tokens", "0"], "--max-new-tokens 0"),
+    ],
+)
+def test_a_server_is_refused_before_anything_is_read(
+    arguments: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PLAIT_SERVE_KEY", raising=False)
+    assert main(["serve", "mine", *arguments]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_an_unknown_search_is_named(

@@ -304,6 +304,7 @@ def test_finding_a_verb_that_is_not_there() -> None:
         ("export", "--to DIR"),
         ("ui", "--port"),
         ("generate", "--validation N"),
+        ("serve", "PLAIT_SERVE_KEY"),
     ],
 )
 @pytest.mark.parametrize("flag", ["--help", "-h"])

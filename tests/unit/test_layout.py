@@ -35,6 +35,8 @@ FLOORS = (
 # Where each outside tool may be imported (path prefixes); everything else goes through these.
 HOMES = {
     "optuna": ("platform/plait/search/",),
+    "fastapi": ("platform/plait/serve/server",),
+    "uvicorn": ("platform/plait/serve/server",),
     "mlflow": ("platform/plait/tracking/", "dashboards/"),
     "pyscipopt": ("platform/plait/planner/solver",),
     "hydra": (

@@ -216,7 +216,7 @@ def _names(verb: str) -> list[str]:
     if verb == "bench":
         folder = sweeps_dir()
         return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml"))
-    if verb in ("control", "export", "forget", "generate", "leaderboard", "report", "resume"):
+    if verb in ("control", "export", "forget", "generate", "leaderboard", "report", "resume", "serve"):
         return search_names(TrackingSettings().root)
     return []
 

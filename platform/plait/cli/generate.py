@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
     records = [chosen(search, trial) for trial in dict.fromkeys(known.trial or [None])]
     config = recorded_config(search, settings)
     folders = {record.name: adapter_folder(search, record, settings) for record in records}
-    base, bank = _load(base_model(search, settings), folders)
+    base, bank = load_base(base_model(search, settings), folders)
     if known.validation:
         prompts += _validation_prompts(known.validation, config, base, records)
     template = _template(known.chat, known.plain, config)
@@ -109,7 +109,7 @@ def _file_prompts(path: Path) -> list[str]:
     return found
 
 
-def _load(model: ModelSettings, folders: Mapping[str, Path]) -> tuple[BaseModel, Bank]:
+def load_base(model: ModelSettings, folders: Mapping[str, Path]) -> tuple[BaseModel, Bank]:
     """The base model on this machine's device, and a bank with the adapters of folders."""
     from plait.adapters.peft_folder import load_adapter
     from plait.engine.devices import choose_device, choose_kernels

@@ -188,6 +188,7 @@ Examples
     ),
     Verb("control", "plait.cli.control:main", "pause, stop, extend or inspect a running search"),
     Verb("generate", "plait.cli.generate:main", "try a search's adapters on prompts, beside the base model"),
+    Verb("serve", "plait.cli.serve:main", "serve a search's adapters with OpenAI's interface"),
     Verb("ui", "plait.cli.results:ui", "open the results in MLflow"),
     Verb("leaderboard", "plait.cli.results:leaderboard", "print a search's adapters, best first"),
     Verb("trace", "plait.cli.trace:main", "write a timeline of what each process of a search did"),

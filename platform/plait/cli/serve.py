@@ -1,0 +1,85 @@
+"""`plait serve`: a search's adapters behind an endpoint with OpenAI's interface."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+
+from plait.cli.generate import POOL_TOKENS, load_base
+from plait.cli.results import store_parser, store_settings
+from plait.core.errors import EXIT_DONE, ConfigError, SearchError
+from plait.core.lifecycle import JobState
+
+KEY = "PLAIT_SERVE_KEY"  # not an argument, which every user of the machine could read
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+BASE = "base"
+BEST = "best"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Serve a search's adapters with OpenAI's interface."""
+    known = _parser().parse_args(arguments)
+    key = os.environ.get(KEY) or None
+    _check(known, key)
+    from plait.tracking.results import chosen, load_search
+    from plait.tracking.trained import adapter_folder, base_model
+
+    settings = store_settings(known)
+    search = load_search(settings, known.name)
+    records = [record for record in search.records if record.state == JobState.FINISHED]
+    if known.trial:
+        records = [chosen(search, trial) for trial in dict.fromkeys(known.trial)]
+    if not records:
+        raise SearchError(f"search {search.name!r} has no finished trial", "Only these have an adapter.")
+    folders = {record.name: adapter_folder(search, record, settings) for record in records}
+    base, bank = load_base(base_model(search, settings), folders)
+    models: dict[str, str | None] = {BASE: None} | {name: name for name in folders}
+    if search.best is not None and search.best.name in folders:
+        models[BEST] = search.best.name
+    from plait.serve.driver import Driver
+    from plait.serve.engine import Engine
+    from plait.serve.server import Endpoint, Limits, make_app, run
+
+    limits = Limits(new_tokens=known.max_new_tokens, waiting=known.queue)
+    engine = Engine(base, bank, pool_tokens=known.pool_tokens)
+    driver = Driver(engine, most_waiting=limits.waiting)
+    endpoint = Endpoint(driver, base, models, limits)
+    app = make_app(endpoint, driver, key=key, limits=limits, local=known.host in LOOPBACK)
+    print(f"http://{known.host}:{known.port}/v1 serves {', '.join(models)}; Ctrl-C stops it.", flush=True)
+    run(app, known.host, known.port)
+    return EXIT_DONE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = store_parser("serve", "Serve a search's adapters with OpenAI's interface.")
+    add = parser.add_argument
+    parser.epilog = f"{KEY} in the environment is the API key that clients must send."
+    add("name", nargs="?", help="name of the search; default: the newest")
+    add("--trial", type=int, action="append", metavar="N", help="a trial, or several; default: all finished")
+    add("--host", default="127.0.0.1", help=f"address; others than this machine's own need {KEY}")
+    add("--port", type=int, default=8000, help="default: 8000")
+    add("--max-new-tokens", type=int, default=1024, metavar="N", help="most of a request; default: 1024")
+    add("--queue", type=int, default=256, metavar="N", help="requests that may wait; default: 256")
+    add("--pool-tokens", type=int, default=POOL_TOKENS, metavar="N", help="tokens of all running requests")
+    return parser
+
+
+def _check(known: argparse.Namespace, key: str | None) -> None:
+    """Refuse bad options before anything is loaded."""
+    if known.host not in LOOPBACK and key is None:
+        raise ConfigError(
+            f"--host {known.host}",
+            "An address that other machines reach needs an API key.",
+            f"Set {KEY}, or leave --host out.",
+        )
+    for name, least, most in (
+        ("port", 1, 65535),
+        ("max_new_tokens", 1, None),
+        ("queue", 1, None),
+        ("pool_tokens", 1, None),
+    ):
+        value = getattr(known, name)
+        if value < least or (most is not None and value > most):
+            rule = f"It must be at least {least}" + (f" and at most {most}." if most else ".")
+            raise ConfigError(f"--{name.replace('_', '-')} {value}", rule)

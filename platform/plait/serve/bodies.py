@@ -1,0 +1,178 @@
+"""The bodies of OpenAI's completions and chat completions: what is read, and what is answered.
+
+A seam: pure data, without a server.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Literal
+from uuid import uuid4
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from plait.core.errors import InputError
+from plait.serve.requests import MOST_LOG_PROBABILITIES, Completion, Sampling
+
+# Options that change nothing with these values; a client may send them.
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "suffix": ("",),
+}
+IGNORED = ("user", "metadata", "store", "safety_identifier")
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    model: str
+    max_tokens: int | None = None
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+    seed: int = Field(0, ge=0, lt=2**63)
+    stop: str | list[str] | None = None
+    stream: bool = False
+
+    @property
+    def new_tokens(self) -> int | None:
+        """The most new tokens that are asked for."""
+        return self.max_tokens
+
+    @property
+    def scored(self) -> int | None:
+        """How many likeliest tokens are reported; None: no log-probabilities."""
+        return None
+
+    def sampling(self, most_new_tokens: int) -> Sampling:
+        """How tokens are chosen.
+
+        Raises:
+            InputError: an option that is not supported, or out of range.
+        """
+        for name, value in (self.model_extra or {}).items():
+            if value is not None and name not in IGNORED and value not in NEUTRAL.get(name, ()):
+                raise InputError(f"{name}={str(value)[:100]}", "This server does not support it.")
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if len(stop) > 4:
+            raise InputError(f"{len(stop)} stop texts", "There may be four.")
+        if self.stream and self.scored is not None:
+            raise InputError("log-probabilities with stream", "They are given without stream alone.")
+        wanted = most_new_tokens if self.new_tokens is None else self.new_tokens
+        if wanted > most_new_tokens:
+            raise InputError(f"{wanted} new tokens", f"At most {most_new_tokens} may be asked for.")
+        return Sampling(
+            wanted, self.temperature, self.top_p, self.seed, stop=stop, log_probabilities=self.scored
+        )
+
+
+class TextBody(_Body):
+    """The body of /v1/completions."""
+
+    prompt: str
+    max_tokens: int | None = 16
+    logprobs: int | None = Field(None, ge=0, le=5)
+
+    @property
+    def scored(self) -> int | None:
+        """As asked for."""
+        return self.logprobs
+
+
+class Part(BaseModel):
+    """A part of a message; only text can be read."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """One message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[Part]
+
+    def plain(self) -> dict[str, str]:
+        """The message as a chat template reads it."""
+        parts = self.content
+        return {
+            "role": self.role,
+            "content": parts if isinstance(parts, str) else "".join(part.text for part in parts),
+        }
+
+
+class ChatBody(_Body):
+    """The body of /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int = Field(0, ge=0, le=MOST_LOG_PROBABILITIES)
+
+    @property
+    def new_tokens(self) -> int | None:
+        """As asked for, by the new name or the old one."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def scored(self) -> int | None:
+        """As asked for."""
+        return self.top_logprobs if self.logprobs else None
+
+
+class Answer:
+    """Forms of one answer: whole, or piece by piece."""
+
+    def __init__(self, model: str, *, chat: bool) -> None:
+        self._chat = chat
+        self._model = model
+        self._id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid4().hex}"
+        self._created = int(time.time())
+
+    def whole(self, ended: Completion, prompt: int, tokens: Sequence[str], tops: Sequence[Any]) -> Any:
+        """The answer with its usage.
+
+        Args:
+            prompt: tokens of the prompt.
+            tokens: each new token's text.
+            tops: for each new token, pairs of text and log-probability.
+        """
+        message = {"role": "assistant", "content": ended.text}
+        part = {"message": message} if self._chat else {"text": ended.text}
+        scores = _scores(ended, tokens, tops, chat=self._chat) if ended.scores else None
+        choice = {"index": 0, "finish_reason": ended.reason, "logprobs": scores} | part
+        new = len(ended.tokens)
+        usage = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+        return self._frame("chat.completion" if self._chat else "text_completion", choice) | {"usage": usage}
+
+    def piece(self, text: str, reason: str | None) -> Any:
+        """One chunk of a stream."""
+        part = {"delta": {"role": "assistant", "content": text}} if self._chat else {"text": text}
+        choice = {"index": 0, "finish_reason": reason, "logprobs": None} | part
+        return self._frame("chat.completion.chunk" if self._chat else "text_completion", choice)
+
+    def _frame(self, kind: str, choice: dict[str, Any]) -> dict[str, Any]:
+        head = {"id": self._id, "object": kind, "created": self._created, "model": self._model}
+        return head | {"choices": [choice]}
+
+
+def _scores(ended: Completion, tokens: Sequence[str], tops: Sequence[Any], *, chat: bool) -> dict[str, Any]:
+    own = [score.log_probability for score in ended.scores]
+    if chat:
+        content = [
+            _score(token, value) | {"top_logprobs": [_score(*each) for each in top]}
+            for token, value, top in zip(tokens, own, tops, strict=True)
+        ]
+        return {"content": content}
+    offsets = [len("".join(tokens[:index])) for index in range(len(tokens))]
+    tables = [dict(top) for top in tops]
+    return {"tokens": list(tokens), "token_logprobs": own, "top_logprobs": tables, "text_offset": offsets}
+
+
+def _score(token: str, value: float) -> dict[str, Any]:
+    return {"token": token, "logprob": value, "bytes": list(token.encode())}

@@ -1,0 +1,128 @@
+"""The engine on a thread of its own, and requests whose updates are awaited.
+
+A seam: the server knows nothing of threads, the engine nothing of asyncio.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from plait.core.errors import PlaitError
+from plait.serve.engine import Engine
+from plait.serve.requests import Request, Update
+
+
+class BusyError(Exception):
+    """The queue is full, or the server is stopping."""
+
+
+@dataclass(slots=True, eq=False)
+class _Ticket:
+    """One request on its way: where its updates go, and whether they are still wanted."""
+
+    request: Request
+    deliver: Callable[[Update | Exception], None]
+    cancelled: bool = False
+
+
+class Driver:
+    """Runs an engine's iterations while there are requests.
+
+    Args:
+        most_waiting: requests that may wait for room; more are refused.
+    """
+
+    def __init__(self, engine: Engine, *, most_waiting: int) -> None:
+        self.engine = engine
+        self._most_waiting = most_waiting
+        self._changed = threading.Condition()
+        self._new: list[_Ticket] = []
+        self._active: dict[int, _Ticket] = {}
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    async def stream(self, request: Request) -> AsyncIterator[Update]:
+        """The updates of a request, to its end. Closing the iterator earlier frees its pages.
+
+        Raises:
+            BusyError: the queue is full.
+            PlaitError: the request cannot run.
+        """
+        loop = asyncio.get_running_loop()
+        updates: asyncio.Queue[Update | Exception] = asyncio.Queue()
+
+        def deliver(item: Update | Exception) -> None:
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(updates.put_nowait, item)
+
+        ticket = _Ticket(request, deliver)
+        self._post(ticket)
+        try:
+            while True:
+                item = await updates.get()
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+                if item.ended is not None:
+                    return
+        finally:
+            ticket.cancelled = True
+
+    def stop(self) -> None:
+        """End all requests, and the thread after its iteration."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _post(self, ticket: _Ticket) -> None:
+        with self._changed:
+            waiting = len(self._new) + self.engine.scheduler.waiting
+            if self._stopping or waiting >= self._most_waiting:
+                raise BusyError
+            self._new.append(ticket)
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._new or self._active or self._stopping)
+                new, self._new = self._new, []
+                if self._stopping:
+                    break
+            for ticket in new:
+                self._add(ticket)
+            for number in [number for number, each in self._active.items() if each.cancelled]:
+                self.engine.cancel(number)
+                del self._active[number]
+            self._step()
+        for ticket in [*new, *self._active.values()]:
+            ticket.deliver(BusyError())
+
+    def _add(self, ticket: _Ticket) -> None:
+        if ticket.cancelled:
+            return
+        try:
+            self._active[self.engine.add(ticket.request)] = ticket
+        except PlaitError as error:
+            ticket.deliver(error)
+
+    def _step(self) -> None:
+        """One iteration; if it fails, as when memory runs out, all requests in the engine end with it."""
+        try:
+            updates = self.engine.step()
+        except Exception as error:  # the thread must live: later requests may succeed
+            for number, ticket in self._active.items():
+                self.engine.cancel(number)
+                ticket.deliver(error)
+            self._active = {}
+            return
+        for update in updates:
+            self._active[update.request].deliver(update)
+            if update.ended is not None:
+                del self._active[update.request]

@@ -1,0 +1,226 @@
+"""An endpoint with OpenAI's interface: each adapter is a model.
+
+A seam: only `plait serve` needs the server's libraries.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from plait.core.errors import PlaitError
+from plait.models.base import BaseModel
+from plait.serve import requests
+from plait.serve.bodies import Answer, ChatBody, TextBody
+from plait.serve.driver import BusyError, Driver
+from plait.serve.requests import Completion
+
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+STOPPING_SECONDS = 30
+WORDS = {401: "authentication_error", 404: "not_found_error", 503: "overloaded_error", 500: "server_error"}
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one request may ask for.
+
+    Attributes:
+        waiting: requests that wait for room.
+    """
+
+    body_bytes: int = 1 << 20
+    new_tokens: int = 1024
+    waiting: int = 256
+
+
+class Endpoint:
+    """Answers requests with a driver's engine.
+
+    Args:
+        models: the adapter of each model's name; None: the base model.
+    """
+
+    def __init__(
+        self, driver: Driver, base: BaseModel, models: Mapping[str, str | None], limits: Limits
+    ) -> None:
+        self._driver = driver
+        self._base = base
+        self._models = models
+        self._limits = limits
+        self._started = int(time.time())
+
+    async def models(self) -> Any:
+        """All models, in OpenAI's form."""
+        owner = {"object": "model", "created": self._started, "owned_by": "plait"}
+        return {"object": "list", "data": [{"id": name} | owner for name in self._models]}
+
+    async def model(self, name: str) -> Any:
+        """One model."""
+        self._adapter(name)
+        return {"id": name, "object": "model", "created": self._started, "owned_by": "plait"}
+
+    async def text(self, body: TextBody, request: Request) -> Response:
+        """Continue a text."""
+        tokens = self._base.tokeniser(body.prompt)["input_ids"]
+        return await self._answer(body, tuple(tokens), request, chat=False)
+
+    async def chat(self, body: ChatBody, request: Request) -> Response:
+        """Answer a chat."""
+        tokeniser = self._base.tokeniser
+        self._adapter(body.model)
+        if not tokeniser.chat_template:
+            raise HTTPException(422, "The model's tokeniser has no chat template: use /v1/completions.")
+        messages = [message.plain() for message in body.messages]
+        try:
+            text = tokeniser.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # a template may raise any error of Jinja's
+            raise HTTPException(422, f"The chat template refuses the messages: {error}") from error
+        tokens = tokeniser(text, add_special_tokens=False)["input_ids"]
+        return await self._answer(body, tuple(tokens), request, chat=True)
+
+    def _adapter(self, model: str) -> str | None:
+        if model not in self._models:
+            raise HTTPException(404, f"There is no model {model[:100]!r}; /v1/models lists them.")
+        return self._models[model]
+
+    async def _answer(
+        self, body: TextBody | ChatBody, tokens: tuple[int, ...], request: Request, *, chat: bool
+    ) -> Response:
+        adapter = self._adapter(body.model)
+        sampling = body.sampling(self._limits.new_tokens)
+        updates = self._driver.stream(requests.Request(tokens, adapter, sampling))
+        answer = Answer(body.model, chat=chat)
+        if body.stream:
+            first = await anext(updates)  # an error still has a status of its own
+            return StreamingResponse(_events(answer, first, updates), media_type="text/event-stream")
+        async with aclosing(updates):  # type: ignore[type-var]
+            async for update in updates:
+                if update.ended is not None:
+                    return JSONResponse(self._whole(answer, update.ended, len(tokens)))
+                if await request.is_disconnected():
+                    break
+        return Response(status_code=499)  # the client has left
+
+    def _whole(self, answer: Answer, ended: Completion, prompt: int) -> Any:
+        if ended.reason == "not finite":
+            raise HTTPException(500, "The adapter's logits are not finite.")
+        scored = ended.tokens if ended.scores else ()
+        tops = [[(self._word(token), value) for token, value in score.top] for score in ended.scores]
+        return answer.whole(ended, prompt, [self._word(token) for token in scored], tops)
+
+    def _word(self, token: int) -> str:
+        return str(self._base.tokeniser.decode([token]))
+
+
+async def _events(answer: Answer, first: requests.Update, updates: Any) -> AsyncIterator[str]:
+    """A stream's server-sent events; when the client leaves, the iterator is closed and pages are freed."""
+    async with aclosing(updates):
+        yield _event(answer, first)
+        if first.ended is None:
+            async for update in updates:
+                yield _event(answer, update)
+    yield "data: [DONE]\n\n"
+
+
+def _event(answer: Answer, update: requests.Update) -> str:
+    reason = None if update.ended is None else update.ended.reason
+    return f"data: {json.dumps(answer.piece(update.text, reason))}\n\n"
+
+
+class Guard:
+    """Refuses requests without the key, and bodies that are too long, before they are read."""
+
+    def __init__(self, app: ASGIApp, key: str | None, body_bytes: int) -> None:
+        self._app = app
+        self._key = key
+        self._body_bytes = body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, or pass the request on."""
+        refusal = self._refusal(scope["method"], Headers(scope=scope)) if scope["type"] == "http" else None
+        await (self._app if refusal is None else refusal)(scope, receive, send)
+
+    def _refusal(self, method: str, headers: Headers) -> Response | None:
+        given = headers.get("authorization", "").removeprefix("Bearer ")
+        if self._key is not None and not hmac.compare_digest(given.encode(), self._key.encode()):
+            return _error(401, "The API key is missing or wrong.")
+        length = headers.get("content-length", "")
+        if method == "POST" and not length.isdecimal():
+            return _error(411, "A body needs its Content-Length.")
+        if length.isdecimal() and (len(length) > 15 or int(length) > self._body_bytes):
+            return _error(413, f"A body has at most {self._body_bytes} bytes.")
+        return None
+
+
+def make_app(endpoint: Endpoint, driver: Driver, *, key: str | None, limits: Limits, local: bool) -> FastAPI:
+    """The application.
+
+    Args:
+        key: what a client must send as its API key; None: nothing.
+        local: whether it is served on this machine alone; then other host names are refused, so that no
+            web page reaches it through a name of its own.
+    """
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        driver.stop()
+
+    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_api_route("/v1/models", endpoint.models, methods=["GET"])
+    app.add_api_route("/v1/models/{name:path}", endpoint.model, methods=["GET"])
+    app.add_api_route("/v1/completions", endpoint.text, methods=["POST"], response_model=None)
+    app.add_api_route("/v1/chat/completions", endpoint.chat, methods=["POST"], response_model=None)
+
+    app.add_middleware(Guard, key=key, body_bytes=limits.body_bytes)
+    if local:
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(LOOPBACK))
+    _add_errors(app)
+    return app
+
+
+def _add_errors(app: FastAPI) -> None:
+    """Errors in OpenAI's form."""
+
+    async def refused(_: Request, error: Any) -> Response:
+        return _error(error.status_code, str(error.detail))
+
+    async def wrong(_: Request, error: Any) -> Response:
+        said = [f"{'.'.join(map(str, each['loc'][1:]))}: {each['msg']}" for each in error.errors()]
+        return _error(422, "; ".join(said)[:1000])
+
+    async def unusable(_: Request, error: Any) -> Response:
+        return _error(422, str(error)[:1000])
+
+    async def busy(_: Request, __: Any) -> Response:
+        return _error(503, "The queue is full.", {"Retry-After": "1"})
+
+    app.add_exception_handler(HTTPException, refused)
+    app.add_exception_handler(RequestValidationError, wrong)
+    app.add_exception_handler(PlaitError, unusable)
+    app.add_exception_handler(BusyError, busy)
+
+
+def _error(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
+    kind = WORDS.get(status, "invalid_request_error")
+    body = {"error": {"message": message, "type": kind, "param": None, "code": status}}
+    return JSONResponse(body, status_code=status, headers=dict(headers or {}))
+
+
+def run(app: FastAPI, host: str, port: int) -> None:
+    """Serve until a signal; requests that run then have some seconds to end."""
+    uvicorn.run(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=STOPPING_SECONDS)

@@ -1,0 +1,262 @@
+"""The endpoint over a real socket: answers, streams, refusals, and pages of clients that leave."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import uvicorn
+from mlflow_server import free_port
+
+from plait.adapters.variants import attach
+from plait.core.jobs import AdapterSpec
+from plait.core.settings import ModelSettings
+from plait.models.load import load_model
+from plait.models.targets import resolve_targets
+from plait.serve.driver import Driver
+from plait.serve.engine import Engine, complete
+from plait.serve.requests import Request, Sampling
+from plait.serve.server import Endpoint, Limits, make_app
+from plait_kernels import Bank
+
+KEY = "a secret"
+
+
+class Served:
+    """A server in a thread, for a tiny model with one adapter."""
+
+    def __init__(self, folder: Path) -> None:
+        settings = ModelSettings(kind="tiny", family="llama", dtype="float32", seed=2)
+        self.base = load_model(settings, cache=folder)
+        self.bank = Bank(self.base.sites, device="cpu", compute_dtype=torch.float32)
+        spec = AdapterSpec(4, target_modules="all-linear")
+        sites = resolve_targets(spec.target_modules, self.base.linears)
+        attach(self.bank, "trial-0000", spec, sites, seed=1, weight_of=self.base.frozen_weight)
+        for _, b in self.bank.weights("trial-0000").values():
+            b.normal_(generator=torch.Generator().manual_seed(1)).mul_(0.2)
+        self.bank.refresh()
+        limits = Limits(body_bytes=4096, new_tokens=160, waiting=2)
+        self.driver = Driver(Engine(self.base, self.bank, pool_tokens=176), most_waiting=limits.waiting)
+        models = {"base": None, "trial-0000": "trial-0000", "best": "trial-0000"}
+        endpoint = Endpoint(self.driver, self.base, models, limits)
+        app = make_app(endpoint, self.driver, key=KEY, limits=limits, local=True)
+        self.port = free_port()
+        self.server = uvicorn.Server(uvicorn.Config(app, port=self.port, log_level="warning"))
+        self.thread = threading.Thread(target=self.server.run, daemon=True)
+        self.thread.start()
+        while not self.server.started:
+            time.sleep(0.01)
+
+    def connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+
+    def send(
+        self, path: str, body: Any = None, *, key: str = KEY, host: str = "localhost"
+    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        connection = self.connect()
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"Authorization": f"Bearer {key}", "Host": host, "Content-Type": "application/json"}
+        connection.request("GET" if body is None else "POST", path, data, headers)
+        return connection, connection.getresponse()
+
+    def ask(self, path: str, body: Any = None, **more: Any) -> tuple[int, Any]:
+        connection, response = self.send(path, body, **more)
+        text = response.read().decode()
+        connection.close()
+        try:
+            return response.status, json.loads(text)
+        except ValueError:
+            return response.status, text
+
+    def free(self) -> bool:
+        """Whether all pages become free within a while."""
+        pool = self.driver.engine.scheduler.pool
+        for _ in range(500):
+            if len(pool.free) == pool.pages:
+                return True
+            time.sleep(0.01)
+        return False
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    made = Served(tmp_path_factory.mktemp("endpoint"))
+    yield made
+    made.server.should_exit = True
+    made.thread.join(30)
+    assert not made.thread.is_alive()
+
+
+def stream(served: Served, path: str, body: Any) -> list[Any]:
+    connection, response = served.send(path, body | {"stream": True})
+    assert response.status == 200
+    lines = [line for line in response.read().decode().split("\n\n") if line]
+    connection.close()
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def test_models_are_the_adapters_and_the_base(served: Served) -> None:
+    status, found = served.ask("/v1/models")
+    assert status == 200
+    assert [each["id"] for each in found["data"]] == ["base", "trial-0000", "best"]
+    assert served.ask("/v1/models/best")[0] == 200
+    assert served.ask("/v1/models/../../etc/passwd")[0] == 404
+
+
+@pytest.mark.parametrize("model", ["base", "best"])
+def test_a_text_is_the_engines_own_streamed_or_not(served: Served, model: str) -> None:
+    body = {"model": model, "prompt": "What is 2 + 2?", "max_tokens": 12, "temperature": 0, "logprobs": 2}
+    status, found = served.ask("/v1/completions", body)
+    assert status == 200
+    tokens = tuple(served.base.tokeniser(body["prompt"])["input_ids"])
+    adapter = None if model == "base" else "trial-0000"
+    wanted = complete(
+        served.base, served.bank, [Request(tokens, adapter, Sampling(12, log_probabilities=2))]
+    )[0]
+    (choice,) = found["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (wanted.text, wanted.reason)
+    new = len(wanted.tokens)
+    assert found["usage"] == {
+        "prompt_tokens": len(tokens),
+        "completion_tokens": new,
+        "total_tokens": len(tokens) + new,
+    }
+    assert choice["logprobs"]["token_logprobs"] == pytest.approx(
+        [score.log_probability for score in wanted.scores], abs=1e-4
+    )
+    assert len(choice["logprobs"]["text_offset"]) == new
+    chunks = stream(served, "/v1/completions", {**body, "logprobs": None})
+    assert "".join(each["choices"][0]["text"] for each in chunks) == wanted.text
+    assert chunks[-1]["choices"][0]["finish_reason"] == wanted.reason
+
+
+def test_a_chat_goes_through_the_template_streamed_or_not(served: Served) -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]
+    body = {"model": "best", "messages": messages, "max_completion_tokens": 8, "seed": 5, "n": 1}
+    status, found = served.ask("/v1/chat/completions", body | {"logprobs": True, "top_logprobs": 1})
+    assert status == 200
+    (choice,) = found["choices"]
+    assert choice["message"]["role"] == "assistant"
+    prompt = served.base.tokeniser.apply_chat_template(
+        [{"role": "user", "content": "Hello"}], tokenize=False, add_generation_prompt=True
+    )
+    tokens = served.base.tokeniser(prompt, add_special_tokens=False)["input_ids"]
+    assert found["usage"]["prompt_tokens"] == len(tokens)
+    assert len(choice["logprobs"]["content"]) == found["usage"]["completion_tokens"]
+    chunks = stream(served, "/v1/chat/completions", body)
+    assert "".join(each["choices"][0]["delta"]["content"] for each in chunks) == choice["message"]["content"]
+
+
+GOOD = {"model": "best", "prompt": "a", "max_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (GOOD | {"model": "other"}, 404),
+        (GOOD | {"prompt": "a" * 5000}, 413),
+        (GOOD | {"prompt": 3}, 422),
+        (GOOD | {"temperature": -1}, 422),
+        (GOOD | {"top_p": 0}, 422),
+        (GOOD | {"max_tokens": 161}, 422),
+        (GOOD | {"max_tokens": 0}, 422),
+        (GOOD | {"n": 2}, 422),
+        (GOOD | {"stop": ["a"] * 5}, 422),
+        (GOOD | {"unknown": True}, 422),
+        (GOOD | {"prompt": ""}, 422),
+        (GOOD | {"prompt": "a" * 1100}, 422),
+        (b"{", 422),
+        (b"[" * 2000, 400),
+    ],
+)
+def test_bad_bodies_are_refused_in_openais_form(served: Served, body: Any, status: int) -> None:
+    found, answer = served.ask("/v1/completions", body)
+    assert found == status, answer
+    assert answer["error"]["message"]
+    assert served.free()
+
+
+def test_without_the_key_or_under_another_name_nothing_is_answered(served: Served) -> None:
+    for path, body in (("/v1/models", None), ("/v1/completions", GOOD), ("/nothing", None)):
+        assert served.ask(path, body, key="another")[0] == 401
+        assert served.ask(path, body, host="evil.example")[0] == 400
+    assert served.ask("/nothing")[0] == 404
+    assert served.ask("/docs")[0] == 404
+
+
+class Gate:
+    """Lets the engine make one iteration for each permit."""
+
+    def __init__(self, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.entered = threading.Event()
+        self.permits = threading.Semaphore(0)
+        self.steps = 0
+        step = served.driver.engine.step
+
+        def one() -> Any:
+            self.entered.set()
+            self.permits.acquire(timeout=60)
+            self.steps += 1
+            return step()
+
+        monkeypatch.setattr(served.driver.engine, "step", one)
+
+    def open(self) -> None:
+        self.permits.release(10_000)
+
+
+LONG = {"model": "base", "prompt": "a", "max_tokens": 160}
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_client_that_leaves_frees_its_pages(
+    served: Served, streamed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(served, monkeypatch)
+    connection = served.connect()
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json", "Host": "localhost"}
+    connection.request("POST", "/v1/completions", json.dumps(LONG | {"stream": streamed}), headers)
+    assert gate.entered.wait(60)
+    assert connection.sock is not None
+    connection.sock.close()
+    pool = served.driver.engine.scheduler.pool
+    for _ in range(100):  # fewer than the tokens that it asked for
+        gate.permits.release()
+        time.sleep(0.02)
+        if gate.steps > 1 and len(pool.free) == pool.pages:
+            break
+    assert len(pool.free) == pool.pages
+    assert gate.steps < 100
+    gate.open()
+    assert served.ask("/v1/completions", GOOD)[0] == 200
+
+
+def test_a_full_queue_is_refused_and_what_waits_is_answered(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(served, monkeypatch)
+    found: list[int] = []
+    clients = [
+        threading.Thread(target=lambda: found.append(served.ask("/v1/completions", LONG)[0]), daemon=True)
+        for _ in range(2)
+    ]
+    clients[0].start()
+    assert gate.entered.wait(60)  # added, and not admitted before it has a permit
+    clients[1].start()
+    while not served.driver._new:
+        time.sleep(0.001)
+    status, answer = served.ask("/v1/completions", GOOD)
+    assert (status, answer["error"]["type"]) == (503, "overloaded_error")
+    gate.open()
+    for each in clients:
+        each.join(60)
+    assert found == [200, 200]
+    assert served.free()
