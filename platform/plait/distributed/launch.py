@@ -101,7 +101,7 @@ class Launcher:
             except LostProcessError as error:
                 if self._trained or not self._restarts.another():
                     raise
-                self.say(f"{error.value}. Bringing the processes together again ...")
+                self.say(f"{error.value}. Restarting with the processes that come back ...")
 
     @property
     def say(self) -> Callable[[str], None]:
@@ -255,7 +255,7 @@ class Launcher:
         kind = LostProcessError if self._trained else ProcessError
         return kind(
             f"process{'es' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))} of {self._count} did "
-            f"not come within {seconds:.0f} s",
+            f"not join within {seconds:.0f} s",
             f"All processes must join before the model is loaded. Here: {there}.{wrong}",
             "See what they printed. They must reach this host (cluster.address, cluster.port) with its "
             "key; cluster.join_seconds sets how long they are waited for.",
