@@ -58,16 +58,6 @@ def test_published_layer_times_are_predicted_within_five_percent() -> None:
     assert np.abs(errors).mean() <= 0.05
 
 
-def test_committed_profile_is_the_fit_of_the_published_table() -> None:
-    fits = fit_by_degree(read_layer_times(TABLE))
-    profile = cluster_profile(yaml.safe_load(PROFILES[0].read_text())["options"])
-    for tp, (layer, _) in fits.items():
-        kept = profile.time.layer_time(tp)
-        assert (kept.fixed, kept.token, kept.square) == pytest.approx(
-            (layer.fixed, layer.token, layer.square), rel=1e-5
-        )
-
-
 @pytest.mark.parametrize(
     ("name", "model"),
     [
