@@ -146,7 +146,7 @@ def test_whenever_processes_are_lost_no_step_is_missing_or_wrong(
         check(events)
         said = [each.text for each in events if isinstance(each, Notice)]
         count = coordinator.restarts.count
-        assert sum("Bringing the processes together again" in each for each in said) == count <= len(lives)
+        assert sum("Restarting with the processes" in each for each in said) == count <= len(lives)
         assert sum(" again after " in each for each in said) <= count
         results = [each for each in events if isinstance(each, JobResult)]
         assert sum(each.device_seconds for each in results) == pytest.approx(coordinator.device_ns / 1e9)
@@ -158,7 +158,7 @@ def test_jobs_that_fall_back_are_said_to_wait_until_they_are_admitted_again(tmp_
     for commands in range(4, 20):
         coordinator = made(tmp_path / str(commands), [(commands, False)], checkpoint_steps=3)
         events = trained(coordinator, rungs=False)
-        (fell,) = (i for i, each in enumerate(events) if isinstance(each, Notice) and "Bringing" in each.text)
+        (fell,) = (i for i, each in enumerate(events) if isinstance(each, Notice) and "Restart" in each.text)
         running: set[str] = set()
         for event in events[: fell + 1]:
             if isinstance(event, JobAdmitted):
