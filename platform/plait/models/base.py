@@ -76,6 +76,7 @@ class BaseModel:
         self._model.train(False)
         self._parts: Parts = find_parts(model)
         self._device: torch.device | None = None  # of a stage, which may have no head
+        self._sites: list[list[tuple[Site, ...]]] = []  # of a stage, whose other layers are freed
         self.own = range(len(self._parts.layers))  # the layers that are here
         self._binding = Binding()
         self.linears: tuple[LinearInfo, ...] = find_linears(model, self._parts.prefix)
@@ -155,7 +156,18 @@ class BaseModel:
 
     def sites_of(self, layers: range) -> tuple[Site, ...]:
         """The same of any layers of the model."""
-        return tuple(site for index in layers for site in self._sites[index])
+        return tuple(site for index in layers for sites in self._all_sites[index] for site in sites)
+
+    @property
+    def inputs(self) -> tuple[tuple[frozenset[str], int], ...]:
+        """Of all layers of the model: names of the linear layers that read the same, and its features."""
+        groups = [sites for own in self._all_sites for sites in own]
+        return tuple((frozenset(site.name for site in sites), sites[0].in_features) for sites in groups)
+
+    @property
+    def _all_sites(self) -> list[list[tuple[Site, ...]]]:
+        """The sites of every layer by their groups, also of layers that are not here."""
+        return self._sites or [[group.sites for group in own] for own in self._groups]
 
     @property
     def groups(self) -> tuple[LinearGroup, ...]:
@@ -194,7 +206,7 @@ class BaseModel:
         All else is freed. A weight that embedding and head share stays where one of them does.
         """
         parts = self._parts
-        self._device = self.device
+        self._device, self._sites = self.device, self._all_sites
         self.own = layers
         for index in set(range(self.layer_count)) - set(layers):
             parts.layers[index] = nn.Module()
@@ -321,10 +333,6 @@ class BaseModel:
             index = int(siblings[0].removeprefix(parts.prefix).partition(".")[0])
             group = merge_siblings(model, [infos[name] for name in siblings], self._binding)
             self._groups[index].append(group)
-        self._sites = [[site for group in own for site in group.sites] for own in self._groups]
-        self.inputs = tuple(
-            (frozenset(group.names), group.sites[0].in_features) for group in self.groups
-        )  # of all layers: names of the linear layers that read the same, and its features
         context = MicrobatchContext.of(tokens.repeat(2), (0, len(tokens), 2 * len(tokens)))
         if windowed is not None:  # before fusing, which copies the real windows
             with shrunk(announced):
