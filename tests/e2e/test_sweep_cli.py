@@ -191,7 +191,7 @@ def test_a_search_in_which_too_many_fail_says_so_and_is_not_finished(
     assert main([*command, "search.max_failure_rate=0.1"]) == 3
     said = " ".join(capsys.readouterr().out.split())
     assert f"ended early {why}" in said
-    assert "search.parallel=1 search.max_failure_rate=1" in said, "how to go on"
+    assert "plait resume s search.max_failure_rate=1" in said, "how to go on"
     address = f"sqlite:///{folder / 'plait-runs' / 'mlflow.db'}"
     run_id = load_search(TrackingSettings(root=folder / "plait-runs"), "s").run_id
     assert MlflowClient(address).get_run(run_id).data.tags["plait.reason"] == why
