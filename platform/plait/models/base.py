@@ -160,7 +160,7 @@ class BaseModel:
 
     @property
     def inputs(self) -> tuple[tuple[frozenset[str], int], ...]:
-        """Of all layers of the model: names of the linear layers that read the same, and its features."""
+        """Linear layers that read the same, by name, with its features; of all layers of the model."""
         groups = [sites for own in self._all_sites for sites in own]
         return tuple((frozenset(site.name for site in sites), sites[0].in_features) for sites in groups)
 
