@@ -283,3 +283,16 @@ def test_a_fit_that_says_nothing_of_tokens_is_shared_out_by_them(tmp_path: Path)
     machine.predictions._time = replace(fit, coefficients=(0.4, 0.0, 0.0, 0.0, 0.0, 0.0))
     expected, _, _ = machine.run(1)
     assert expected.busy_seconds == pytest.approx({0: 0.6, 1: 0.2})
+
+
+def test_of_a_pipeline_the_whole_iteration_is_predicted_and_nothing_of_its_stages(tmp_path: Path) -> None:
+    admit = admission()
+    predictions = Predictions(replace(facts(), stages=2), admit, None, tmp_path)
+    jobs = {"a": live("a", 4, [20], admit)}
+    microbatches = [Microbatch(0, 0, (Segment("a", 0, (0,), (0,), (20,), 1.0),))]
+    for number in range(20):
+        expected = predictions.expect(microbatches, jobs)
+        times = (ReplicaTime(0, 0.1, 0.4, 20, 0), ReplicaTime(1, 0.3, 0.2, 20, 0))
+        assert expected.beside(times) == times
+        predictions.learn(expected, Outcome(), 0.5, number, times)
+    assert expected.seconds == pytest.approx(0.5, rel=1e-3)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -510,7 +509,7 @@ class Coordinator:
                 events.append(_progress(job, tally, run.steps[name].grad_norm, rate, seconds))
         number = next(self._iterations)
         spans = on_one_clock(self._worker.take_spans())
-        times = _predicted(times_between(spans, started, ended), expected)
+        times = expected.beside(times_between(spans, started, ended))
         events += [self._group_step(number, jobs, run, expected, seconds, times), *_traced(spans)]
         return [*events, *self._predictions.learn(expected, run, seconds, number, times)]
 
@@ -568,21 +567,6 @@ def _traced(replicas: Sequence[ReplicaSpans]) -> list[Event]:
     """The event of what replicas did; none where none did anything but wait."""
     busy = any(span.kind != "waiting" for each in replicas for span in each.spans)
     return [SpansTaken(tuple(replicas))] if busy else []
-
-
-def _predicted(times: Sequence[ReplicaTime], expected: Expected) -> tuple[ReplicaTime, ...]:
-    """The times of an iteration with what was expected of each replica."""
-    busy, waited = expected.busy_seconds, expected.waited_seconds
-    return tuple(
-        replace(
-            each,
-            predicted_busy_seconds=busy.get(place, 0.0),
-            predicted_waited_seconds=waited[place],
-        )
-        if busy
-        else each
-        for place, each in enumerate(times)
-    )
 
 
 def _progress(job: LiveJob, tally: Tally, grad_norm: float, rate: float, seconds: float) -> JobProgress:

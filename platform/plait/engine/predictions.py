@@ -15,7 +15,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
@@ -66,6 +66,18 @@ class Expected:
     by_rule: bool = False
     busy_seconds: Mapping[int, float] = field(default_factory=dict)
     waited_seconds: Mapping[int, float] = field(default_factory=dict)
+
+    def beside(self, times: Sequence[ReplicaTime]) -> tuple[ReplicaTime, ...]:
+        """The times of an iteration with what was expected of each replica; of single stages nothing is."""
+        busy, waited = self.busy_seconds, self.waited_seconds
+        if not busy or len(times) != len(waited):
+            return tuple(times)
+        return tuple(
+            replace(
+                each, predicted_busy_seconds=busy.get(place, 0.0), predicted_waited_seconds=waited[place]
+            )
+            for place, each in enumerate(times)
+        )
 
 
 class Predictions:
@@ -148,7 +160,7 @@ class Predictions:
     ) -> float | None:
         if self._time is not None:
             return float(np.dot(self._time.coefficients, terms)) / self._speed(replica)
-        if self._profile is not None and self._profile.time is not None:
+        if self._profile is not None and self._profile.time is not None and self._facts.stages == 1:
             return sum(self._profile.time.microbatch(shape) for shape in shapes) / self._speed(replica)
         return None
 
@@ -190,11 +202,13 @@ class Predictions:
         """Take in what an iteration took; the fits that came of it.
 
         Args:
-            replicas: of several, each one's own seconds count.
+            replicas: of several, each one's own seconds count; of the stages of one, the iteration's.
         """
         if seconds > 0:
             own = {each.replica: each.busy_seconds for each in replicas}
-            self._take_seconds(expected, seconds, own if len(own) > 1 else dict.fromkeys(own or [0], seconds))
+            if len(own) == 1 or self._facts.stages > 1:  # stages have the same microbatches, and wait
+                own = {0: seconds}
+            self._take_seconds(expected, seconds, own or {0: seconds})
         if outcome.peak_bytes is not None:
             static = max(peak.static for peak in outcome.peaks.values())
             self._admission.learn_overhead(static, adapters=int(next(iter(expected.terms.values()))[-1]))

@@ -26,7 +26,7 @@ from plait.planner.packing_exact import GREEDY
 from plait.simulate.orders import ORDERS, arrange
 
 TINY = ModelSettings(kind="tiny", dtype="float32", seed=3)
-STEPS = 6
+STEPS = 10  # seconds are predicted from the last one on
 LOSS_TOLERANCE = 1e-5  # relative, every step
 WEIGHT_TOLERANCE = 1e-4  # of the norm of the adapter's update
 ENGINE = EngineSettings(kernels="grouped", capacity=160, threads=1)
@@ -95,7 +95,7 @@ def test_interrupted_and_resumed_on_another_number_of_stages(laboratory: Any, tm
         resume = {name: end.checkpoint for name, end in ends.items() if end.reason == INTERRUPTED}
     for job in jobs:
         found = [loss for part in parts for loss in part.losses(job.name)]
-        assert [len(part.losses(job.name)) for part in parts] == [2, 2, 2]
+        assert [len(part.losses(job.name)) for part in parts] == [2, 2, STEPS - 4]
         assert found == pytest.approx(alone.losses(job.name), rel=LOSS_TOLERANCE)
         weights = stored_pairs(parts[-1].ended(job.name).adapter)
         assert alone.difference_from(weights, job.name) <= WEIGHT_TOLERANCE
