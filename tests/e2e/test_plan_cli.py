@@ -98,6 +98,7 @@ def test_the_tables_say_what_is_unknown(short: Short, capsys: pytest.CaptureFixt
         (("engine.capacity=8",), "tokens"),
         (("adapter.target_modules=[nothing]",), "nothing"),
         (("cluster.kind=moon",), "local or described"),
+        (("cluster.processes=2", "cluster.pipeline=2"), "are not planned yet"),
     ],
 )
 def test_a_plan_of_an_impossible_search_is_refused(

@@ -54,6 +54,7 @@ Short = tuple[str, ...]
             ["adapter.rank=1,2", "cluster.processes=2", "cluster.pipeline=2", "data.generate=true"],
             ["data.generate=true", "cluster.pipeline=2"],
         ),
+        (["adapter.rank=1,2", "engine.schedule=gpipe"], ["engine.schedule=gpipe", "cluster.pipeline=1"]),
         (["adapter.rank=1,2", "engine.schedule=best"], ["engine.schedule='best'", "gpipe"]),
         (["adapter.rank=1,2", "engine.device=cuda"], ["engine.device=cuda"]),
         (

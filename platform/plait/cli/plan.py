@@ -129,6 +129,12 @@ def plan_search(
             "Choose one with cluster=NAME (`plait plan --help` lists them). cluster.processes=N is for this "
             "machine.",
         )
+    if command.settings.cluster.pipeline > 1:
+        raise ConfigError(
+            f"cluster.pipeline={command.settings.cluster.pipeline}",
+            "The stages of a model on this machine are not planned yet.",
+            "Leave it out, or plan pipelines for a described cluster with cluster=NAME.",
+        )
     if command.settings.cluster.kind == "local":
         return _plan_local(command)
     settings, cluster = described(command.settings)

@@ -187,12 +187,14 @@ class Fleet:
             self.processes.ask(dict.fromkeys(sorted(answers.keys() - short), Detach(command.job.name)))
             return [_one_shortage([event for answer in answers.values() for event in answer.events])]
         self._jobs.add(command.job.name)
-        (event,) = answers[0].events
+        failed = (each for own in answers.values() for each in own.events if isinstance(each, JobFailed))
+        event = next(failed, answers[0].events[0])
         spent = sum(answer.seconds for answer in answers.values())
         if not isinstance(event, Attached):
             assert isinstance(event, JobFailed)
             return [replace(event, seconds=spent)]
         if self._staged:  # each has read its own part
+            _check_alike(command.job.name, answers)
             return [replace(event, seconds=spent)]
         shared = self.processes.ask_all(Share(command.job.name, best=event.cursor.best_step is not None))
         return [replace(event, seconds=spent + sum(answer.seconds for answer in shared.values()))]
@@ -291,6 +293,23 @@ def _one_replica(chosen: WorkerFacts, built: Sequence[WorkerFacts], memory: Sequ
         stages=len(built),
         devices=(" + ".join(device for facts in built for device in facts.devices),),
     )
+
+
+def _check_alike(job: str, answers: Mapping[int, Answer]) -> None:
+    """Check that all stages resume a job from the same step.
+
+    Raises:
+        ProcessError: they do not.
+    """
+    events = (event for each in answers.values() for event in each.events)
+    cursors = [event.cursor for event in events if isinstance(event, Attached)]
+    if len(cursors) < len(answers) or len({repr(each) for each in cursors}) > 1:
+        steps = ", ".join(str(each.step) for each in cursors)
+        raise ProcessError(
+            f"the stages have read other checkpoints of {job}: of steps {steps or 'unknown'}",
+            "Each stage reads its own part of a checkpoint from the search's folder.",
+            "Put tracking.root where all hosts see the same files.",
+        )
 
 
 def _of_stages(answers: Mapping[int, Answer]) -> Sequence[WorkerEvent]:

@@ -278,6 +278,9 @@ class Launcher:
             memory = min(each.hello.memory_bytes // per_host[each.hello.host] for each in all_processes)
         threads = engine.threads or _threads(all_processes)
         cluster = _remaining(settings.cluster, [each.hello.process for each in all_processes])
+        if settings.cluster.layer_split != cluster.layer_split:
+            given = f"cluster.layer_split={list(settings.cluster.layer_split)}"
+            self.say(f"{given} does not hold for {cluster.pipeline} stages: they are balanced instead")
         return Fleet(processes, data, replace(engine, threads=threads), memory, cluster)
 
     def _join(self, number: int, processes: Sequence[Process]) -> Join:

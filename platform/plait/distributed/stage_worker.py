@@ -195,7 +195,8 @@ class StageWorker(LocalWorker):
     def step(self, steps: Sequence[StepJob], norms: Sequence[float]) -> list[WorkerEvent]:
         """Step these jobs by the norms over all stages."""
         started = self._clock()
-        results = adamw_step(self.bank, [self._adapter_step(each) for each in steps], norms=norms)
+        due = [self._adapter_step(each) for each in steps]
+        results = adamw_step(self.bank, due, norms=norms, backend=self._backend)
         seconds = (self._clock() - started) / len(steps)
         self._recorder.lap("step", tuple((each.job, each.step) for each in steps))
         return [
@@ -272,6 +273,7 @@ class _Window:
         self.numbers: dict[Key, float] = {}  # sums of squares on the way up, totals on the way down
         self.events: list[WorkerEvent] = []
         self.stepped: list[WorkerEvent] = []
+        self.failed: set[str] = set()  # jobs with a loss that is not finite
 
     def run(self) -> list[WorkerEvent]:
         """Carry out the list; microbatches first in what it returns, then steps."""
@@ -330,8 +332,7 @@ class _Window:
         if self.worker.stage == 0:
             del self.running[each.microbatch]  # other stages send its gradient on
         events = done(microbatch, self.worker.losses(running), seconds, training=True)
-        for failed in (event for event in events if isinstance(event, JobFailed)):
-            self.worker.bank.block(failed.job).state[GRADIENTS].fill_(math.nan)  # so that no stage steps
+        self.failed |= {event.job for event in events if isinstance(event, JobFailed)}
         self.events += events
         self.worker.lap(microbatch, tokens=microbatch.tokens)
 
@@ -343,6 +344,10 @@ class _Window:
         self.worker.links.send(self.worker.stage - 1, self.worker.pack(sums, entering.grad))
 
     def _squares(self, key: Key) -> float:
+        """The sum of squares of a job's gradient here; not a number where its loss is not finite, so that no
+        stage steps it."""
+        if key[0] in self.failed:
+            return math.nan
         gradients = self.worker.bank.block(key[0]).state[GRADIENTS]
         return float(gradients.double().square().sum())
 

@@ -179,8 +179,8 @@ class AdapterStore:
         expected = _shapes(named_tensors(self.bank, job)) if found.cursor.best_step is not None else {}
         if _shapes(best) != expected:
             raise CheckpointError(f"{found.directory}: its best weights are not those of the adapter")
-        if best:
-            self._best[job] = best
+        if found.cursor.best_step is not None:
+            self._best[job] = best  # empty on a stage without sites of the job; all stages have one, or none
         saved = {name: each for name, each in own.items() if name not in names}
         if _shapes(saved) != _shapes(trained):
             raise CheckpointError(f"{found.directory}: its tensors are not those of the adapter")

@@ -73,9 +73,7 @@ class Expected:
         if not busy or len(times) != len(waited):
             return tuple(times)
         return tuple(
-            replace(
-                each, predicted_busy_seconds=busy.get(place, 0.0), predicted_waited_seconds=waited[place]
-            )
+            replace(each, predicted_busy_seconds=busy.get(place, 0.0), predicted_waited_seconds=waited[place])
             for place, each in enumerate(times)
         )
 

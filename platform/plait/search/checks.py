@@ -13,7 +13,7 @@ import optuna
 
 from plait.core.errors import ConfigError
 from plait.core.jobs import JobSpec
-from plait.core.settings import ClusterSettings, ModelSettings, RunSettings
+from plait.core.settings import ClusterSettings, EngineSettings, ModelSettings, RunSettings
 from plait.cost.profile_store import Profile
 from plait.data.loading import generation_limit
 from plait.engine.admission import Admission
@@ -106,7 +106,7 @@ def prepare(command: SearchCommand, name: str) -> Prepared:
     probes, folder = command.probes, search_folder(command.settings.tracking.root, name)
     settings = settle_dtype(command.settings)
     shape = check_model(settings.model, probes)
-    check_stages(settings.cluster, shape.layer_count, probes)
+    check_stages(settings, shape.layer_count, probes)
     data = open_data(settings, shape.max_length, probes)
     catalogue = data.catalogue
     settings, said = settle_engine(settings, shape, catalogue, probes, folder)
@@ -119,12 +119,20 @@ def prepare(command: SearchCommand, name: str) -> Prepared:
     return Prepared(own | material, data, settings, (*data.said, *said))
 
 
-def check_stages(cluster: ClusterSettings, layers: int, jobs: Sequence[JobSpec]) -> None:
+def check_stages(settings: RunSettings, layers: int, jobs: Sequence[JobSpec]) -> None:
     """Refuse a pipeline that the model cannot be cut into, or that cannot do what the jobs ask.
 
     Raises:
-        ConfigError: there are too few or too many layers in its stages, or answers are to be generated.
+        ConfigError: there are too few or too many layers in its stages, answers are to be generated, or an
+            order is set without stages.
     """
+    cluster, order = settings.cluster, settings.engine.schedule
+    if cluster.pipeline == 1 and order != EngineSettings().schedule:
+        raise ConfigError(
+            f"engine.schedule={order} with cluster.pipeline=1",
+            "It is the order in which the stages of a pipeline take microbatches; here there is one stage.",
+            "Set cluster.processes and cluster.pipeline to the number of stages, or leave it out.",
+        )
     if cluster.pipeline > layers or (cluster.layer_split and sum(cluster.layer_split) != layers):
         raise ConfigError(
             f"cluster.pipeline={cluster.pipeline} with cluster.layer_split={list(cluster.layer_split)}",

@@ -2,25 +2,45 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 from laboratory import History, Weights, distance, random_data
 from peft_folders import stored_pairs
 from processes import fleet
 
+from plait.core.errors import ProcessError
 from plait.core.jobs import JobSpec
-from plait.core.messages import Attach, Detach, Export, RunSchedule, StepDone, StepJob
-from plait.core.plans import GlobalBatch, Microbatch
+from plait.core.messages import (
+    Attach,
+    Attached,
+    Cursor,
+    Detach,
+    Export,
+    JobLoss,
+    RunSchedule,
+    StepDone,
+    StepJob,
+)
+from plait.core.plans import GlobalBatch, Microbatch, Segment
 from plait.core.settings import ClusterSettings, EngineSettings, ModelSettings
+from plait.distributed.channel import Answer
+from plait.distributed.fleet import _check_alike
+from plait.distributed.stage_worker import _Window
+from plait.engine.adapter_store import AdapterStore
 from plait.engine.catalogue import DataCatalogue
+from plait.engine.checkpoints import checkpoint_name
 from plait.engine.coordinator import INTERRUPTED, Coordinator
 from plait.engine.local_worker import LocalWorker
 from plait.engine.steps import DataOrder, training_batch
+from plait.planner.instructions import Instruction
 from plait.planner.packing import pack
 from plait.planner.packing_exact import GREEDY
 from plait.simulate.orders import ORDERS, arrange
@@ -99,6 +119,49 @@ def test_interrupted_and_resumed_on_another_number_of_stages(laboratory: Any, tm
         assert found == pytest.approx(alone.losses(job.name), rel=LOSS_TOLERANCE)
         weights = stored_pairs(parts[-1].ended(job.name).adapter)
         assert alone.difference_from(weights, job.name) <= WEIGHT_TOLERANCE
+
+
+def test_a_stage_without_the_job_knows_that_a_best_was_kept(laboratory: Any, tmp_path: Path) -> None:
+    lab = laboratory("llama")
+    job = with_one_on_the_last_layer(lab.group())[-1]
+
+    def stores() -> list[AdapterStore]:
+        return [AdapterStore(lab.model, layers=layers) for layers in (range(3), range(3, 4))]
+
+    first, last = stores()
+    for each in (first, last):
+        each.attach(job, "data")
+        each.keep(job.name)
+    folder = tmp_path / checkpoint_name(1)
+    first.save(job.name, folder, Cursor(1, best_step=1, best_loss=1.0), [last])
+    for each in stores():
+        each.attach(job, "data", folder)
+        assert each.has_best(job.name)
+
+
+def test_a_loss_that_is_not_finite_stops_the_step_of_a_stage_without_the_job() -> None:
+    block = SimpleNamespace(state=torch.zeros(4, 0))
+    worker: Any = SimpleNamespace(
+        stage=1,
+        lists=lambda _: [[], []],
+        bank=SimpleNamespace(block=lambda _: block),
+        backward=lambda *_: 0.0,
+        losses=lambda _: (JobLoss("a", 1, math.inf, 2, 2), JobLoss("b", 1, 1.0, 2, 2)),
+        lap=lambda *_, **__: None,
+    )
+    parts = tuple(Segment(job, 1, (0,), (0,), (2,), 0.5) for job in "ab")
+    window = _Window(worker, RunSchedule((Microbatch(0, 0, parts),)))
+    window.running[0] = cast(Any, SimpleNamespace(seconds=0.0))
+    window._backward(Instruction("backward", 0))
+    assert math.isnan(window._squares(("a", 1)))
+    assert window._squares(("b", 1)) == 0.0
+
+
+def test_stages_that_read_other_checkpoints_do_not_train() -> None:
+    read = [Answer((Attached("a", Cursor(step)),)) for step in (3, 3, 0)]
+    _check_alike("a", dict(enumerate(read[:2])))
+    with pytest.raises(ProcessError, match=r"of steps 3, 3, 0"):
+        _check_alike("a", dict(enumerate(read)))
 
 
 def batches_of(lab: Any, jobs: list[JobSpec]) -> dict[str, list[GlobalBatch]]:
