@@ -17,7 +17,8 @@ from typing import TextIO
 
 from plait.utils.durations import duration
 
-HEARTBEAT = 20.0  # seconds after which the last line is repeated, with the time
+HEARTBEAT = 20.0  # seconds after which the last line is written again, as it is by then
+OVERRUN = 0.5  # a piece that has run for a time is expected to run for at least this share of it
 
 Clock = Callable[[], float]
 
@@ -36,19 +37,20 @@ class Progress:
     out: TextIO
     clock: Clock = time.monotonic
     _started: float = field(init=False)
-    _now: str = ""
+    _line: Callable[[], str] = field(init=False)
 
     def __post_init__(self) -> None:
         self._started = self.clock()
 
-    def say(self, text: str) -> None:
-        """Write one line: the time so far, and the current part."""
-        self._now = text
-        print(f"{duration(self.clock() - self._started):>10}  {self.name}: {text}", file=self.out, flush=True)
+    def say(self, line: Callable[[], str]) -> None:
+        """Write one line: the time so far, and the current part, which ``line`` returns as of now."""
+        self._line = line
+        self.again()
 
     def again(self) -> None:
-        """Repeat the last line, to show that the benchmark is still running."""
-        self.say(self._now)
+        """Write the last line as it is now, to show that the benchmark is still running."""
+        text = self._line()
+        print(f"{duration(self.clock() - self._started):>10}  {self.name}: {text}", file=self.out, flush=True)
 
 
 _current: ContextVar[Progress | None] = ContextVar("progress", default=None)
@@ -64,7 +66,7 @@ def shown(name: str, out: TextIO | None = None, *, heartbeat: float = HEARTBEAT)
         while not ended.wait(heartbeat):
             progress.again()
 
-    progress.say("started")
+    progress.say(lambda: "started")
     token = _current.set(progress)
     thread = threading.Thread(target=beat, name="progress", daemon=True)
     thread.start()
@@ -92,14 +94,27 @@ def part(text: str, pieces: int = 1) -> Callable[[str], None]:
         return lambda _: None
     started, begun = progress.clock(), 0
     if pieces == 1:
-        progress.say(text)
+        progress.say(lambda: text)
 
     def piece(name: str) -> None:
         nonlocal begun
         begun += 1
-        spent = progress.clock() - started
-        left = spent / (begun - 1) * (pieces - begun + 1) if begun > 1 else None
-        rest = "" if left is None else f", about {duration(left)} left of this part"
-        progress.say(f"{text}: {begun} of {pieces} ({name}){rest}")
+        number, since = begun, progress.clock()
+
+        def line() -> str:
+            left = _left(number - 1, since - started, progress.clock() - since, pieces - number)
+            rest = "" if left is None else f", about {duration(left)} left of this part"
+            return f"{text}: {number} of {pieces} ({name}){rest}"
+
+        progress.say(line)
 
     return piece
+
+
+def _left(ended: int, spent: float, running: float, waiting: int) -> float | None:
+    """Seconds left of a part: ``ended`` of its pieces took ``spent``, one has been ``running``, and others
+    are ``waiting``; None before one has ended. It rises while a piece runs for longer than those before."""
+    if not ended:
+        return None
+    whole = max(spent / ended, running * (1 + OVERRUN))  # of the piece that runs
+    return whole - running + waiting * (spent + whole) / (ended + 1)

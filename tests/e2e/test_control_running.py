@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from forked import HANGS, Forked
+from forked import HANGS, HELD_AT, Forked, HeldSearch
 from optuna.trial import FrozenTrial, TrialState
 
 from plait.cli.main import main
@@ -25,9 +25,9 @@ Said = Callable[..., str]
 
 
 @contextmanager
-def running(arguments: Sequence[str]) -> Iterator[Forked]:
+def running(arguments: Sequence[str], process: type[Forked] = Forked) -> Iterator[Forked]:
     """A sweep as a separate process, killed at the end if it still runs."""
-    sweep = Forked(["sweep", *arguments])
+    sweep = process(["sweep", *arguments])
     try:
         yield sweep
     finally:
@@ -129,9 +129,9 @@ def test_every_command_against_a_running_sweep(
 def test_stop_lets_running_trials_end_and_the_same_command_suggests_the_rest(
     folder: Path, short: tuple[str, ...], trials: Trials, said: Said
 ) -> None:
-    arguments = [*short, *SPACE, "search.trials=4", "search.parallel=2", "train.steps=400"]
+    arguments = [*short, *SPACE, "search.trials=4", "search.parallel=2", f"train.steps={HELD_AT + 2}"]
     search = folder / "plait-runs" / "searches" / "mine"
-    with running(arguments) as sweep:
+    with running(arguments, HeldSearch) as sweep:
         sweep.until(lambda: (search / "command.json").exists())
         sweep.until(lambda: "2 running" in said("status"))
         assert "No further trials start" in said("stop")

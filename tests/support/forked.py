@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import signal
@@ -16,6 +17,7 @@ from typing import Any
 from disk_operations import Operations
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # libraries read it as the first process imports them
+HELD_AT = 4  # iteration
 HANGS = 300.0  # seconds until something is taken to hang: no promise of how fast a loaded machine is
 
 FORKS = multiprocessing.get_context("forkserver")
@@ -201,3 +203,25 @@ class Forked:
         with self.log.open("rb") as file:
             file.seek(start)
             return file.read()
+
+
+def _run_held(*given: Any) -> None:
+    from plait.search.orders import Orders, StudyOrders
+
+    asked = itertools.count(1)
+
+    def read(self: StudyOrders) -> Orders:
+        orders = self.read()
+        if next(asked) == HELD_AT:
+            while (orders := self.read()).mode == "running":
+                time.sleep(0.02)
+        return orders
+
+    StudyOrders.poll = read  # type: ignore[method-assign]
+    _run(*given)
+
+
+class HeldSearch(Forked):
+    """A search that trains a few steps of its first trials and then waits for an order of its user."""
+
+    run = staticmethod(_run_held)

@@ -209,6 +209,10 @@ def test_an_adapter_is_that_of_its_run_though_a_restarted_search_wrote_into_the_
     os.utime(kept / ("a" * 32), (1, 1))
     _result(folder, "c" * 32).adapter(0)
     assert sorted(path.name[0] for path in kept.iterdir()) == ["b", "c"]  # the cache does not grow for ever
+    monkeypatch.setattr("plait.tracking.trained.MOST_FETCHED", 1)
+    for run_id in ("b" * 32, "d" * 32):
+        _result(folder, run_id).adapter(0)
+    assert sorted(path.name[0] for path in kept.iterdir()) == ["b", "c", "d"]  # all may still be in use
 
 
 def test_without_its_runs_a_search_has_the_adapters_in_its_folder_and_no_others(

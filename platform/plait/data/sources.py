@@ -8,7 +8,7 @@ uses it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
 from plait.config.fields import build
@@ -186,4 +186,14 @@ def parse_options(spec: DataSpec) -> CommonOptions:
     Raises:
         ConfigError: unknown source or option, or a value that breaks an option's rule.
     """
-    return build(SOURCES.get(spec.source).options, spec.mapping(), "data")
+    options, given = SOURCES.get(spec.source).options, spec.mapping()
+    for key, value in given.items():
+        if key not in _keys(options) and (owners := [each for each in SOURCES if key in _keys(SOURCES.get(each).options)]):
+            names, word = " or ".join(f"data={each}" for each in owners), f"data.{key}={value}"
+            remedy = " or ".join(f"`data={each} {word}`" for each in owners)
+            raise ConfigError(word, f"This key exists only with {names}.", f"Write {remedy}.")
+    return build(options, given, "data")
+
+
+def _keys(options: type[CommonOptions]) -> set[str]:
+    return {each.name for each in fields(options)}

@@ -24,6 +24,7 @@ from plait.utils.files import keep_newest
 from plait.utils.paths import cache_dir
 
 MOST_FETCHED = 100  # adapters in the cache
+IN_USE = 86_400.0  # seconds for which a command may still load what it or another has fetched, whatever the number
 
 
 def adapter_folder(search: SearchResult, record: JobRecord, settings: TrackingSettings) -> Path:
@@ -46,7 +47,7 @@ def adapter_folder(search: SearchResult, record: JobRecord, settings: TrackingSe
     fetched = cache_dir() / "adapters" / record.run_id
     if not fetched.is_dir():
         results.export(settings, record.run_id, fetched)
-        keep_newest(fetched.parent, MOST_FETCHED)
+        keep_newest(fetched.parent, MOST_FETCHED, IN_USE)
     with suppress(OSError):
         os.utime(fetched)  # it was used just now
     return fetched

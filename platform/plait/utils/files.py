@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -97,10 +98,11 @@ def _beside(path: Path) -> Path:
     return path.with_name(f".{path.name}.{uuid4().hex[:12]}")
 
 
-def keep_newest(folder: Path, most: int) -> None:
-    """Remove the oldest folders in a folder, so that at most ``most`` are left."""
-    by_age = sorted(
-        (path for path in folder.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime
-    )
+def keep_newest(folder: Path, most: int, spare: float) -> None:
+    """Remove the oldest folders in a folder, so that at most ``most`` are left, and those that were changed
+    within the last ``spare`` seconds."""
+    ages = {path: path.stat().st_mtime for path in folder.iterdir() if path.is_dir()}
+    by_age = sorted(ages, key=ages.__getitem__)
     for path in by_age[: max(0, len(by_age) - most)]:
-        shutil.rmtree(path, ignore_errors=True)
+        if ages[path] < time.time() - spare:
+            shutil.rmtree(path, ignore_errors=True)
