@@ -53,7 +53,7 @@ def test_a_search_trains_records_and_resumes_as_the_same_search(
             "adapter_model.safetensors",
         }
 
-    (run,) = (folder / "multirun").glob("*/*")
+    (run,) = (folder / "plait-runs" / "multirun").glob("*/*")
     for item in held:
         written = run / str(item.number) / ".hydra"
         assert (
@@ -132,7 +132,7 @@ def test_train_gives_the_same_result_as_a_sweep_of_one_adapter(
     for row in leaderboard():
         rows[row["parameters"]["adapter.rank"]] = row["objective"]
     assert alone.value == pytest.approx(rows[3], rel=1e-5)
-    (run,) = (folder / "outputs").glob("*/*")
+    (run,) = (folder / "plait-runs" / "outputs").glob("*/*")
     assert yaml.safe_load((run / ".hydra" / "config.yaml").read_text())["adapter"]["rank"] == 3
     kept = [json.loads(path.read_text()) for path in (folder / "plait-runs").rglob("lengths.json")]
     assert kept

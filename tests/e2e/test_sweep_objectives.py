@@ -64,7 +64,7 @@ def test_a_search_with_two_objectives_a_constraint_and_enqueued_points_resumes(
         assert item.values[1] == item.params["adapter.rank"]
         assert set(item.user_attrs["plait.rungs"]) == {"1", "2"}  # judged by the first objective
     front = {item.number for item in feasible if not dominated(item, feasible)}
-    results = sorted(folder.glob("multirun/*/*/optimization_results.yaml"))[-1]
+    results = sorted(folder.glob("plait-runs/multirun/*/*/optimization_results.yaml"))[-1]
     assert [each["params"] for each in yaml.safe_load(results.read_text())["solutions"]] == [
         held[number].params for number in sorted(front, key=lambda number: held[number].values[0])
     ]

@@ -93,4 +93,4 @@ def test_a_single_job_that_diverges_ends_with_status_3_and_says_why(
     assert row["state"] == "failed"
     assert row["reason"] == item.user_attrs["plait.reason"] != ""
     assert row["objective"] is None
-    assert list((folder / "outputs").glob("*/*/.hydra")), "what began to train stays on disk"
+    assert list((folder / "plait-runs" / "outputs").glob("*/*/.hydra")), "what began to train stays on disk"

@@ -40,7 +40,7 @@ from plait.search.samplers import check_sampler
 from plait.search.stopping import check_stopping
 from plait.search.trials import SearchCommand, Trial
 from plait.utils.addresses import redact
-from plait.utils.paths import conf_dir
+from plait.utils.paths import conf_dir, user_path
 
 if TYPE_CHECKING:
     from plait.terminal.view import Screen
@@ -106,7 +106,7 @@ def search_command(
     probes = tuple(composer.probe(request.space.overrides(point)) for point in request.space.probes())
     check_objectives(search, probes)
     with hydra_config(config):
-        directory = Path(config.hydra.sweep.dir).absolute()
+        directory = user_path(config.hydra.sweep.dir).absolute()
 
     @cache
     def prepare() -> None:
@@ -118,7 +118,7 @@ def search_command(
 
     planning = composed["mode"] in ("plan", "profile", "data")
     if not planning:
-        check_folder(directory)
+        check_folder(directory, settings.tracking.root)
     command = SearchCommand(
         settings=settings,
         space=request.space,
@@ -175,7 +175,7 @@ def _train(config: DictConfig, arguments: Sequence[str], words: Sequence[str]) -
             "Use `plait sweep` for several.",
         )
     with hydra_config(config):
-        directory = Path(config.hydra.run.dir).absolute()
+        directory = user_path(config.hydra.run.dir).absolute()
     set_output(config, directory)
     composed = search_config(config, arguments)
     settings = settings_of(composed)
@@ -187,7 +187,7 @@ def _train(config: DictConfig, arguments: Sequence[str], words: Sequence[str]) -
         )
     base = job_of("base", composed)
     check_objectives(settings.search, (base,))
-    check_folder(directory)
+    check_folder(directory, settings.tracking.root)
 
     def make_job(trial: Trial) -> JobSpec:
         with hydra_config(config):
@@ -317,7 +317,7 @@ class TrialComposer:
         composed = self.compose(trial.overrides, trial.number)
         job = job_of(trial.name, self._plain(composed))
         with hydra_config(composed):
-            directory = Path(composed.hydra.sweep.dir) / str(composed.hydra.sweep.subdir)
+            directory = user_path(composed.hydra.sweep.dir) / str(composed.hydra.sweep.subdir)
             write_job(composed, directory.absolute())
         return job
 
@@ -403,13 +403,17 @@ def set_output(config: DictConfig, directory: Path) -> None:
         config.hydra.runtime.output_dir = str(directory)
 
 
-def check_folder(folder: Path) -> None:
-    """Check that a folder can be made or written, without making it.
+def check_folder(folder: Path, root: Path) -> None:
+    """Check that a folder can be made or written, without making it. Whether ``tracking.root`` can be is
+    checked later, with an error of its own.
 
     Raises:
         StorageError: it cannot.
     """
     nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    root = user_path(root).absolute()
+    if folder.is_relative_to(root) and root.is_relative_to(nearest):
+        return
     if not nearest.is_dir():
         raise _not_written(folder, f"{nearest} is not a folder")
     if not os.access(nearest, os.W_OK):
