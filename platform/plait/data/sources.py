@@ -188,7 +188,8 @@ def parse_options(spec: DataSpec) -> CommonOptions:
     """
     options, given = SOURCES.get(spec.source).options, spec.mapping()
     for key, value in given.items():
-        if key not in _keys(options) and (owners := [each for each in SOURCES if key in _keys(SOURCES.get(each).options)]):
+        owners = [each for each in SOURCES if key in _keys(SOURCES.get(each).options)]
+        if owners and spec.source not in owners:
             names, word = " or ".join(f"data={each}" for each in owners), f"data.{key}={value}"
             remedy = " or ".join(f"`data={each} {word}`" for each in owners)
             raise ConfigError(word, f"This key exists only with {names}.", f"Write {remedy}.")

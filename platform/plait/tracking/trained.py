@@ -24,7 +24,7 @@ from plait.utils.files import keep_newest
 from plait.utils.paths import cache_dir
 
 MOST_FETCHED = 100  # adapters in the cache
-IN_USE = 86_400.0  # seconds for which a command may still load what it or another has fetched, whatever the number
+IN_USE = 86_400.0  # seconds for which what a command has fetched stays, whatever the number
 
 
 def adapter_folder(search: SearchResult, record: JobRecord, settings: TrackingSettings) -> Path:
