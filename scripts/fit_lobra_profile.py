@@ -60,7 +60,7 @@ def published_rows() -> Iterator[Row]:
 def _fitted(name: str) -> Iterator[tuple[dict[str, Any], list[int]]]:
     file = yaml.safe_load((ROOT / f"sweeps/lobra/{name}.yaml").read_text())
     for place, row in zip(file["published"], file["bench"]["options"]["rows"], strict=True):
-        if place.get("fitted"):
+        if place.get("weak") == "fitted":
             yield place, row
 
 

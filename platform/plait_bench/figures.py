@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from plait.core.errors import ConfigError
 from plait.core.jobs import JobSpec
@@ -12,7 +12,12 @@ from plait.core.settings import RunSettings
 
 How = Literal["measured", "simulated", "computed"]
 Sense = Literal["near", "at most", "at least"]
-Result = Literal["within", "outside, explained", "outside, unexplained", "fitted"]
+# Why meeting a published value is no evidence: the cost model was fitted to it; an assumption that the paper
+# leaves open was chosen knowing it, or decides the result; it is the paper's own formula, not a measurement;
+# ours cannot lie on its other side; or it is of another workload.
+Weak = Literal["fitted", "assumed", "formula", "one-sided", "other workload"]
+WEAK: tuple[Weak, ...] = get_args(Weak)
+Result = Literal["within", "outside, explained", "outside, unexplained"] | Weak
 USUAL_TOLERANCE = 0.1  # of a published value
 
 
@@ -27,7 +32,8 @@ class Published:
         sense: whether our value should be near it, at most it or at least it (seconds of another machine).
         why: what explains a difference beyond the tolerance; it must have been tried.
         explained: whether ``why`` explains all of it.
-        fitted: whether the cost model was fitted to it, so that meeting it is no evidence.
+        weak: why meeting it is no evidence; None: it is.
+        others: our values under other assumptions.
 
     Raises:
         ConfigError: the value is 0 and there is no tolerance.
@@ -39,7 +45,8 @@ class Published:
     sense: Sense = "near"
     why: str = ""
     explained: bool = True
-    fitted: bool = False
+    weak: Weak | None = None
+    others: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.value == 0 and self.tolerance is None:
@@ -59,6 +66,15 @@ class Published:
         tolerance = USUAL_TOLERANCE * abs(self.value) if self.tolerance is None else self.tolerance
         high_enough = self.sense == "at most" or ours - self.value >= -tolerance
         return high_enough and (self.sense == "at least" or ours - self.value <= tolerance)
+
+    def weakness(self, ours: float) -> Weak | None:
+        """Why our value is no evidence; None if it is.
+
+        A value that is within, but not under every assumption that was tried, is not.
+        """
+        if self.weak is None and self.within(ours) and not all(map(self.within, self.others)):
+            return "assumed"
+        return self.weak
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +102,9 @@ class Baseline:
         """Whether ``why`` is given: as for a published value."""
         return bool(self.why)
 
-    @property
-    def fitted(self) -> bool:
-        """Whether a cost model was fitted to it: never."""
-        return False
+    def weakness(self, _ours: float) -> Weak | None:
+        """None: what is obtained in the same run is not known before."""
+        return None
 
     def difference(self, ours: float) -> float:
         """The ratio; 1 if both are zero."""
@@ -147,8 +162,8 @@ class Figure:
         """The comparison in words; None if nothing is claimed."""
         if self.beside is None or self.within is None:
             return None
-        if self.beside.fitted:
-            return "fitted"
+        if weakness := self.beside.weakness(self.ours):
+            return weakness
         if self.within:
             return "within"
         return "outside, explained" if self.beside.why and self.beside.explained else "outside, unexplained"

@@ -41,8 +41,7 @@ from plait_bench.inputs import OPTIONS, at_least_one, read_profile, shipped
 from plait_bench.lengths import Family, LengthGenerator, sigma_from_skewness
 from plait_bench.progress import part
 
-TABLE_2 = "LobRA §5.2, Table 2"
-FIGURE_8 = "LobRA §5.3, Figure 8"
+TABLE_2 = "LobRA §5.2, Table 2, which has the deployment, not this number"
 STEPS = ("heterogeneous replicas, length-based", "+ balanced dispatch", "+ dynamic bucketing")  # of figure 8
 BOUNDARIES = (
     "The paper gives neither its fixed bucket boundaries nor its lengths. The padding of the boundaries "
@@ -236,7 +235,7 @@ def compare(
                 100.0 * (theirs.makespan / ours.makespan - 1.0),
                 "%",
                 "computed",
-                Published(0.0, TABLE_2, tolerance=10.0, why=needs),
+                Published(0.0, TABLE_2, tolerance=10.0, why=needs, weak="one-sided"),
                 f"Plait: {ours}, {ours.makespan:.2f} s, bound {ours.bound:.2f} s; "
                 f"published {theirs.makespan:.2f} s; {needs}",
                 detail=detail,
@@ -293,7 +292,6 @@ class AblationOptions:
         assumptions: about lengths, each shown.
         fused: the deployment of equal replicas.
         deployment: the published one.
-        saved_percent: published, by step of the ablation.
         steps: drawn, over which is averaged.
         boundaries: of fixed buckets by name; None for the least padding over the sample.
     """
@@ -302,7 +300,6 @@ class AblationOptions:
     assumptions: tuple[Assumption, ...]
     fused: Rows
     deployment: Rows
-    saved_percent: tuple[float, float, float]
     steps: int
     boundaries: dict[str, tuple[int, ...] | None]
 
@@ -332,14 +329,9 @@ def ablation(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[st
             case = f"{assumption}; fixed buckets {name}"
             piece(case)
             *saved, plan = savings(profile, assumption, edges, asked)
-            detail = bool(figures)
-            for step, ours, theirs in zip(STEPS, saved, asked.saved_percent, strict=True):
-                published = Published(theirs, FIGURE_8, why=BOUNDARIES)
+            for step, ours in zip(STEPS, saved, strict=True):
                 last = plan if step == STEPS[-1] else None
-                label = f"{case}: {step}"
-                figures.append(
-                    Figure(label, ours, "% saved", "simulated", published, plait=last, detail=detail)
-                )
+                figures.append(Figure(f"{case}: {step}", ours, "% saved", "simulated", plait=last))
             figures.append(Figure(f"{case}: {OURS}", plan, "% saved", "simulated"))
     return Report(
         "LobRA ablation, 7B on 16 A100-40GB: device-seconds saved over Task-Fused",

@@ -191,7 +191,7 @@ def communication(settings: RunSettings, jobs: Sequence[JobSpec], options: Mappi
             reduced = tensor_parallel_bytes(model, devices, asked) / 2**20
             case = f"{name}, {devices} devices"
             figures += [
-                Figure(f"{case}: LoRAPP and 1F1B", sent, "MiB", "simulated"),
+                Figure(f"{case}: LoRAPP and 1F1B", sent, "MiB", "computed"),
                 Figure(f"{case}: tensor parallelism", reduced, "MiB", "computed"),
                 Figure(f"{case}: tensor parallelism over LoRAPP", reduced / sent, "×", "computed"),
             ]

@@ -19,6 +19,7 @@ from typing import Any
 
 import yaml
 
+import plait
 from plait.config.fields import build
 from plait.core.errors import ConfigError
 from plait.core.jobs import JobSpec
@@ -37,6 +38,7 @@ from plait_bench.papers_page import as_html, as_markdown, summary
 from plait_bench.run import Paper
 
 FOLDER = "papers"  # below tracking.root
+PLAIT = Path(plait.__file__).parent
 EXPERIMENT = "plait papers"
 NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_. -]")  # characters that MLflow refuses
 LIMIT = 1800.0  # seconds after which a file has failed
@@ -53,8 +55,12 @@ class PaperFile:
 
 
 def paper_files(folder: Path) -> list[PaperFile]:
-    """All of them, by name; the digest covers the file, the clusters and the benchmarks' code."""
-    sources = [*sorted((conf_dir() / "cluster").glob("*.yaml")), *sorted(Path(__file__).parent.glob("*.py"))]
+    """All of them, by name; the digest covers the file, the clusters, the benchmarks' data and Plait's code:
+    a planner or simulator that has changed would give other figures."""
+    own = Path(__file__).parent
+    code = (path for package in (own, PLAIT) for path in sorted(package.rglob("*.py")))
+    data = (path for path in sorted((own / "data").iterdir()) if path.is_file())
+    sources = [*sorted((conf_dir() / "cluster").glob("*.yaml")), *data, *code]
     shared = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).digest()
     found = []
     for path in sorted(folder.rglob("*.yaml")):

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from plait_bench.table import number
+from plait_bench.figures import WEAK
+from plait_bench.table import number, results, span
 
 Record = Mapping[str, Any]
 HEADINGS = ("paper", "figure", "file", "how", "result", "largest difference", "remarks")
@@ -18,45 +19,50 @@ STYLE = (
 
 
 def published(record: Record) -> list[Mapping[str, Any]]:
-    """A report's figures with a published value that are shown first; those fitted to are no evidence."""
+    """A report's figures with a published value that are shown first, or that the model was fitted to."""
     figures = record["report"]["figures"] if record["report"] else ()
     return [
         each for each in figures
-        if each["beside"] and each["beside"]["kind"] == "published" and each["result"] != "fitted"
-        and each["headline"]
+        if each["beside"] and each["beside"]["kind"] == "published"
+        and (each["headline"] or each["result"] == "fitted")
     ]  # fmt: skip
 
 
+def evidence(record: Record) -> list[Mapping[str, Any]]:
+    """The published figures that say something about Plait: not fitted, assumed or so by definition."""
+    return [each for each in published(record) if each["result"] not in WEAK]
+
+
 def result_of(record: Record) -> str:
-    """A file's result: the worst of its published figures, or why there is none."""
+    """A file's result: the worst of its published figures that are evidence, or why there is none."""
     if record["state"] == "needs":
         return f"needs {record['paper']['needs']}"
     if record["state"] == "failed":
         return "failed"
-    results = {each["result"] for each in published(record)}
+    found = {each["result"] for each in published(record)}
     for worst in ("outside, unexplained", "outside, explained", "within"):
-        if worst in results:
+        if worst in found:
             return worst
-    return "no published number"
+    return f"no evidence: {', '.join(sorted(found))}" if found else "no published number"
 
 
 def summary(records: Sequence[Record]) -> str:
     """One sentence about all figures."""
-    figures = sum(len(each["paper"]["figures"]) for each in records)
-    given = sum(len(each["paper"]["figures"]) for each in records if each["state"] == "ran")
-    needs = sum(len(each["paper"]["figures"]) for each in records if each["state"] == "needs")
-    values = Counter(each["result"] for record in records for each in published(record))
-    numbers = ", ".join(f"{values[key]} {key}" for key in sorted(values)) or "none"
+    states = Counter(each["state"] for each in records for _ in each["paper"]["figures"])
+    failed = f", {states['failed']} failed" if states["failed"] else ""
+    values = sorted(each["result"] for record in records for each in published(record))
+    counted = sum(len(evidence(record)) for record in records)
     return (
-        f"of {figures} figures {given} are given and {needs} need what this machine lacks; "
-        f"of {values.total()} published numbers, without those fitted to: {numbers}"
+        f"of {states.total()} figures that have a file {states['ran']} are given and {states['needs']} need "
+        f"what this machine lacks{failed}; "
+        f"of {len(values)} published numbers {counted} are evidence: {results(values) or 'none'}"
     )
 
 
 def rows(records: Sequence[Record]) -> Iterator[tuple[str, ...]]:
     """One row for each file."""
     for record in records:
-        paper, shown = record["paper"], published(record)
+        paper, shown = record["paper"], evidence(record)
         how = ", ".join(sorted({each["how"] for each in (record["report"] or {"figures": ()})["figures"]}))
         yield (
             paper["name"],
@@ -65,7 +71,7 @@ def rows(records: Sequence[Record]) -> Iterator[tuple[str, ...]]:
             how,
             result_of(record),
             _largest(shown),
-            _remarks(record, shown),
+            _remarks(record),
         )
 
 
@@ -83,12 +89,18 @@ def _largest(shown: Sequence[Mapping[str, Any]]) -> str:
     return f"{most['name']}: {number(most['ours'])} beside {value} {most['unit']} ({100 * off(most):.1f} %)"
 
 
-def _remarks(record: Record, shown: Sequence[Mapping[str, Any]]) -> str:
+def _remarks(record: Record) -> str:
     if record["state"] == "failed":
         return str(record["error"]).strip().splitlines()[-1]
+    shown = published(record)
     why = dict.fromkeys(each["beside"]["why"] for each in shown if each["result"] != "within")
+    moved = [f"{each['name']}: {said}." for each in shown if (said := _span(each))]
     opened = [f"Open: {each}." for each in record["paper"]["leaves_open"]]
-    return " ".join([*filter(None, why), *opened])
+    return " ".join([*filter(None, why), *moved, *opened])
+
+
+def _span(figure: Mapping[str, Any]) -> str:
+    return span(figure["ours"], figure["beside"]["others"])
 
 
 def as_markdown(records: Sequence[Record]) -> str:
@@ -106,13 +118,13 @@ def as_html(records: Sequence[Record]) -> str:
         _row((
             record["name"], each["name"], f"{number(each['beside']['value'])} {each['unit']}",
             f"{number(each['ours'])} {each['unit']}", each["how"], each["result"], each["beside"]["source"],
-            "" if each["plait"] is None else number(each["plait"]),
+            "" if each["plait"] is None else number(each["plait"]), _span(each),
         ))
         for record in records
         for each in (record["report"] or {"figures": ()})["figures"]
         if each["beside"] and each["beside"]["kind"] == "published"
     )  # fmt: skip
-    second = ("file", "figure", "published", "ours", "how", "result", "source", "Plait's plan")
+    second = ("file", "figure", "published", "ours", "how", "result", "source", "Plait's plan", "ours moves")
     return (
         f"<!doctype html><meta charset=utf-8><title>The papers' figures</title><style>{STYLE}</style>"
         f"<h1>The papers' figures</h1><p>{escape(summary(records))}.</p>"

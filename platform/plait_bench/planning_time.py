@@ -107,7 +107,9 @@ def _deployment_figures(
             seconds.append(perf_counter() - begin)
         case, plan = f"deployment, {devices} devices, {name}", plans[0]
         linear = relaxation_bound(*instances[0], {profile.kind: devices})
-        published = None if theirs is None else Published(theirs, SOURCE, sense="at most")
+        published = (  # of another model, on another machine
+            None if theirs is None else Published(theirs, SOURCE, sense="at most", weak="other workload")
+        )
         note = f"longest {max(seconds):.2f} s; " if len(plans) > 1 else ""
         note += f"{plan}; step {plan.makespan:.3f} s, bound {plan.bound:.3f} s, LP bound {linear:.3f} s"
         struck = sorted({each.limit_hit for each in plans if each.limit_hit})

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any
 
 from plait.config.build import Config
@@ -15,7 +17,7 @@ from plait.search.trials import SearchCommand
 from plait.terminal.console import wide_console
 from plait.utils.benchmarks import RUNNERS
 from plait_bench.benchmarks import BENCHMARKS
-from plait_bench.figures import Benchmark, Figure, Published, Report, Sense
+from plait_bench.figures import Benchmark, Figure, Published, Report, Sense, Weak
 from plait_bench.progress import shown
 from plait_bench.table import show, to_json
 
@@ -84,7 +86,14 @@ def find_benchmark(name: Any, mode: str) -> Benchmark:
 
 @dataclass(frozen=True, slots=True)
 class PublishedEntry:
-    """An entry of ``published:`` in a file of sweeps/: the figure's name, and the fields of ``Published``."""
+    """An entry of ``published:`` in a file of sweeps/: the figure's name, and the fields of ``Published``.
+
+    Attributes:
+        alternatives: names, or patterns of names, of the figures that give ours under other assumptions.
+
+    Raises:
+        ConfigError: an assumption was chosen, and nothing shows what another one gives.
+    """
 
     name: str
     unit: str
@@ -94,13 +103,33 @@ class PublishedEntry:
     sense: Sense = "near"
     why: str = ""
     explained: bool = True
-    fitted: bool = False
+    weak: Weak | None = None
+    alternatives: tuple[str, ...] = ()
 
-    @property
-    def published(self) -> Published:
-        """The published value."""
+    def __post_init__(self) -> None:
+        if self.weak == "assumed" and not self.alternatives:
+            raise ConfigError(
+                f"published: {self.name}: weak=assumed",
+                "`alternatives` must name figures that give ours under other assumptions.",
+            )
+
+    def others(self, figures: Sequence[Figure]) -> dict[str, tuple[float, ...]]:
+        """Our values by alternative, of the same unit; those of the figure itself are left out."""
+        return {
+            pattern: tuple(
+                each.ours
+                for each in figures
+                if each.unit == self.unit and each.name != self.name and fnmatchcase(each.name, pattern)
+            )
+            for pattern in self.alternatives
+        }
+
+    def published(self, others: tuple[float, ...]) -> Published:
+        """The published value, beside which ours under other assumptions stand."""
         return Published(
-            self.value, self.source, self.tolerance, self.sense, self.why, self.explained, self.fitted
+            *(self.value, self.source, self.tolerance, self.sense, self.why, self.explained),
+            weak=self.weak,
+            others=others,
         )
 
 
@@ -123,16 +152,22 @@ class Paper:
 
 def beside_published(report: Report, entries: Sequence[PublishedEntry]) -> tuple[Report, list[str]]:
     """The report with each published value attached to our figure of the same name and unit; names without a
-    figure."""
+    figure, those of alternatives among them."""
     given = {(item.name, item.unit): item for item in entries}
-    figures = tuple(_beside(figure, given.pop((figure.name, figure.unit), None)) for figure in report.figures)
-    return replace(report, figures=figures), [item.name for item in given.values()]
+    others = {item.name: item.others(report.figures) for item in entries}
+    lost = [name for each in others.values() for name, values in each.items() if not values]
+    figures = tuple(
+        figure
+        if (entry := given.pop((figure.name, figure.unit), None)) is None
+        else _beside(figure, entry, tuple(chain(*others[entry.name].values())))
+        for figure in report.figures
+    )
+    return replace(report, figures=figures), [*(item.name for item in given.values()), *lost]
 
 
-def _beside(figure: Figure, entry: PublishedEntry | None) -> Figure:
-    if entry is None:
-        return figure
-    return replace(figure, beside=entry.published, detail=figure.detail or entry.fitted)
+def _beside(figure: Figure, entry: PublishedEntry, others: tuple[float, ...]) -> Figure:
+    fitted = entry.weak == "fitted"  # of many, one line says how far they are off
+    return replace(figure, beside=entry.published(others), detail=figure.detail or fitted)
 
 
 def _published(composed: Config) -> list[PublishedEntry]:

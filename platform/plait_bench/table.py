@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from plait.terminal.console import filled, plain
-from plait_bench.figures import USUAL_TOLERANCE, Baseline, Figure, Published, Report
+from plait_bench.figures import USUAL_TOLERANCE, WEAK, Baseline, Figure, Published, Report
 
 DETAILS = ("figure", "ours", "unit", "how", "note")
 
@@ -87,9 +87,16 @@ def _show_compared(name: str, figures: Sequence[Figure], console: Console) -> No
     console.print(compared_table(name, figures, notes))
     for at, text in enumerate(notes.texts, start=1):
         plain(console, f"({at}) {text}")
-    counts = Counter(figure.result for figure in figures if figure.result)
-    if len(counts) > 1 or len(figures) > 1:
-        plain(console, "; ".join(f"{count} {result}" for result, count in counts.items()))
+    if len(figures) > 1 or any(figure.result in WEAK for figure in figures):
+        plain(console, results([figure.result for figure in figures if figure.result]))
+
+
+def results(found: Sequence[str]) -> str:
+    """How many figures have each result, those that are no evidence apart."""
+    counts = Counter(found)
+    said = [f"{counts[each]} {each}" for each in counts if each not in WEAK]
+    weak = [f"{counts[each]} {each}" for each in counts if each in WEAK]
+    return "; ".join(said + ([f"no evidence: {', '.join(weak)}"] if weak else []))
 
 
 def compared_table(name: str, figures: Sequence[Figure], notes: Notes) -> Table:
@@ -118,6 +125,7 @@ def _cells(figure: Figure, notes: Notes) -> list[str]:
     what = beside.source if isinstance(beside, Published) else beside.name
     source = notes.mark(what)
     why = "" if figure.result == "within" or not beside.why else notes.mark(beside.why)
+    moved = span(figure.ours, beside.others) if isinstance(beside, Published) else ""
     return [
         figure.name,
         f"{_value(beside.value, figure.unit)} {source}",
@@ -125,8 +133,14 @@ def _cells(figure: Figure, notes: Notes) -> list[str]:
         figure.how,
         _difference(figure),
         _allowed(figure),
-        " ".join(filter(None, (figure.result, why))),
+        "; ".join(filter(None, (" ".join(filter(None, (figure.result, why))), moved))),
     ]
+
+
+def span(ours: float, others: Sequence[float]) -> str:
+    """From where to where ours goes under the assumptions that were tried; "" if none were."""
+    every = (ours, *others)
+    return f"{number(min(every))} to {number(max(every))} by assumption" if others else ""
 
 
 def _difference(figure: Figure) -> str:

@@ -36,6 +36,11 @@ def figure(ours: float, beside: Published | Baseline | None = None, name: str = 
         (Published(20.0, PAPER, sense="at most"), 22.1, "outside, unexplained"),
         (Published(20.0, PAPER, sense="at least"), 40.0, "within"),
         (Published(20.0, PAPER, sense="at least"), 17.9, "outside, unexplained"),
+        (Published(20.0, PAPER, weak="formula"), 20.0, "formula"),
+        (Published(20.0, PAPER, weak="one-sided"), 40.0, "one-sided"),
+        (Published(20.0, PAPER, others=(18.5, 21.0)), 20.0, "within"),
+        (Published(20.0, PAPER, others=(18.5, 27.0)), 20.0, "assumed"),
+        (Published(20.0, PAPER, others=(20.0,)), 27.0, "outside, unexplained"),
         (Baseline(20.0, "PEFT"), 40.0, None),
         (Baseline(20.0, "PEFT", at_most=0.5), 10.0, "within"),
         (Baseline(20.0, "PEFT", at_most=0.5), 10.1, "outside, unexplained"),
@@ -81,6 +86,22 @@ def test_the_table_has_what_is_compared_first_and_the_rest_on_request() -> None:
     assert all_lines.startswith("\n".join(lines[:7]))
     for words in ("floor", "two, other lengths", "layers 3 3", "Lengths are assumed."):
         assert words in all_lines
+
+
+def test_figures_that_are_no_evidence_are_counted_apart_and_show_what_assumptions_do() -> None:
+    report = Report(
+        "bench",
+        (
+            figure(20.5, Published(20.0, PAPER), "one"),
+            figure(20.0, Published(20.0, PAPER, weak="formula"), "two"),
+            figure(20.0, Published(20.0, PAPER, why="chosen", weak="assumed", others=(31.0, 12.5)), "three"),
+        ),
+    )
+    lines = shown(report, width=140)
+    assert lines[2].rstrip().endswith("within")
+    assert lines[3].rstrip().endswith("formula")
+    assert lines[4].rstrip().endswith("assumed (2); 12.5 to 31 by assumption")
+    assert lines[7] == "1 within; no evidence: 1 formula, 1 assumed"
 
 
 def test_a_baseline_is_named_and_has_a_ratio_and_its_limits() -> None:

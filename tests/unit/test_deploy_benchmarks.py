@@ -41,9 +41,7 @@ def test_each_step_of_the_ablation_saves_more(settings: RunSettings) -> None:
     saved = [figure.ours for figure in figures]
     assert len(saved) == 4
     assert 0.0 < saved[0] < saved[1] < saved[2] < saved[3] < 100.0
-    assert [figure.beside and figure.beside.value for figure in figures] == [18.94, 36.65, 45.03, None]
     assert [figure.plait for figure in figures] == [None, None, saved[3], None]
-    assert all(figure.headline for figure in figures[:3])
     assert {figure.how for figure in figures} == {"simulated"}
 
 
@@ -86,7 +84,7 @@ def test_an_absent_table_is_reported(settings: RunSettings, tmp_path: Path) -> N
         ("lobra/deploy_7b", deployment, {"typo": 1}),
         ("lobra/deploy_7b", deployment, {"deployment": [[1, 1]]}),
         ("lobra/ablation_7b", ablation, {"steps": "x"}),
-        ("lobra/ablation_7b", ablation, {"saved_percent": [1.0]}),
+        ("lobra/ablation_7b", ablation, {"saved_percent": [18.94, 36.65, 45.03]}),
         ("lobra/ablation_7b", ablation, {"boundaries": {"falling": [512, 256]}}),
         ("lobra/planning_time", planning_time, {"steps": "x"}),
         ("lobra/planning_time", planning_time, {"assumptions": []}),

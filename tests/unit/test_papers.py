@@ -10,13 +10,16 @@ import pytest
 from plait.core.errors import ConfigError
 from plait.core.settings import RunSettings
 from plait_bench import papers
+from plait_bench.figures import Figure, Report
 from plait_bench.papers import PaperFile, absent, every, metrics, paper_files, read_records
 from plait_bench.papers_page import as_html, as_markdown, result_of, summary
-from plait_bench.run import Paper
+from plait_bench.run import Paper, PublishedEntry, beside_published
 
 
-def figure(ours: float, result: str, *, why: str = "", headline: bool = True) -> dict[str, Any]:
-    beside = {"kind": "published", "value": 2.0, "source": "paper", "why": why}
+def figure(
+    ours: float, result: str, *, why: str = "", headline: bool = True, others: tuple[float, ...] = ()
+) -> dict[str, Any]:
+    beside = {"kind": "published", "value": 2.0, "source": "paper", "why": why, "others": others}
     return {
         "name": "⟨1,2⟩ | speed", "ours": ours, "unit": "s", "how": "simulated", "result": result,
         "headline": headline, "plait": None, "beside": beside,
@@ -66,19 +69,55 @@ def test_the_pages_give_results_differences_and_reasons() -> None:
         record("d", state="needs", needs="a GPU"),
         record("e"),
         record("f", state="failed") | {"error": "trace\nlast line"},
+        record(
+            "g", figure(2.0, "formula"), figure(2.0, "assumed", others=(3.5, 1.0)), figure(2.0, "one-sided")
+        ),
+        record("h", figure(2.1, "within"), figure(2.0, "other workload", headline=False)),
     ]
     assert [result_of(each) for each in records] == [
         "within", "outside, explained", "outside, unexplained", "needs a GPU", "no published number",
-        "failed",
+        "failed", "no evidence: assumed, formula, one-sided", "within",
     ]  # fmt: skip
     text = as_markdown(records)
     assert summary(records) in text
-    assert "of 6 figures 4 are given and 1 need" in text
-    assert "1 outside, explained, 1 outside, unexplained, 2 within" in text
+    assert "of 8 figures that have a file 6 are given and 1 need what this machine lacks, 1 failed; " in text
+    assert "of 9 published numbers 5 are evidence: 1 outside, explained; " in text
+    assert "; 1 outside, unexplained; 3 within; no evidence: " in text
+    assert "1 assumed, 1 fitted, 1 formula, 1 one-sided" in text
+    assert "⟨1,2⟩ / speed: 1 to 3.5 by assumption." in text
     assert "4 beside 2 s (100.0 %) | it was tried Open: lengths." in text
     assert "last line" in text
     assert all(line.count("|") == 8 for line in text.splitlines() if line.startswith("| "))
     assert "⟨1,2⟩ | speed" in as_html(records)
+    assert "1 to 3.5 by assumption" in as_html(records)
+
+
+def test_what_was_kept_is_not_kept_if_the_planner_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(papers, "PLAIT", tmp_path)
+    planner = tmp_path / "planner" / "packing.py"
+    planner.parent.mkdir()
+    digests = []
+    for code in ("a = 1", "a = 2", "a = 1"):
+        planner.write_text(code)
+        digests.append([each.digest for each in paper_files(papers.sweeps_dir())])
+    assert digests[0] == digests[2]
+    assert not set(digests[0]) & set(digests[1])
+
+
+def test_an_assumption_that_was_chosen_needs_others_beside_it() -> None:
+    with pytest.raises(ConfigError, match="alternatives"):
+        PublishedEntry("time saved", "%", 30.0, "paper", weak="assumed")
+
+
+def test_alternatives_are_found_by_pattern_and_those_that_find_nothing_are_named() -> None:
+    figures = [Figure(name, ours, "%", "simulated") for name, ours in (("a", 20.0), ("a; b", 30.0))]
+    entry = PublishedEntry("a", "%", 20.0, "paper", alternatives=("a*", "c*"))
+    report, unmatched = beside_published(Report("r", tuple(figures)), [entry])
+    assert unmatched == ["c*"]
+    assert [each.result for each in report.figures] == ["assumed", None]
+    assert report.figures[0].mapping()["beside"]["others"] == (30.0,)
 
 
 def test_names_are_ones_that_mlflow_takes() -> None:
