@@ -65,7 +65,11 @@ class Launcher:
         return self.x.new_empty((splits, *shape), dtype=torch.float32)
 
     def summed(self, parts: Tensor, splits: int) -> Tensor:
-        """The sum over splits, in order, in the compute dtype."""
+        """The sum over splits, in order, in the compute dtype.
+
+        The elements of an adapter at a site that it does not target are never written, and their sum is never
+        read; of what lay there it may be NaN, of which the interpreter warns.
+        """
         if splits == 1:
             return parts
         out = self.packed(1)

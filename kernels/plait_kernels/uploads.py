@@ -9,10 +9,14 @@ from torch import Tensor
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """The host's tensor on a device: from pinned memory, queued behind what the device is to do already."""
+    """The host's tensor on a device: on CUDA from pinned memory, queued behind what it is to do already.
+
+    Pinned memory that is freed is not used again before its copies are done: torch's host allocator waits for
+    them. Memory that is not pinned may be, so other devices wait; meta tensors stand for CUDA's.
+    """
     if device.type == "cuda":
         tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=device.type != "cpu")
+    return tensor.to(device, non_blocking=device.type in ("cuda", "meta"))
 
 
 def table(values: Sequence[object], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:

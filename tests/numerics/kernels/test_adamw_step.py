@@ -155,6 +155,27 @@ def test_bits_of_a_step_do_not_depend_on_who_else_is_stepped(monkeypatch):
         assert torch.equal(together.block(result.adapter).state, alone.block(result.adapter).state)
 
 
+def test_a_stage_steps_by_norms_over_all_stages_adapters_that_have_no_layer_there_too(backend):
+    """As a pipeline's stage: norms are given, and some adapters' sites are all elsewhere."""
+
+    def stage():
+        bank = _bank(torch.float16)
+        bank.attach("elsewhere", rank=2, scale=1.0, dropout=0.0, seed=0, sites=[], partly=True)
+        _set_gradients(bank, 1)
+        return bank
+
+    found, expected = stage(), stage()
+    steps = [AdapterStep("elsewhere", 1, 1e-2, 1e-2), *STEPS.values()]
+    norms = [1.0] * len(steps)
+    results = adamw_step(found, steps, norms=norms, backend=backend)
+    assert results == adamw_step(expected, steps, norms=norms)
+    for name in STEPS:
+        one, other = found.block(name), expected.block(name)
+        torch.testing.assert_close(one.state, other.state, rtol=1e-6, atol=1e-8)
+        assert not one.state[1].any()
+        assert torch.equal(one.copy, one.state[0].half())
+
+
 def test_a_step_is_three_launches_and_one_wait_whatever_the_adapters():
     bank = Bank([Site("q", 0, 640, 320)], device="meta", compute_dtype=torch.bfloat16)
     for index in range(20):
