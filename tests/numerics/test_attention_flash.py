@@ -5,12 +5,15 @@ Without a GPU torch's flash kernels are stood in for by its plain attention, cal
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 from plait.models import flash
 from plait.models.attention import AttentionRule, Heads, packed_attention
@@ -24,16 +27,14 @@ RULES = [AttentionRule(0.3), AttentionRule(0.5, window=1), AttentionRule(0.2, wi
 
 
 def plain_varlen(
-    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, key_ends: Tensor, most: int, most_keys: int,
-    *, scale: float, window_size: tuple[int, int], enable_gqa: bool, num_splits: int | None,
-) -> Tensor:  # fmt: skip
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, causal: bool, scale: float, window: list[int]
+) -> Tensor:
     """What torch's documentation says of ``varlen_attn``: the left window counts the keys before the own."""
-    assert torch.equal(ends, key_ends)
     assert ends.dtype == torch.int32
-    assert most == most_keys == max(ends.diff().tolist())
-    left, right = window_size
+    left, right = window
     assert right == 0
-    assert num_splits == 1
+    assert causal == (left == -1)
+    enable_gqa = query.shape[1] != key.shape[1]
     parts = []
     for low, high in zip(ends.tolist(), ends.tolist()[1:], strict=False):
         row = torch.arange(high - low)
@@ -46,9 +47,35 @@ def plain_varlen(
     return torch.cat(parts)
 
 
+def plain_forward(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, key_ends: Tensor, most: int, most_keys: int,
+    causal: bool, scale: float, window: list[int], gqa: bool, used: None, blocks: None, splits: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    assert torch.equal(ends, key_ends)
+    assert most == most_keys == max(ends.diff().tolist())
+    assert gqa == (query.shape[1] != key.shape[1])
+    assert (used, blocks, splits) == (None, None, 1)
+    return plain_varlen(query, key, value, ends, causal, scale, window), torch.zeros(1), torch.zeros(2)
+
+
+def plain_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, ends: Tensor,
+    key_ends: Tensor, most: int, most_keys: int, causal: bool, state: Tensor, scale: float, window: list[int],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    assert torch.equal(ends, key_ends)
+    assert most == most_keys == max(ends.diff().tolist())
+    assert (sums.shape, state.shape) == ((1,), (2,))
+    leaves = [each.detach().requires_grad_() for each in (query, key, value)]
+    with torch.enable_grad():
+        again = plain_varlen(*leaves, ends, causal, scale, window)
+    torch.testing.assert_close(again.detach(), out)
+    return torch.autograd.grad(again, leaves, grad)
+
+
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash, "varlen_attn", plain_varlen)
+    monkeypatch.setattr(flash, "forward_kernel", plain_forward)
+    monkeypatch.setattr(flash, "backward_kernel", plain_backward)
     monkeypatch.setattr(flash, "takes", lambda *_: True)
     monkeypatch.setattr(passes, "by_triton", lambda *_: True)
 
@@ -82,16 +109,45 @@ def test_its_gradient_is_summed_in_a_fixed_order_and_the_setting_comes_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[bool] = []
-    gradient = torch.autograd.grad
 
-    def noting(*given: Any, **options: Any) -> Any:
+    def noting(*given: Any) -> Any:
         seen.append(torch.are_deterministic_algorithms_enabled())
-        return gradient(*given, **options)
+        return plain_backward(*given)
 
-    monkeypatch.setattr(torch.autograd, "grad", noting)
+    monkeypatch.setattr(flash, "backward_kernel", noting)
     both(lambda qkv: flash.attend(qkv, HEADS, packed(), RULES[0], "triton"))
     assert seen == [True]
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_checkpointing_lets_go_of_what_attention_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[Tensor]] = []
+
+    def noting(*given: Any) -> Any:
+        found = plain_forward(*given)
+        made.append(weakref.ref(found[0]))
+        return found
+
+    monkeypatch.setattr(flash, "forward_kernel", noting)
+    context = packed()
+
+    def run(qkv: Tensor) -> Tensor:
+        return flash.attend(2 * qkv, HEADS, context, RULES[0], "triton").sin()
+
+    expected = both(run)
+    made.clear()
+    found = both(lambda qkv: kept(checkpoint(run, qkv, use_reentrant=False), made))
+    assert len(made) == 2  # and again for backward
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def kept(out: Tensor, made: list[weakref.ref[Tensor]]) -> Tensor:
+    """``out``, after a look at what forward left."""
+    gc.collect()
+    assert [each() for each in made] == [None]
+    return out
 
 
 def test_a_rule_that_flash_does_not_compute_goes_elsewhere() -> None:
@@ -99,7 +155,8 @@ def test_a_rule_that_flash_does_not_compute_goes_elsewhere() -> None:
     assert flash.takes(half, HEADS, RULES[2])
     assert not flash.takes(half, HEADS, AttentionRule(0.3, softcap=2.0))
     assert not flash.takes(half.float(), HEADS, RULES[0])
-    assert not flash.takes(torch.empty(3, HEADS.total * 12, device="meta").half(), HEADS, RULES[0])
+    for size, taken in ((12, False), (192, True), (200, False), (224, False), (256, True), (264, False)):
+        assert flash.takes(torch.empty(3, HEADS.total * size, device="meta").half(), HEADS, RULES[0]) == taken
     assert not flash.takes(torch.empty_like(half, device="cpu"), HEADS, RULES[0])
 
 

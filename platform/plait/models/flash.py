@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
+import torch.nn.attention.varlen  # registers its operators
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from plait.models.attention import AttentionRule, Heads, packed_attention
 from plait.models.context import MicrobatchContext
@@ -20,6 +20,7 @@ from plait_kernels import passes
 
 _DTYPES = (torch.float16, torch.bfloat16)
 _WIDEST_HEAD = 256
+_NOT_EVERYWHERE = range(193, 225)  # of whose gradient some devices lack the kernel
 
 
 def attend(
@@ -39,8 +40,8 @@ def attend(
 def takes(qkv: Tensor, heads: Heads, rule: AttentionRule) -> bool:
     """Whether the flash kernels compute this: half precision, no softcap, heads of up to 256 features."""
     size = qkv.shape[-1] // heads.total
-    fits = qkv.dtype in _DTYPES and rule.softcap is None and size <= _WIDEST_HEAD and size % 8 == 0
-    return fits and _device_has_it(qkv.device)
+    sized = size <= _WIDEST_HEAD and size % 8 == 0 and size not in _NOT_EVERYWHERE
+    return sized and qkv.dtype in _DTYPES and rule.softcap is None and _device_has_it(qkv.device)
 
 
 def _device_has_it(device: torch.device) -> bool:
@@ -51,33 +52,65 @@ def _device_has_it(device: torch.device) -> bool:
 
 
 class _Flash(torch.autograd.Function):
-    """The flash kernels' own graph, differentiated with their sums in a fixed order."""
+    """The flash kernels and their gradient, whose sums have a fixed order.
+
+    What backward needs is saved by autograd, so that checkpointing can let go of it and make it again.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, qkv: Tensor, heads: Heads, ends: Tensor, longest: int, rule: AttentionRule
     ) -> Tensor:
-        rows = qkv.detach().view(len(qkv), heads.total, -1)
-        parts = torch.split(rows, [heads.query, heads.shared, heads.shared], dim=1)
-        leaves = [part.requires_grad_(ctx.needs_input_grad[0]) for part in parts]
-        with torch.set_grad_enabled(ctx.needs_input_grad[0]):
-            out = cast("Callable[..., Tensor]", varlen_attn)(
-                *leaves,
-                *(ends, ends, longest, longest),
-                scale=rule.scale,
-                window_size=(-1 if rule.window is None else rule.window - 1, 0),
-                enable_gqa=heads.group > 1,
-                num_splits=None if torch.version.hip else 1,  # so that a sample's bits are its own
-            )
-        ctx.leaves, ctx.out = leaves, out
-        return out.detach().flatten(1)
+        out, sums, state = forward_kernel(
+            *_split(qkv, heads),
+            *(ends, ends, longest, longest, rule.window is None, rule.scale, _window(rule)),
+            *(heads.group > 1, None, None),
+            None if torch.version.hip else 1,  # splits of the keys: a sample's bits are its own
+        )
+        ctx.save_for_backward(qkv, ends, out, sums, state)
+        ctx.heads, ctx.longest, ctx.rule = heads, longest, rule
+        return out.flatten(1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        qkv, ends, out, sums, state = ctx.saved_tensors
+        rule, longest = ctx.rule, ctx.longest
         with _deterministic():
-            found = torch.autograd.grad(ctx.out, ctx.leaves, grad.reshape(ctx.out.shape))
-        ctx.leaves = ctx.out = None
+            found = backward_kernel(
+                grad.reshape(out.shape),
+                *_split(qkv, ctx.heads),
+                *(out, sums, ends, ends, longest, longest, rule.window is None, state),
+                *(rule.scale, _window(rule)),
+            )
         return torch.cat(found, dim=1).flatten(1), None, None, None, None
+
+
+def forward_kernel(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The output, the logarithms of its rows' sums and the generator's state.
+
+    The operator of torch's ``varlen_attn``, which returns the first alone.
+    """
+    operators: Any = torch.ops.torch_attn
+    found: tuple[Tensor, Tensor, Tensor] = operators._varlen_attn(*arguments)
+    return found
+
+
+def backward_kernel(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of queries, keys and values."""
+    operators: Any = torch.ops.torch_attn
+    found: tuple[Tensor, Tensor, Tensor] = operators._varlen_attn_backward(*arguments)
+    return found
+
+
+def _split(qkv: Tensor, heads: Heads) -> tuple[Tensor, ...]:
+    """Queries, keys and values, (tokens, their heads, head size) each."""
+    rows = qkv.view(len(qkv), heads.total, -1)
+    return torch.split(rows, [heads.query, heads.shared, heads.shared], dim=1)
+
+
+def _window(rule: AttentionRule) -> list[int]:
+    """Keys before and after a query's own that it sees; −1: all."""
+    return [-1 if rule.window is None else rule.window - 1, 0]
 
 
 @contextmanager
