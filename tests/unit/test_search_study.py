@@ -388,6 +388,15 @@ def test_a_database_file_is_found_in_any_form_of_its_address(scheme: str, tmp_pa
     assert missing_file(storage, tmp_path) is None
 
 
+def test_the_journal_lies_in_the_users_home_where_the_root_begins_with_a_tilde(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert missing_file(None, Path("~/r")) == tmp_path / "r" / "optuna.journal"
+    open_storage(None, Path("~/r"))
+    assert missing_file(None, Path("~/r")) is None
+
+
 @pytest.mark.parametrize(
     "storage", ["sqlite:///:memory:", "sqlite:///file:x.db?uri=true", "postgresql://h/x"]
 )

@@ -42,7 +42,7 @@ def open_storage(storage: str | None, root: Path) -> BaseStorage:
         StorageError: the folder cannot be written, or the database does not answer.
     """
     if storage is None:
-        return _journal(root / JOURNAL)
+        return _journal(user_path(root) / JOURNAL)
     if "://" in storage:
         return _database(storage)
     path = user_path(storage)
@@ -55,7 +55,7 @@ def open_storage(storage: str | None, root: Path) -> BaseStorage:
 def missing_file(storage: str | None, root: Path) -> Path | None:
     """The file that :func:`open_storage` would create; None if it creates none."""
     if storage is None:
-        path: Path | None = root / JOURNAL
+        path: Path | None = user_path(root) / JOURNAL
     else:
         path = _sqlite_file(storage) if "://" in storage else user_path(storage)
     return None if path is None or path.exists() else path

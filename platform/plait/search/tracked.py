@@ -23,6 +23,7 @@ from plait.tracking.leaderboard import JobRecord, Leaderboard
 from plait.tracking.location import locate, sqlite_in
 from plait.tracking.results import SearchResult
 from plait.tracking.search_run import conclude, left_unsent, send_left
+from plait.utils.paths import user_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ def _tracked(storage: BaseStorage, name: str) -> tuple[str, str]:
 
 def without_store(away: AwayError, settings: RunSettings, name: str) -> str:
     """What to say if a search resumes without its store."""
-    folder = logs_folder(settings.tracking.root.absolute(), name)
+    folder = logs_folder(user_path(settings.tracking.root).absolute(), name)
     return f"{away.value}. Records are buffered in {folder} and sent when it answers."
 
 
