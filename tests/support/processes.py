@@ -21,6 +21,7 @@ from plait.distributed import join, launch, process
 from plait.distributed.fleet import Fleet
 from plait.distributed.launch import Launcher
 from plait.distributed.places import Address
+from plait.distributed.stage_worker import StageWorker
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.local_worker import LocalWorker
 from plait.engine.span_recorder import SpanRecorder
@@ -64,16 +65,17 @@ def _serve(address: Address, key: bytes, number: int, log: str, ahead: float, sh
     process.SpanRecorder = partial(SpanRecorder, lambda: time.monotonic() + ahead)  # type: ignore[misc]
     if short_at is not None:
         LocalWorker._forward = _running_short(LocalWorker._forward, short_at)  # type: ignore[method-assign]
+        StageWorker.forward = _running_short(StageWorker.forward, short_at)  # type: ignore[method-assign]
     process.serve(address, key, number)
 
 
 def _running_short(forward: Any, at: int) -> Any:
     counted = count(1)
 
-    def short(*given: Any) -> Any:
+    def short(*given: Any, **named: Any) -> Any:
         if next(counted) == at:
             raise torch.OutOfMemoryError("no room")
-        return forward(*given)
+        return forward(*given, **named)
 
     return short
 

@@ -80,6 +80,10 @@ class LostProcessError(ProcessError):
     seconds = 0.0
 
 
+class ShortStageError(LostProcessError):
+    """A stage of a pipeline ran out of memory; the others wait for it in vain, so all begin again."""
+
+
 class GatheringInterruptedError(LostProcessError):
     """The user interrupts a run whose processes are coming together again: there is nothing to save."""
 

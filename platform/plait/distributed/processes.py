@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 
-from plait.core.errors import LostProcessError, PlaitError
+from plait.core.errors import LostProcessError, PlaitError, ShortStageError
 from plait.core.spans import ProcessState, ReplicaSpans, Span
 from plait.distributed.channel import Answer, Beat, Channel, Goodbye, Hello, Refusal
 from plait.distributed.clocks import ClockOffset
@@ -187,6 +187,8 @@ class Processes:
                     case Answer() as answer:
                         answers[number] = answer
                         del pending[process.channel.connection]
+                    case Refusal(ShortStageError() as short):
+                        raise self._ended_by(self._named(number, short))
                     case Refusal() as refusal:
                         refused[number] = refusal.error
                         del pending[process.channel.connection]
@@ -199,6 +201,14 @@ class Processes:
                 self.error = said
             raise said
         return {number: answers[number] for number in sorted(answers)}
+
+    def _ended_by(self, error: PlaitError) -> PlaitError:
+        """End all processes, some of which are waiting for this one in vain."""
+        self.spent += sum(time.monotonic() - each.asked for each in self.all if each.busy)
+        self.close(lost=True)
+        assert isinstance(error, ShortStageError)
+        self.error = error
+        return error
 
     def _named(self, number: int, error: PlaitError) -> PlaitError:
         """What one could not do and others could: then it matters which."""

@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from plait.core.errors import ConfigError
+from plait.core.errors import ConfigError, ShortStageError
 from plait.core.messages import (
     Command,
     Evaluate,
@@ -38,6 +38,7 @@ from plait.distributed.links import Links
 from plait.engine.adapter_store import AdapterStore
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.local_worker import LocalWorker
+from plait.engine.memory import attempt
 from plait.engine.microbatches import LoadedMicrobatch, load_microbatch
 from plait.engine.span_recorder import SpanRecorder, work_of
 from plait.models.base import BaseModel
@@ -107,14 +108,29 @@ class StageWorker(LocalWorker):
     def _execute(self, command: Command) -> Sequence[WorkerEvent]:
         match command:
             case RunSchedule():
-                return _Window(self, command).run()
+                return self._attempt(lambda: _Window(self, command).run())
             case Evaluate(microbatches):
-                return self._evaluate(microbatches)
+                return self._attempt(lambda: self._evaluate(microbatches))
             case SaveCheckpoint(job, directory, cursor):
                 return self._save(job, lambda parts: self.adapters.save(job, directory, cursor, parts))
             case Export(job, directory, kept_step):
                 return self._save(job, lambda parts: self.adapters.export(job, directory, kept_step, parts))
         return super()._execute(command)
+
+    def _attempt(self, action: Callable[[], list[WorkerEvent]]) -> list[WorkerEvent]:
+        """The events of an action.
+
+        Raises:
+            ShortStageError: memory ran out; what was sent and received until then is of no use.
+        """
+        events, detail = attempt(action)
+        if events is None:
+            raise ShortStageError(
+                f"stage {self.stage} ran out of memory: {detail}",
+                "Each stage keeps the activations of several microbatches.",
+                "Lower engine.capacity or planner.max_jobs, or set engine.checkpointing.",
+            )
+        return events
 
     # ---- running -----------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from itertools import count
 from pathlib import Path
 
-from plait.core.errors import ConfigError, GatheringInterruptedError, LostProcessError
+from plait.core.errors import ConfigError, GatheringInterruptedError, LostProcessError, ShortStageError
 from plait.core.jobs import JobSpec
 from plait.core.lifecycle import JobState, PauseReason
 from plait.core.messages import (
@@ -301,9 +301,10 @@ class Coordinator:
         if isinstance(self._lost, GatheringInterruptedError):
             return found  # the search stops at this boundary
         if self._lost is not None and before is None:
-            if self._renew is None or not self.restarts.another():
+            short = isinstance(self._lost, ShortStageError)  # a smaller group follows, which may be repeated
+            if self._renew is None or not (short or self.restarts.another()):
                 raise self._lost
-            found += self._fall_back()
+            found += self._shrink_and_resume(self._lost.value) if short else self._fall_back()
             found.append(Notice(f"{self._lost.value}. Restarting with the processes that come back ..."))
         return found
 
@@ -315,6 +316,17 @@ class Coordinator:
             self._finishing.ended(job.name)
             self._roster.queue(job)
         return [_paused(job, PauseReason.LOST) for job in fallen]
+
+    def _shrink_and_resume(self, detail: str) -> list[Event]:
+        """All jobs fall back, and one fewer trains from now on; one that was alone fails."""
+        jobs = list(self._live.values())
+        if len(jobs) > 1:
+            self._roster.shrink()
+        events = self._fall_back()
+        if len(jobs) == 1:
+            reason = f"out of memory, with no other job training: {detail}"
+            events.append(self._end(jobs[0], JobState.FAILED, reason))
+        return events
 
     def _come_back(self) -> Iterator[Event]:
         """Have another worker in the place of the lost one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,25 +15,29 @@ import pytest
 import torch
 from laboratory import History, Weights, distance, random_data
 from peft_folders import stored_pairs
-from processes import fleet
+from processes import ForkedProcess, fleet
 
 from plait.core.errors import ProcessError
 from plait.core.jobs import JobSpec
+from plait.core.lifecycle import JobState, PauseReason
 from plait.core.messages import (
     Attach,
     Attached,
     Cursor,
     Detach,
     Export,
+    GroupStep,
     JobLoss,
+    JobPaused,
     RunSchedule,
     StepDone,
     StepJob,
 )
 from plait.core.plans import GlobalBatch, Microbatch, Segment
-from plait.core.settings import ClusterSettings, EngineSettings, ModelSettings
+from plait.core.settings import ClusterSettings, EngineSettings, ModelSettings, RunSettings
 from plait.distributed.channel import Answer
-from plait.distributed.fleet import _check_alike
+from plait.distributed.fleet import Fleet, _check_alike
+from plait.distributed.launch import Launcher
 from plait.distributed.stage_worker import _Window
 from plait.engine.adapter_store import AdapterStore
 from plait.engine.catalogue import DataCatalogue
@@ -119,6 +124,42 @@ def test_interrupted_and_resumed_on_another_number_of_stages(laboratory: Any, tm
         assert found == pytest.approx(alone.losses(job.name), rel=LOSS_TOLERANCE)
         weights = stored_pairs(parts[-1].ended(job.name).adapter)
         assert alone.difference_from(weights, job.name) <= WEIGHT_TOLERANCE
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_stage_that_runs_out_of_memory_makes_room_and_changes_nothing(
+    laboratory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: bool
+) -> None:
+    lab = laboratory("llama")
+    jobs = lab.group(dropout=0.1, steps=STEPS)[: 1 if alone else 3]
+    cluster = ClusterSettings(processes=2, **pipeline((3, 1)))
+    settings = RunSettings(model=TINY, engine=ENGINE, cluster=cluster)
+    monkeypatch.setattr(ForkedProcess, "short_at", {1: 4})
+    launcher = Launcher(cluster, start=ForkedProcess)
+
+    def together() -> Fleet:
+        return launcher.fleet(tmp_path / "processes", settings, DataCatalogue(random_data))
+
+    def again() -> Fleet:
+        monkeypatch.setattr(ForkedProcess, "short_at", {})
+        return together()
+
+    with closing(launcher):
+        found = lab.run(jobs, worker=together(), cluster=cluster, renew=again)
+    assert [each.reason for each in found.events if isinstance(each, JobPaused)][: len(jobs)] == [
+        PauseReason.LOST
+    ] * len(jobs)
+    if alone:
+        assert found.ended(jobs[0].name).state is JobState.FAILED
+        assert "stage 1 ran out of memory" in found.ended(jobs[0].name).reason
+        return
+    lost = max(place for place, each in enumerate(found.events) if isinstance(each, JobPaused))
+    after = next(each for each in found.events[lost:] if isinstance(each, GroupStep))
+    assert after.jobs == tuple(job.name for job in jobs[:2])
+    alike = lab.undisturbed(lab.group(dropout=0.1, steps=STEPS), kernels="grouped")
+    for job in jobs:
+        weights = stored_pairs(found.ended(job.name).adapter)
+        assert alike.difference_from(weights, job.name) <= WEIGHT_TOLERANCE
 
 
 def test_a_stage_without_the_job_knows_that_a_best_was_kept(laboratory: Any, tmp_path: Path) -> None:
