@@ -1,6 +1,7 @@
 """What `plait generate` and `plait serve` take: prompts of files, errors before anything is loaded."""
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,15 @@ def test_a_server_is_refused_before_anything_is_read(
     monkeypatch.delenv("PLAIT_SERVE_KEY", raising=False)
     assert main(["serve", "mine", *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_port_in_use_is_refused_before_anything_is_read(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main(["serve", "mine", "--port", str(taken.getsockname()[1])]) == 2
+    assert "Choose another --port" in capsys.readouterr().err
 
 
 def test_an_unknown_search_is_named(

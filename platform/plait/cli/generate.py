@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be given several times")
     add("--file", type=as_path, help="prompts: lines of text, or .jsonl with a key `prompt` in each row")
     add("--validation", type=int, default=0, metavar="N", help="the first N prompts of the validation rows")
-    add("--trial", type=int, action="append", metavar="N", help="a trial, or several; default: the best")
+    add("--trial", type=int, action="append", metavar="N", help="may be repeated; default: the best")
     add("--no-base", action="store_true", help="without the base model's own text")
     add("--max-new-tokens", type=int, default=128, metavar="N", help="most tokens of a text; default: 128")
     add("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")

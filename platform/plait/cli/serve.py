@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 from collections.abc import Sequence
 
 from plait.cli.generate import POOL_TOKENS, load_base
@@ -22,6 +23,7 @@ def main(arguments: Sequence[str]) -> int:
     known = _parser().parse_args(arguments)
     key = os.environ.get(KEY) or None
     _check(known, key)
+    address = _bound(known.host, known.port)
     from plait.tracking.results import chosen, load_search
     from plait.tracking.trained import adapter_folder, base_model
 
@@ -47,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     endpoint = Endpoint(driver, base, models, limits)
     app = make_app(endpoint, driver, key=key, limits=limits, local=known.host in LOOPBACK)
     print(f"http://{known.host}:{known.port}/v1 serves {', '.join(models)}; Ctrl-C stops it.", flush=True)
-    run(app, known.host, known.port)
+    run(app, address)
     return EXIT_DONE
 
 
@@ -56,13 +58,34 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     parser.epilog = f"{KEY} in the environment is the API key that clients must send."
     add("name", nargs="?", help="name of the search; default: the newest")
-    add("--trial", type=int, action="append", metavar="N", help="a trial, or several; default: all finished")
+    add("--trial", type=int, action="append", metavar="N", help="may be repeated; default: all finished")
     add("--host", default="127.0.0.1", help=f"address; others than this machine's own need {KEY}")
     add("--port", type=int, default=8000, help="default: 8000")
     add("--max-new-tokens", type=int, default=1024, metavar="N", help="most of a request; default: 1024")
     add("--queue", type=int, default=256, metavar="N", help="requests that may wait; default: 256")
     add("--pool-tokens", type=int, default=POOL_TOKENS, metavar="N", help="tokens of all running requests")
     return parser
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """The address, taken before anything is loaded.
+
+    Raises:
+        ConfigError: another program has it, or it is not this machine's.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one that has just ended is no obstacle
+    try:
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        raise ConfigError(
+            f"--host {host} --port {port}: {error.strerror}",
+            "The server needs an address of this machine that no other program uses.",
+            "Choose another --port.",
+        ) from error
+    return bound
 
 
 def _check(known: argparse.Namespace, key: str | None) -> None:

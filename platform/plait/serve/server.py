@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import hmac
 import json
+import socket
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -221,6 +222,8 @@ def _error(status: int, message: str, headers: Mapping[str, str] | None = None) 
     return JSONResponse(body, status_code=status, headers=dict(headers or {}))
 
 
-def run(app: FastAPI, host: str, port: int) -> None:
-    """Serve until a signal; requests that run then have some seconds to end."""
-    uvicorn.run(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=STOPPING_SECONDS)
+def run(app: FastAPI, address: socket.socket) -> None:
+    """Serve at a bound address until a signal; requests that run then have some seconds to end."""
+    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=STOPPING_SECONDS)
+    with suppress(KeyboardInterrupt):  # raised once more when all has ended
+        uvicorn.Server(config).run(sockets=[address])
