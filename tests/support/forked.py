@@ -98,7 +98,7 @@ def _run(
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False, errors="backslashreplace")  # as Python's own
     operations = Operations(last)
     status = 1
     try:
@@ -106,6 +106,8 @@ def _run(
 
         status = main(list(arguments))
         Path("operations").write_text(str(operations.count))
+    except SystemExit as left:  # of argparse
+        status = left.code if isinstance(left.code, int) else 1
     except BaseException:
         traceback.print_exc()
     finally:
