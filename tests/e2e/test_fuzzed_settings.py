@@ -241,7 +241,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def is_explained(output: str) -> bool:
-    """Whether a refusal says the value and at least the rule (many rules need no remedy), or is argparse's."""
+    """Whether a refusal says the value and at least the rule (not all need a remedy), or is argparse's."""
     if "usage: " in output and "error: " in output:
         return True
     _, begins, error = f"\n{output}".rpartition("\nplait: ")

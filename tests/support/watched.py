@@ -75,10 +75,9 @@ def _written(event: str, given: tuple[Any, ...]) -> Iterator[str]:
         if event == "sqlite3.connect" and text.startswith((":memory:", "file:")):
             continue
         with suppress(OSError, ValueError):  # what is no path is not written to
-            if start >= 0:
-                text = os.path.join(os.readlink(f"/proc/self/fd/{start}"), text)
-            head, name = os.path.split(os.path.abspath(text))
-            yield os.path.join(os.path.realpath(head), name)
+            base = Path(f"/proc/self/fd/{start}").readlink() if start >= 0 else Path.cwd()
+            head, name = os.path.split(base / text)
+            yield str(Path(head).resolve() / name)
 
 
 def _is_below(path: str, folder: str) -> bool:

@@ -120,7 +120,8 @@ def _as_it_is(error: HydraException) -> ConfigError:
     cause = error.__cause__
     if isinstance(cause, OmegaConfBaseException):
         rest = [line.strip() for line in str(cause).splitlines()]
-    return ConfigError(first, "\n".join(rest))
+    rule = "\n".join(rest) or "Hydra cannot compose a configuration from these arguments."
+    return ConfigError(first, rule)
 
 
 def _unknown_function(override: str) -> ConfigError | None:

@@ -344,18 +344,25 @@ class TrialComposer:
         values = [override for override in parsed if _is_value(override)]
         others = tuple(str(override.input_line) for override in parsed if not _is_value(override))
         if others not in self._composed:
-            self._composed[others] = self._loader.load_sweep_config(self._master, [*self._fixed, *others])
+            self._composed[others] = self._load(others)
         composed = copy.deepcopy(self._composed[others])
         try:
             for override in values:
                 OmegaConf.update(composed, override.key_or_group, override.value())
         except OmegaConfBaseException:  # the key does not exist: it is added with a plus, or wrong
-            composed = self._loader.load_sweep_config(self._master, [*self._fixed, *overrides])
+            composed = self._load(overrides)
         with read_write(composed), open_dict(composed):
             _set_words(composed.hydra, [*self._fixed, *overrides])
             composed.hydra.job.num = number
             composed.hydra.job.id = f"{composed.hydra.job.name}-{number}"
         return composed
+
+    def _load(self, overrides: Sequence[str]) -> DictConfig:
+        try:
+            return self._loader.load_sweep_config(self._master, [*self._fixed, *overrides])
+        except ValueError as error:  # Hydra's, for a group whose name is a number
+            remedy = "The values of a whole group are the names of its files, as in data=file,jsonl."
+            raise ConfigError(" ".join(overrides), str(error), remedy) from error
 
     @staticmethod
     def _plain(composed: DictConfig) -> Config:
