@@ -251,7 +251,7 @@ def is_explained(output: str) -> bool:
 
 @dataclass
 class Fuzzed:
-    """Commands in one folder, which begins anew with a finished search for each."""
+    """Commands in one folder, which is reset to a finished search before each."""
 
     folder: Path
     runs: Path  # a copy of that search's folder

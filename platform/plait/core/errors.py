@@ -81,7 +81,7 @@ class LostProcessError(ProcessError):
 
 
 class ShortStageError(LostProcessError):
-    """A stage of a pipeline ran out of memory; the others wait for it in vain, so all begin again."""
+    """A stage of a pipeline ran out of memory; the others cannot continue without it, so all restart."""
 
 
 class GatheringInterruptedError(LostProcessError):

@@ -203,7 +203,7 @@ class Processes:
         return {number: answers[number] for number in sorted(answers)}
 
     def _ended_by(self, error: PlaitError) -> PlaitError:
-        """End all processes, some of which are waiting for this one in vain."""
+        """End all processes, some of which wait for an answer that will not come."""
         self.spent += sum(time.monotonic() - each.asked for each in self.all if each.busy)
         self.close(lost=True)
         assert isinstance(error, ShortStageError)

@@ -32,7 +32,7 @@ class Waiting:
         self._count = count
 
     def look(self, seconds: float = 0.0) -> None:
-        """Let in who comes within so many seconds; forget who is gone."""
+        """Admit processes that arrive within ``seconds``; drop those that are gone."""
         while (came := self._door.next(seconds)) is not None:
             self._welcome(*came)
             seconds = 0.0
