@@ -1,4 +1,4 @@
-/* Dropout by Philox4x32-10 (Salmon et al. 2011) for CPUs: the same bits as dropout.py, vectorised.
+/* Dropout by Philox4x32-7 (Salmon et al. 2011) for CPUs: the same bits as dropout.py, vectorised.
  *
  * Counter words 0 to 2 of each row come from `counters` (three int64 a row), word 3 is feature / 8. A call's
  * four words are stored one after the other, so that on a little-endian machine their 16-bit halves lie in
@@ -23,7 +23,7 @@ static inline void philox_block(philox_row row, uint32_t first, uint16_t halves[
     c += row.c2;
     for (int lane = 0; lane < LANES; lane++) d[lane] = first + (uint32_t)lane;
     uint32_t k0 = row.k0, k1 = row.k1;
-    for (int round = 0; round < 10; round++) {
+    for (int round = 0; round < 7; round++) {
         lanes p = a * 0xD2511F53u, q = c * 0xCD9E8D57u;
         a = (q >> 32) ^ b ^ (uint64_t)k0;
         b = q & 0xFFFFFFFFu;

@@ -15,25 +15,59 @@ from plait_kernels.layer import LayerCall, Placed
 from plait_kernels.routing import Routing
 from plait_kernels.uploads import distance, table, upload
 
-Row = tuple[int, int, int, int]
 RANK_STEP = 16  # rows of S are padded to a multiple of it, as in `triton_common`
+WIDTHS = (16, 32, 64)  # ranks that a program multiplies at once
+FEW_RANKS = 32  # up to so many, dS and dB come from one read of dh
 
 
 @dataclass(frozen=True)
 class TileTable:
-    """Tiles of at most `rows` rows, each of one span.
+    """Tiles of at most `rows` rows that cover all rows, each of one span or none.
 
     Args:
-        tiles: (count, 4) int64: first row, rows, span (−1: no adapter), slot (−1: only tile).
+        tiles: (count, 3) int64: first row, rows, span (−1: no adapter).
         count: number of tiles.
-        slots: ranks of all partial sums together.
-        shared: (adapters with several tiles, 3) int64: one of its spans, first slot, tiles.
     """
 
     tiles: Tensor
     count: int
+
+
+@dataclass(frozen=True)
+class WidthClass:
+    """The part of the work whose blocks of ranks have one width, so that each launch has its own binary.
+
+    Args:
+        width: ranks of a block, those beyond an adapter's rank masked.
+        begin, count: where the part lies.
+        factor: the largest power of two up to 16 that divides all its adapters' ranks.
+    """
+
+    width: int
+    begin: int
+    count: int
+    factor: int
+
+
+@dataclass(frozen=True)
+class WorkTable:
+    """Tiles of at most `rows` rows of the adapters of some ranks, once for each block of their ranks.
+
+    Args:
+        work: (count, 5) int64: first row, rows, span, slot (−1: only tile), first rank.
+        classes: its parts by width, those that there are.
+        slots: ranks of all partial sums together.
+        shared: (adapters with several tiles, 3) int64: one of its spans, first slot, tiles.
+        shared_count: how many these are.
+        max_rank: the largest rank among them.
+    """
+
+    work: Tensor
+    classes: tuple[WidthClass, ...]
     slots: int
     shared: Tensor
+    shared_count: int
+    max_rank: int
 
 
 @dataclass(frozen=True)
@@ -105,48 +139,80 @@ def _moved(local: Tensor, distances: list[int]) -> Tensor:
     return torch.where(local == ABSENT, local, moved)
 
 
-def tile_table(routing: Routing, rows: int, *, base: bool = False) -> TileTable:
-    """Tiles of `rows` rows of every span; with `base` also of the rows that have no adapter."""
-    key = ("tiles", rows, base)
+def tile_table(routing: Routing, rows: int) -> TileTable:
+    """Tiles of `rows` rows of every span, and of the rows that have no adapter."""
+    key = ("tiles", rows)
     found = routing.tables.get(key)
     if found is None:
-        found = routing.tables[key] = _tile_table(routing, rows, base)
+        tiles = _tiles(routing, rows)
+        found = routing.tables[key] = TileTable(_device(tiles, routing), len(tiles))
     return cast("TileTable", found)
 
 
-def _tile_table(routing: Routing, rows: int, base: bool) -> TileTable:
+def _tiles(routing: Routing, rows: int) -> list[tuple[int, int, int]]:
+    parts, end = [], 0
+    for index, span in enumerate(routing.fused):
+        parts += [(end, span.start, -1), (span.start, span.stop, index)]
+        end = span.stop
+    parts.append((end, routing.tokens, -1))
+    return [
+        (first, min(rows, stop - first), index)
+        for start, stop, index in parts
+        for first in range(start, stop, rows)
+    ]
+
+
+def work_table(routing: Routing, rows: int, ranks: range) -> WorkTable:
+    """Work of tiles of `rows` rows, of the adapters whose rank is one of `ranks`."""
+    key = ("work", rows, ranks)
+    found = routing.tables.get(key)
+    if found is None:
+        found = routing.tables[key] = _work_table(routing, rows, ranks)
+    return cast("WorkTable", found)
+
+
+def _width(left: int) -> int:
+    """Ranks of the block that begins where `left` are left."""
+    return next((width for width in WIDTHS if left <= width), WIDTHS[-1])
+
+
+def _work_table(routing: Routing, rows: int, ranks: range) -> WorkTable:
     by_adapter: dict[str, list[int]] = {}
     for index, span in enumerate(routing.fused):
-        by_adapter.setdefault(span.block.adapter, []).append(index)
-    tiles, shared, slots = [], [], 0
+        if span.block.rank in ranks:
+            by_adapter.setdefault(span.block.adapter, []).append(index)
+    work: dict[int, list[tuple[int, ...]]] = {width: [] for width in WIDTHS}
+    factors = dict.fromkeys(WIDTHS, RANK_STEP)
+    shared, slots = [], 0
     for spans in by_adapter.values():
         own = [
-            (first, routing.fused[index].stop, index)
+            (first, min(rows, routing.fused[index].stop - first), index)
             for index in spans
             for first in range(routing.fused[index].start, routing.fused[index].stop, rows)
         ]
         rank = routing.fused[spans[0]].block.rank
-        if len(own) > 1:
+        several = len(own) > 1
+        if several:
             shared.append((spans[0], slots, len(own)))
-        for first, end, index in own:
-            tiles.append((first, min(rows, end - first), index, slots if len(own) > 1 else -1))
-            slots += rank if len(own) > 1 else 0
-    if base:
-        tiles = sorted(tiles + _base_tiles(routing, rows))
-    return TileTable(_device(tiles, routing), len(tiles), slots, _device(shared, routing))
-
-
-def _base_tiles(routing: Routing, rows: int) -> list[Row]:
-    holes, end = [], 0
-    for span in routing.fused:
-        holes.append((end, span.start))
-        end = span.stop
-    holes.append((end, routing.tokens))
-    return [
-        (first, min(rows, stop - first), -1, -1)
-        for start, stop in holes
-        for first in range(start, stop, rows)
-    ]
+        for tile in own:
+            for first_rank in range(0, rank, WIDTHS[-1]):
+                width = _width(rank - first_rank)
+                work[width].append((*tile, slots if several else -1, first_rank))
+                factors[width] = math.gcd(factors[width], rank)
+            slots += rank if several else 0
+    classes, begin = [], 0
+    for width, pieces in work.items():
+        if pieces:
+            classes.append(WidthClass(width, begin, len(pieces), factors[width]))
+        begin += len(pieces)
+    return WorkTable(
+        work=_device([piece for pieces in work.values() for piece in pieces], routing),
+        classes=tuple(classes),
+        slots=slots,
+        shared=_device(shared, routing),
+        shared_count=len(shared),
+        max_rank=max((routing.fused[spans[0]].block.rank for spans in by_adapter.values()), default=0),
+    )
 
 
 def _layer_key(call: LayerCall) -> tuple[object, ...]:
@@ -169,11 +235,8 @@ def site_table(call: LayerCall) -> Tensor:
     return found
 
 
-def block_table(call: LayerCall, width: int, out_features: int | None = None) -> Tensor:
-    """(blocks, 3) int64: blocks of at most `width` columns: site, or −1, first and end column.
-
-    With `out_features` they cover all columns of the layer, else those of its sites.
-    """
+def block_table(call: LayerCall, width: int, out_features: int) -> Tensor:
+    """(blocks, 3) int64: site or −1, first and end column of blocks that cover all columns."""
     key = ("blocks", _layer_key(call), width, out_features)
     found = call.bank.tables.get(key)
     if found is None:
@@ -182,16 +245,14 @@ def block_table(call: LayerCall, width: int, out_features: int | None = None) ->
     return found
 
 
-def _blocks(placed: tuple[Placed, ...], width: int, out_features: int | None) -> list[tuple[int, int, int]]:
+def _blocks(placed: tuple[Placed, ...], width: int, out_features: int) -> list[tuple[int, int, int]]:
     ranges, end = [], 0
     for index, (_, columns) in enumerate(placed):
         ranges += [(-1, end, columns.start), (index, columns.start, columns.stop)]
         end = columns.stop
-    if out_features is not None:
-        ranges.append((-1, end, out_features))
+    ranges.append((-1, end, out_features))
     return [
         (site, start, min(start + width, stop))
         for site, first, stop in ranges
-        if site >= 0 or out_features is not None
         for start in range(first, stop, width)
     ]

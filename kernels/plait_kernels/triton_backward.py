@@ -17,27 +17,52 @@ from plait_kernels.triton_common import (
     B,
     add_low_rank,
     drop_tile,
+    keep_factor,
     load_offset,
     load_site,
     load_span,
     load_tile,
-    rank_width,
+    load_work,
     row_stride,
+    row_words,
     swizzle,
 )
+from plait_kernels.triton_forward import product_of_rows
 
 
-@triton.jit
-def _up_gradient_ranks(
-    grad, grad_stride, s, ds, stride, b, target, slot, scale, count, rank, left, start, end,
-    BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, PRECISION: tl.constexpr,
+@triton.jit(do_not_specialize=["begin", "bank_sites", "slots"])
+def up_gradient(
+    grad, grad_stride, s, ds, packed, split_stride, origin, gradient_origin, partial, work, begin, spans,
+    scales, sites, addresses, gradients, bank_sites, slots, split_columns,
+    ALIGN: tl.constexpr, RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """BR ranks of one tile's dS and dB; the pointers are those of its first row, column and rank."""
+    """dS = s dh B over one split of the columns, and dB = s dhᵀ S, from one read of dh: for few ranks.
+
+    dB of an adapter's only tile is added to its gradient; of several, each tile's goes to its slot.
+    """
+    site = tl.program_id(0)
+    first, count, span, slot, _first_rank = load_work(work, begin + tl.program_id(1))
+    bank_site, _, column_first, width = load_site(sites, site, ALIGN)
+    b_offset = load_offset(addresses, span, bank_sites, bank_site, B)
+    if b_offset < ABSENT:
+        return
+    rank, _, _, s_start = load_span(spans, span, RANKS)
+    stride = row_stride(rank)
+    target = gradient_origin + load_offset(gradients, span, bank_sites, bank_site, B)
+    if slot >= 0:
+        target = partial + slots * column_first + slot * width
+    start = tl.program_id(2) * split_columns
+    end = tl.minimum(start + split_columns, width)
     rows, ranks = tl.arange(0, BM), tl.arange(0, BR)
-    row_mask, rank_mask = rows < count, ranks < left
-    packed_at = rows[:, None] * stride + ranks[None, :]
-    packed_mask = row_mask[:, None] & (ranks < row_stride(left))[None, :]
+    row_mask, rank_mask = rows < count, ranks < rank
+    packed_at = (
+        site.to(tl.int64) * packed + s_start + first * stride + rows[:, None] * stride + ranks[None, :]
+    )
+    packed_mask = row_mask[:, None] & (ranks < stride)[None, :]
     own_s = tl.load(s + packed_at, mask=packed_mask, other=0.0)
+    grad += first * grad_stride + column_first
+    scale = tl.load(scales + span)
     total = tl.zeros((BM, BR), tl.float32)
     for n in range(start, end, BN):
         columns = n + tl.arange(0, BN)
@@ -49,65 +74,55 @@ def _up_gradient_ranks(
         )
         mask = column_mask[:, None] & rank_mask[None, :]
         where = columns[:, None] * rank + ranks[None, :]
-        own_b = tl.load(b + where, mask=mask, other=0.0)
+        own_b = tl.load(origin + b_offset + where, mask=mask, other=0.0)
         total = tl.dot(dh, own_b, total, input_precision=PRECISION)
         db = scale * tl.dot(tl.trans(dh), own_s, input_precision=PRECISION)
         if slot < 0:
             db += tl.load(target + where, mask=mask, other=0.0)
         tl.store(target + where, db, mask=mask)
     value = tl.where(rank_mask[None, :], scale * total, 0.0).to(ds.dtype.element_ty)
-    tl.store(ds + packed_at, value, mask=packed_mask)
+    tl.store(ds + tl.program_id(2).to(tl.int64) * split_stride + packed_at, value, mask=packed_mask)
 
 
-@triton.jit(do_not_specialize=["site_count", "bank_sites", "slots"])
-def up_gradient(
-    grad, grad_stride, s, ds, packed, split_stride, origin, gradient_origin, partial, tiles, spans, scales,
-    sites, site_count, addresses, gradients, bank_sites, slots, split_columns,
-    ALIGN: tl.constexpr, RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WIDTHS: tl.constexpr,
+@triton.jit(do_not_specialize=["begin", "bank_sites"])
+def wide_ds(
+    grad, grad_stride, ds, packed, split_stride, origin, work, begin, spans, scales, sites, addresses,
+    bank_sites, counters, split_columns,
+    ALIGN: tl.constexpr, RANKS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dS = s dh B over one split of the columns, and dB = s dhᵀ S, from one read of dh.
-
-    dB of an adapter's only tile is added to its gradient; of several, each tile's goes to its slot.
-    """
-    site = tl.program_id(1) % site_count
-    first_rank = tl.program_id(1) // site_count * (8 << WIDTHS)
-    first, count, span, slot = load_tile(tiles, tl.program_id(0))
-    bank_site, _, column_first, columns = load_site(sites, site, ALIGN)
+    """dS = s dh B of an adapter of many ranks, over one split of the columns."""
+    site = tl.program_id(0)
+    first, count, span, _slot, first_rank = load_work(work, begin + tl.program_id(1))
+    bank_site, module, column_first, width = load_site(sites, site, ALIGN)
     b_offset = load_offset(addresses, span, bank_sites, bank_site, B)
     if b_offset < ABSENT:
         return
-    rank, _, _, s_start = load_span(spans, span, RANKS)
-    left = rank - first_rank
-    if left <= 0:
-        return
+    rank, threshold, seed, s_start = load_span(spans, span, RANKS)
     stride = row_stride(rank)
-    packed_at = site.to(tl.int64) * packed + s_start + first * stride + first_rank
-    target = gradient_origin + load_offset(gradients, span, bank_sites, bank_site, B)
-    if slot >= 0:
-        target = partial + slots * column_first + slot * columns
+    split = tl.program_id(2).to(tl.int64)
     start = tl.program_id(2) * split_columns
-    end = tl.minimum(start + split_columns, columns)
-    grad += first * grad_stride + column_first
-    ds += tl.program_id(2).to(tl.int64) * split_stride + packed_at
-    b = origin + b_offset + first_rank
-    scale = tl.load(scales + span)
-    for width in tl.static_range(WIDTHS):
-        if rank_width(left) == (16 << width):
-            _up_gradient_ranks(
-                grad, grad_stride, s + packed_at, ds, stride, b, target + first_rank, slot, scale, count,
-                rank, left, start, end, BM, BN, 16 << width, PRECISION,
-            )  # fmt: skip
+    ds += split * split_stride + site.to(tl.int64) * packed + s_start + first * stride + first_rank
+    product_of_rows(
+        grad + first * grad_stride + column_first, grad_stride, ds, stride, origin + b_offset + first_rank,
+        rank, 1, counters, count, rank - first_rank, start, tl.minimum(start + split_columns, width), seed,
+        module, threshold, tl.load(scales + span), False, BM, BK, BR, PRECISION,
+    )  # fmt: skip
 
 
 @triton.jit
-def _down_gradient_ranks(
-    x, x_stride, ds, stride, target, counters, count, left, slot, k, features, seed, module, threshold,
+def _sum_over_rows(
+    x, x_stride, ds, stride, target, r_stride, m_stride, counters, count, left, slot, k, end, seed, module,
+    threshold, factor,
     DROPOUT: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """BR ranks of dA over one chunk; the pointers are those of its first row and rank."""
+    """BR ranks of factor · dSᵀ (D ∘ x) over one chunk of rows, in the columns from `k` on.
+
+    The pointers are those of the chunk's first row and rank; the sum is addressed by target +
+    rank·r_stride + column·m_stride.
+    """
     ranks, columns = tl.arange(0, BR), k + tl.arange(0, BK)
-    column_mask = columns < features
+    column_mask = columns < end
     total = tl.zeros((BR, BK), tl.float32)
     for row in range(0, count, BM):
         rows = tl.arange(0, BM)
@@ -115,10 +130,8 @@ def _down_gradient_ranks(
         mask = row_mask[:, None] & column_mask[None, :]
         values = tl.load(x + rows[:, None] * x_stride + columns[None, :], mask=mask, other=0.0)
         if DROPOUT:
-            dropped = drop_tile(
-                values.to(tl.float32), counters, rows, row_mask, k, seed, module, threshold, BM, BK
-            )
-            values = dropped.to(values.dtype)
+            words = row_words(counters, rows, row_mask, seed, module)
+            values = drop_tile(values, words, k, seed, module, threshold, BM, BK)
         own_ds = tl.load(
             ds + rows[None, :] * stride + ranks[:, None],
             mask=(ranks < row_stride(left))[:, None] & row_mask[None, :],
@@ -128,46 +141,71 @@ def _down_gradient_ranks(
         x += BM * x_stride
         ds += BM * stride
         counters += BM * 3
-    where = target + ranks[:, None] * features + columns[None, :]
+    total *= factor
+    where = target + ranks[:, None] * r_stride + columns[None, :] * m_stride
     mask = (ranks < left)[:, None] & column_mask[None, :]
     if slot < 0:
         total += tl.load(where, mask=mask, other=0.0)
     tl.store(where, total, mask=mask)
 
 
-@triton.jit(do_not_specialize=["site_count", "bank_sites", "slots"])
+@triton.jit(do_not_specialize=["begin", "bank_sites", "slots"])
+def wide_db(
+    grad, grad_stride, s, packed, gradient_origin, partial, work, begin, spans, scales, sites, gradients,
+    bank_sites, slots, counters,
+    ALIGN: tl.constexpr, RANKS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dB = s dhᵀ S of an adapter of many ranks, over one chunk of its rows."""
+    site = tl.program_id(0)
+    first, count, span, slot, first_rank = load_work(work, begin + tl.program_id(2))
+    bank_site, module, column_first, width = load_site(sites, site, ALIGN)
+    b_offset = load_offset(gradients, span, bank_sites, bank_site, B)
+    k = tl.program_id(1) * BK
+    if (b_offset < ABSENT) | (k >= width):
+        return
+    rank, threshold, seed, s_start = load_span(spans, span, RANKS)
+    stride = row_stride(rank)
+    target = gradient_origin + b_offset
+    if slot >= 0:
+        target = partial + slots * column_first + slot * width
+    s += site.to(tl.int64) * packed + s_start + first * stride + first_rank
+    _sum_over_rows(
+        grad + first * grad_stride + column_first, grad_stride, s, stride, target + first_rank, 1, rank,
+        counters, count, rank - first_rank, slot, k, width, seed, module, threshold, tl.load(scales + span),
+        False, BM, BK, BR, PRECISION,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["begin", "bank_sites", "slots"])
 def down_gradient(
-    x, x_stride, ds, packed, gradient_origin, partial, chunks, spans, sites, site_count, gradients,
-    bank_sites, slots, counters, features,
-    DROPOUT: tl.constexpr, RANKS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, WIDTHS: tl.constexpr,
+    x, x_stride, ds, packed, gradient_origin, partial, work, begin, spans, sites, gradients, bank_sites,
+    slots, counters, features,
+    DROPOUT: tl.constexpr, RANKS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dA = dSᵀ (D ∘ x) over one chunk of an adapter's rows."""
-    site = tl.program_id(2) % site_count
-    first_rank = tl.program_id(2) // site_count * (8 << WIDTHS)
-    first, count, span, slot = load_tile(chunks, tl.program_id(1))
+    site = tl.program_id(0)
+    first, count, span, slot, first_rank = load_work(work, begin + tl.program_id(2))
     bank_site, module, _, _ = load_site(sites, site, 1)
     a_offset = load_offset(gradients, span, bank_sites, bank_site, A)
     if a_offset < ABSENT:
         return
     rank, threshold, seed, s_start = load_span(spans, span, RANKS)
-    left = rank - first_rank
-    if left <= 0:
-        return
     stride = row_stride(rank)
     target = gradient_origin + a_offset
     if slot >= 0:
         target = partial + (site.to(tl.int64) * slots + slot) * features
     target += first_rank.to(tl.int64) * features
-    x += first * x_stride
+    factor = 1.0
+    if DROPOUT:
+        factor *= keep_factor(threshold)
     ds += site.to(tl.int64) * packed + s_start + first * stride + first_rank
-    counters += 3 * first
-    for width in tl.static_range(WIDTHS):
-        if rank_width(left) == (16 << width):
-            _down_gradient_ranks(
-                x, x_stride, ds, stride, target, counters, count, left, slot, tl.program_id(0) * BK,
-                features, seed, module, threshold, DROPOUT, BM, BK, 16 << width, PRECISION,
-            )  # fmt: skip
+    _sum_over_rows(
+        x + first * x_stride, x_stride, ds, stride, target, features, 1, counters + 3 * first, count,
+        rank - first_rank, slot, tl.program_id(1) * BK, features, seed, module, threshold, factor,
+        DROPOUT, BM, BK, BR, PRECISION,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["bank_sites", "slots"])
@@ -192,7 +230,10 @@ def sum_partials(
     if IS_B:
         width = columns.to(tl.int64)
         base = slots * column_first
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    block = tl.program_id(0).to(tl.int64) * BLOCK
+    if block >= rank * width:
+        return
+    index = block + tl.arange(0, BLOCK)
     mask = index < rank * width
     total = tl.zeros((BLOCK,), tl.float32)
     part = partial + base + first * width
@@ -209,7 +250,7 @@ def _low_rank_dx(
     row_mask, k, columns, column_mask, features,
     DROPOUT: tl.constexpr, RANKS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Σ over sites of D ∘ (dS A) of a tile in the features that begin at `k`."""
+    """Σ over sites of D ∘ (dS A) of a tile in the features that begin at `k`; zero without an adapter."""
     total = tl.zeros((BM, BK), tl.float32)
     rank, threshold, seed, s_start = load_span(spans, tl.maximum(span, 0), RANKS)
     ds += s_start + first * row_stride(rank)
@@ -223,9 +264,12 @@ def _low_rank_dx(
                 PRECISION,
             )  # fmt: skip
             if DROPOUT:
-                low = drop_tile(low, counters + 3 * first, rows, row_mask, k, seed, module, threshold, BM, BK)
+                words = row_words(counters + 3 * first, rows, row_mask, seed, module)
+                low = drop_tile(low, words, k, seed, module, threshold, BM, BK)
             total += low
         ds += packed
+    if DROPOUT:
+        total *= keep_factor(threshold)
     return total
 
 
@@ -235,10 +279,8 @@ def dx_low_rank(
     features,
     DROPOUT: tl.constexpr, RANKS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dx += Σ over sites of D ∘ (dS A); the epilogue of a vendor's product."""
-    first, count, span, _ = load_tile(tiles, tl.program_id(1))
-    if span < 0:
-        return
+    """dx = Σ over sites of D ∘ (dS A), to which the vendor's product is added; nothing of `dx` is read."""
+    first, count, span = load_tile(tiles, tl.program_id(1))
     rows, columns = tl.arange(0, BM), tl.arange(0, BK)
     k = tl.program_id(0) * BK
     row_mask, column_mask = rows < count, columns < features - k
@@ -247,9 +289,7 @@ def dx_low_rank(
         row_mask, k, columns, column_mask, features, DROPOUT, RANKS, BM, BK, PRECISION,
     )  # fmt: skip
     target = dx + first * dx_stride + k + rows[:, None] * dx_stride + columns[None, :]
-    mask = row_mask[:, None] & column_mask[None, :]
-    value = tl.load(target, mask=mask, other=0.0).to(tl.float32) + total
-    tl.store(target, value.to(dx.dtype.element_ty), mask=mask)
+    tl.store(target, total.to(dx.dtype.element_ty), mask=row_mask[:, None] & column_mask[None, :])
 
 
 @triton.jit(do_not_specialize=["site_count", "bank_sites", "tile_count", "block_count"])
@@ -261,7 +301,7 @@ def dx_linear(
 ):  # fmt: skip
     """dx = dh W + Σ over sites of D ∘ (dS A), the base product added in the low-rank term's accumulator."""
     tile, block_index = swizzle(tl.program_id(0), tile_count, block_count, GROUP)
-    first, count, span, _ = load_tile(tiles, tile)
+    first, count, span = load_tile(tiles, tile)
     rows, columns = tl.arange(0, BM), tl.arange(0, BK)
     k = block_index * BK
     row_mask, column_mask = rows < count, columns < features - k

@@ -1,13 +1,14 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 """What the Triton kernels of multi-adapter LoRA share: how they find their work, dropout, low-rank products.
 
-Rows go by tiles. `tiles` holds for each tile (first row, rows, span, slot): span −1 has no adapter, and slot
-counts the ranks of all partial sums before this one, −1 if the tile is its adapter's only one. `spans`
-holds for each span (rank, dropout threshold, seed, where row 0 of its S would lie), `scales` its alpha /
-rank. `sites` holds for each site of the call (index in the bank, dropout module, first column, columns,
-features), `blocks` for each block of columns (site or −1, first column, end column). `addresses` holds for
-each span and bank site the element offsets of A and B from a pointer, below ABSENT if the adapter does
-not sit there.
+Rows go by tiles. `tiles` cover all rows: (first row, rows, span) of each, span −1 without adapter. `work`
+holds what sums over an adapter's ranks go by, a tile and a block of ranks each: (first row, rows, span,
+slot, first rank); slot counts the ranks of all partial sums before this one, −1 if the tile is its adapter's
+only one. A launch takes the part of `work`, from `begin` on, whose blocks have one width. `spans` holds for
+each span (rank, dropout threshold, seed, where row 0 of its S would lie), `scales` its alpha / rank. `sites`
+holds for each site of the call (index in the bank, dropout module, first column, columns, features),
+`blocks` for each block of columns (site or −1, first column, end column). `addresses` holds for each span
+and bank site the element offsets of A and B from a pointer, below ABSENT if the adapter does not sit there.
 
 S and dS are packed: for each site one row of `packed` elements, in it each span's (rows, stride), where the
 stride is the rank rounded up to RANK_STEP and what lies beyond the rank is zero, so that whole vectors are
@@ -20,7 +21,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-TILE_FIELDS = tl.constexpr(4)
+TILE_FIELDS = tl.constexpr(3)
+WORK_FIELDS = tl.constexpr(5)
 SPAN_FIELDS = tl.constexpr(4)
 SITE_FIELDS = tl.constexpr(5)
 BLOCK_FIELDS = tl.constexpr(3)
@@ -29,56 +31,90 @@ NOWHERE = tl.constexpr(-(2**62))
 RANK_STEP = tl.constexpr(16)  # the smallest size that a tensor core multiplies
 A = tl.constexpr(0)
 B = tl.constexpr(1)
+M0, M1 = tl.constexpr(0xD2511F53), tl.constexpr(0xCD9E8D57)  # Philox's multipliers
+W0, W1 = tl.constexpr(0x9E3779B9), tl.constexpr(0xBB67AE85)  # and what its keys grow by
 
 
 @triton.jit
-def _philox(k0, k1, c0, c1, c2, c3):
-    """Philox4x32-10 on uint32 (Salmon et al. 2011)."""
-    for _ in tl.static_range(10):
-        p_low = c0 * 0xD2511F53
-        p_high = tl.umulhi(c0, tl.full(c0.shape, 0xD2511F53, tl.uint32))
-        q_low = c2 * 0xCD9E8D57
-        q_high = tl.umulhi(c2, tl.full(c2.shape, 0xCD9E8D57, tl.uint32))
-        c0 = q_high ^ c1 ^ k0
-        c1 = q_low
-        c2 = p_high ^ c3 ^ k1
-        c3 = p_low
-        k0 = (k0 + 0x9E3779B9).to(tl.uint32)
-        k1 = (k1 + 0xBB67AE85).to(tl.uint32)
-    return c0, c1, c2, c3
+def _turned(word, factor: tl.constexpr):
+    """(high, low) half of a word's product with a multiplier, by one wide multiplication."""
+    product = word.to(tl.uint64) * factor
+    return (product >> 32).to(tl.uint32), product.to(tl.uint32)
 
 
 @triton.jit
-def keep_tile(counters, rows, row_mask, first, seed, module, threshold, BM: tl.constexpr, BK: tl.constexpr):
-    """Which of features [first, first + BK) are kept; one Philox call serves 8 of them."""
-    zero = tl.zeros((BM, BK // 8), tl.uint32)
+def row_words(counters, rows, row_mask, seed, module):
+    """What Philox4x32-7 makes of a row's counter before it meets the feature's, (rows, 1) each.
+
+    It is computed once for all features: of the first three rounds one product each depends on the feature.
+    `counters` points to the tile's first row.
+    """
+    k0, k1 = seed.to(tl.uint32), module.to(tl.uint32)
     words = counters + 3 * rows
-    c0 = tl.load(words, mask=row_mask, other=0).to(tl.uint32)[:, None] + zero
-    c1 = tl.load(words + 1, mask=row_mask, other=0).to(tl.uint32)[:, None] + zero
-    c2 = tl.load(words + 2, mask=row_mask, other=0).to(tl.uint32)[:, None] + zero
-    c3 = (first // 8 + tl.arange(0, BK // 8)).to(tl.uint32)[None, :] + zero
-    w0, w1, w2, w3 = _philox(seed.to(tl.uint32), module.to(tl.uint32), c0, c1, c2, c3)
-    low = tl.join(tl.join(w0 & 0xFFFF, w2 & 0xFFFF), tl.join(w1 & 0xFFFF, w3 & 0xFFFF))
-    high = tl.join(tl.join(w0 >> 16, w2 >> 16), tl.join(w1 >> 16, w3 >> 16))
-    return tl.reshape(tl.join(low, high) >= threshold.to(tl.uint32), (BM, BK))
+    c0 = tl.load(words, mask=row_mask, other=0).to(tl.uint32)[:, None]
+    c1 = tl.load(words + 1, mask=row_mask, other=0).to(tl.uint32)[:, None]
+    c2 = tl.load(words + 2, mask=row_mask, other=0).to(tl.uint32)[:, None]
+    p_high, third = _turned(c0, M0)
+    q_high, second = _turned(c2, M1)
+    before_feature = p_high ^ k1
+    p_high, fourth = _turned(q_high ^ c1 ^ k0, M0)
+    k0, k1 = (k0 + W0).to(tl.uint32), (k1 + W1).to(tl.uint32)
+    second ^= k0
+    q_high, later = _turned(p_high ^ third ^ k1, M1)
+    k0, k1 = (k0 + W0).to(tl.uint32), (k1 + W1).to(tl.uint32)
+    return before_feature, second, q_high ^ k0, fourth ^ k1, later
 
 
 @triton.jit
-def drop_tile(
-    values, counters, rows, row_mask, first, seed, module, threshold, BM: tl.constexpr, BK: tl.constexpr
-):
-    """D ∘ values for a tile of float32 values; `counters` points to the tile's first row."""
+def keep_tile(words, first, seed, module, threshold, BM: tl.constexpr, BK: tl.constexpr):
+    """Which of features [first, first + BK) are kept, (BM, BK); one Philox call serves 8 of them."""
+    c3 = (first // 8 + tl.arange(0, BK // 8)).to(tl.uint32)[None, :]
+    q_high, c1 = _turned(words[0] ^ c3, M1)  # the second round
+    p_high, c3 = _turned(q_high ^ words[1], M0)  # the third
+    c0, c1, c2 = words[2] ^ c1, words[4], p_high ^ words[3]
+    k0, k1 = seed.to(tl.uint32), module.to(tl.uint32)
+    for _ in tl.static_range(2):
+        k0, k1 = (k0 + W0).to(tl.uint32), (k1 + W1).to(tl.uint32)
+    for _ in tl.static_range(4):
+        k0, k1 = (k0 + W0).to(tl.uint32), (k1 + W1).to(tl.uint32)
+        p_high, p_low = _turned(c0, M0)
+        q_high, q_low = _turned(c2, M1)
+        c0, c1, c2, c3 = q_high ^ c1 ^ k0, q_low, p_high ^ c3 ^ k1, p_low
+    low = tl.join(tl.join(c0.to(tl.uint16), c2.to(tl.uint16)), tl.join(c1.to(tl.uint16), c3.to(tl.uint16)))
+    high = tl.join(
+        tl.join((c0 >> 16).to(tl.uint16), (c2 >> 16).to(tl.uint16)),
+        tl.join((c1 >> 16).to(tl.uint16), (c3 >> 16).to(tl.uint16)),
+    )
+    return tl.reshape(tl.join(low, high), (BM, BK)) >= threshold.to(tl.uint16)
+
+
+@triton.jit
+def drop_tile(values, words, first, seed, module, threshold, BM: tl.constexpr, BK: tl.constexpr):
+    """Zero the values that are dropped; what is kept is not yet multiplied by `keep_factor`."""
     if threshold > 0:
-        keep = keep_tile(counters, rows, row_mask, first, seed, module, threshold, BM, BK)
-        values = tl.where(keep, values * (65536.0 / (65536 - threshold).to(tl.float32)), 0.0)
+        values = tl.where(keep_tile(words, first, seed, module, threshold, BM, BK), values, 0.0)
     return values
 
 
 @triton.jit
+def keep_factor(threshold):
+    """1 / (1 − p), by which the sum over a tile of kept values is multiplied."""
+    return 65536.0 / (65536 - threshold).to(tl.float32)
+
+
+@triton.jit
 def load_tile(tiles, tile):
-    """(first row, rows, span, slot) of a tile."""
+    """(first row, rows, span) of a tile."""
     base = tiles + tile * TILE_FIELDS
-    return tl.load(base), tl.load(base + 1).to(tl.int32), tl.load(base + 2), tl.load(base + 3)
+    return tl.load(base), tl.load(base + 1).to(tl.int32), tl.load(base + 2)
+
+
+@triton.jit
+def load_work(work, index):
+    """(first row, rows, span, slot, first rank) of a piece of work."""
+    base = work + index * WORK_FIELDS
+    first_rank = tl.multiple_of(tl.load(base + 4).to(tl.int32), RANK_STEP)
+    return tl.load(base), tl.load(base + 1).to(tl.int32), tl.load(base + 2), tl.load(base + 3), first_rank
 
 
 @triton.jit
@@ -112,15 +148,6 @@ def load_offset(addresses, span, bank_sites, bank_site, SIDE: tl.constexpr):
 def row_stride(rank):
     """Elements from one row of S to the next."""
     return (rank + RANK_STEP - 1) // RANK_STEP * RANK_STEP
-
-
-@triton.jit
-def rank_width(left):
-    """Ranks that a program multiplies at once if `left` are left: 16, 32 or 64.
-
-    WIDTHS counts those that occur in a launch; its programs' ranks lie 8 << WIDTHS apart.
-    """
-    return tl.where(left <= 16, 16, tl.where(left <= 32, 32, 64))
 
 
 @triton.jit

@@ -16,74 +16,78 @@ from plait_kernels.triton_common import (
     B,
     add_low_rank,
     drop_tile,
+    keep_factor,
     load_offset,
     load_site,
     load_span,
     load_tile,
-    rank_width,
+    load_work,
     row_stride,
+    row_words,
     swizzle,
 )
 
 
 @triton.jit
-def _down_ranks(
-    x, x_stride, s, stride, a, counters, count, left, start, end, features, seed, module, threshold,
+def product_of_rows(
+    x, x_stride, out, stride, m, m_stride, r_stride, counters, count, left, start, end, seed, module,
+    threshold, factor,
     DROPOUT: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """BR ranks of one tile's S; the pointers are those of its first row and rank."""
+    """BR ranks of factor · (D ∘ x) Mᵀ of one tile, over columns [start, end).
+
+    The pointers are those of the tile's first row and rank; M is addressed by m + column·m_stride +
+    rank·r_stride.
+    """
     rows, ranks = tl.arange(0, BM), tl.arange(0, BR)
     row_mask = rows < count
     total = tl.zeros((BM, BR), tl.float32)
+    if DROPOUT:
+        words = row_words(counters, rows, row_mask, seed, module)
+        factor *= keep_factor(threshold)
     for k in range(start, end, BK):
         columns = k + tl.arange(0, BK)
         column_mask = columns < end
         mask = row_mask[:, None] & column_mask[None, :]
         values = tl.load(x + rows[:, None] * x_stride + columns[None, :], mask=mask, other=0.0)
         if DROPOUT:
-            dropped = drop_tile(
-                values.to(tl.float32), counters, rows, row_mask, k, seed, module, threshold, BM, BK
-            )
-            values = dropped.to(values.dtype)
-        a_mask = column_mask[:, None] & (ranks < left)[None, :]
-        own_a = tl.load(a + ranks[None, :] * features + columns[:, None], mask=a_mask, other=0.0)
-        total = tl.dot(values, own_a, total, input_precision=PRECISION)
-    total = tl.where((ranks < left)[None, :], total, 0.0).to(s.dtype.element_ty)
-    s_mask = row_mask[:, None] & (ranks < row_stride(left))[None, :]
-    tl.store(s + rows[:, None] * stride + ranks[None, :], total, mask=s_mask)
+            values = drop_tile(values, words, k, seed, module, threshold, BM, BK)
+        own_mask = column_mask[:, None] & (ranks < left)[None, :]
+        own = tl.load(m + ranks[None, :] * r_stride + columns[:, None] * m_stride, mask=own_mask, other=0.0)
+        total = tl.dot(values, own, total, input_precision=PRECISION)
+    total = tl.where((ranks < left)[None, :], factor * total, 0.0).to(out.dtype.element_ty)
+    out_mask = row_mask[:, None] & (ranks < row_stride(left))[None, :]
+    tl.store(out + rows[:, None] * stride + ranks[None, :], total, mask=out_mask)
 
 
-@triton.jit(do_not_specialize=["site_count", "bank_sites"])
+@triton.jit(do_not_specialize=["begin", "bank_sites"])
 def down(
-    x, x_stride, s, packed, split_stride, origin, tiles, spans, sites, site_count, addresses, bank_sites,
-    counters, features, split_features,
-    DROPOUT: tl.constexpr, RANKS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, WIDTHS: tl.constexpr,
+    x, x_stride, s, packed, split_stride, origin, work, begin, spans, sites, addresses, bank_sites, counters,
+    features, split_features,
+    DROPOUT: tl.constexpr, RANKS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """S = (D ∘ x) Aᵀ of each tile's own adapter, over one split of the features."""
-    site = tl.program_id(1) % site_count
-    first_rank = tl.program_id(1) // site_count * (8 << WIDTHS)
-    first, count, span, _ = load_tile(tiles, tl.program_id(0))
+    """S = (D ∘ x) Aᵀ of each tile's own adapter, over one split of the features.
+
+    Sites and blocks of ranks are the fastest axes, so that those who read the same x run together.
+    """
+    site = tl.program_id(0)
+    first, count, span, _slot, first_rank = load_work(work, begin + tl.program_id(1))
     bank_site, module, _, _ = load_site(sites, site, 1)
     a_offset = load_offset(addresses, span, bank_sites, bank_site, A)
     if a_offset < ABSENT:
         return
     rank, threshold, seed, s_start = load_span(spans, span, RANKS)
-    left = rank - first_rank
-    if left <= 0:
-        return
     stride = row_stride(rank)
     split = tl.program_id(2).to(tl.int64)
     start = tl.program_id(2) * split_features
-    end = tl.minimum(start + split_features, features)
     s += split * split_stride + site.to(tl.int64) * packed + s_start + first * stride + first_rank
     a = origin + a_offset + first_rank.to(tl.int64) * features
-    for width in tl.static_range(WIDTHS):
-        if rank_width(left) == (16 << width):
-            _down_ranks(
-                x + first * x_stride, x_stride, s, stride, a, counters + 3 * first, count, left, start,
-                end, features, seed, module, threshold, DROPOUT, BM, BK, 16 << width, PRECISION,
-            )  # fmt: skip
+    product_of_rows(
+        x + first * x_stride, x_stride, s, stride, a, 1, features, counters + 3 * first, count,
+        rank - first_rank, start, tl.minimum(start + split_features, features), seed, module, threshold, 1.0,
+        DROPOUT, BM, BK, BR, PRECISION,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -122,16 +126,14 @@ def _low_rank_up(
 
 @triton.jit(do_not_specialize=["bank_sites"])
 def up(
-    out, out_stride, s, packed, origin, tiles, spans, scales, sites, addresses, bank_sites, blocks,
-    ALIGN: tl.constexpr, RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+    out, out_stride, bias, s, packed, origin, tiles, spans, scales, sites, addresses, bank_sites, blocks,
+    BIAS: tl.constexpr, ALIGN: tl.constexpr, RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out += s S Bᵀ in the columns of one site; the epilogue of a vendor's product."""
-    first, count, span, _ = load_tile(tiles, tl.program_id(1))
+    """out = b + s S Bᵀ, to which the vendor's product is added; nothing of `out` is read."""
+    first, count, span = load_tile(tiles, tl.program_id(1))
     block = blocks + tl.program_id(0) * BLOCK_FIELDS
     site, column = tl.load(block), tl.multiple_of(tl.load(block + 1), ALIGN)
-    bank_site, _, _, _ = load_site(sites, tl.maximum(site, 0), 1)
-    if load_offset(addresses, tl.where(site < 0, -1, span), bank_sites, bank_site, B) < ABSENT:
-        return
     rows, columns = tl.arange(0, BM), tl.arange(0, BN)
     row_mask = rows < count
     column_mask = columns < tl.multiple_of((tl.load(block + 2) - column).to(tl.int32), ALIGN)
@@ -139,10 +141,10 @@ def up(
         s, packed, origin, spans, scales, sites, addresses, bank_sites, span, site, first, rows, row_mask,
         column, columns, column_mask, RANKS, BM, BN, PRECISION,
     )  # fmt: skip
+    if BIAS:
+        total += tl.load(bias + column + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
     target = out + first * out_stride + column + rows[:, None] * out_stride + columns[None, :]
-    mask = row_mask[:, None] & column_mask[None, :]
-    value = tl.load(target, mask=mask, other=0.0).to(tl.float32) + total
-    tl.store(target, value.to(out.dtype.element_ty), mask=mask)
+    tl.store(target, total.to(out.dtype.element_ty), mask=row_mask[:, None] & column_mask[None, :])
 
 
 @triton.jit(do_not_specialize=["bank_sites", "tile_count", "block_count"])
@@ -154,7 +156,7 @@ def linear_up(
 ):  # fmt: skip
     """out = x Wᵀ + b + s S Bᵀ, the base product added to the low-rank term in one accumulator."""
     tile, block_index = swizzle(tl.program_id(0), tile_count, block_count, GROUP)
-    first, count, span, _ = load_tile(tiles, tile)
+    first, count, span = load_tile(tiles, tile)
     block = blocks + block_index * BLOCK_FIELDS
     site, column = tl.load(block), tl.multiple_of(tl.load(block + 1), ALIGN)
     rows, columns = tl.arange(0, BM), tl.arange(0, BN)

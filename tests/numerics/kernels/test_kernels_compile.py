@@ -18,8 +18,8 @@ from plait_kernels.tiles import DEFAULT_MEMORY, SMALL_MEMORY
 
 HOPPER_MEMORY = 227 * 1024  # bytes of shared memory that a program may have
 KERNELS = {
-    *("down", "sum_splits", "up", "linear_up", "up_gradient", "down_gradient", "sum_partials"),
-    *("dx_low_rank", "dx_linear"),
+    *("down", "sum_splits", "up", "linear_up", "up_gradient", "wide_ds", "wide_db", "down_gradient"),
+    *("sum_partials", "dx_low_rank", "dx_linear"),
 }
 FEW_BYTES = 64  # of a thread's registers may go to memory with the untuned tiles of an older or newer device
 
