@@ -99,10 +99,11 @@ class Timeline:
     started: dict[str, int] = field(default_factory=dict)
     ends: dict[str, JobResult] = field(default_factory=dict)
 
-    def start_job(self, job: JobSpec, trial: int, outside: str = "") -> None:
+    def start_job(self, job: JobSpec, trial: int, outside: str = "") -> float:
         """Note that a job is about to be submitted."""
         del outside
         self.started[job.name] = trial
+        return 0.0
 
     def handle(self, event: Event) -> None:
         """Record an event of the engine."""

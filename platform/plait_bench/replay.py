@@ -90,9 +90,11 @@ class ReplayCoordinator:
         warm_from: Path | None = None,
         rungs: Collection[int] = (),
         measured: bool = False,
+        recorded: float = 0.0,
     ) -> None:
         """Queue a job, from its start: a replay keeps no states and no weights."""
         assert resume_from is None
+        assert recorded == 0.0
         assert warm_from is None
         self._jobs[job.name] = Replayed(job, self.curve_of(job), frozenset(rungs), measured)
         self._joining.append(job.name)

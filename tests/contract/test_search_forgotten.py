@@ -19,6 +19,7 @@ from plait.core.settings import TrackingSettings
 from plait.search.recorded import RecordedCommand, write_command
 from plait.search.storage import open_storage
 from plait.tracking.location import sqlite_in
+from plait.tracking.results import fetched_folder
 from plait.utils.paths import search_folder
 
 Said = Callable[..., str]
@@ -83,9 +84,15 @@ def test_a_search_that_is_forgotten_is_nowhere_but_in_mlflows_bin(
     assert "3 MLflow runs in" in shown
     assert "Nothing was deleted." in shown
     assert (adapter.is_dir(), runs(tmp_path), studies(tmp_path, storage)) == (True, 3, ["mine"])
+    monkeypatch.setenv("PLAIT_CACHE", str(tmp_path / "cache"))
+    client = MlflowClient(sqlite_in(tmp_path))
+    (one, *_) = client.search_runs([each.experiment_id for each in client.search_experiments()])
+    for run_id in (one.info.run_id, "of another search"):
+        fetched_folder(run_id).mkdir(parents=True)
     monkeypatch.setattr("builtins.input", lambda _: "y")
     assert "mine was deleted." in said("mine", *(["--keep-adapters"] if kind == "SQLite" else []))
     assert (runs(tmp_path), runs(tmp_path, ViewType.DELETED_ONLY)) == (0, 3)
+    assert [path.name for path in fetched_folder("").iterdir()] == ["of another search"]
     (experiment,) = MlflowClient(sqlite_in(tmp_path)).search_experiments(filter_string="name = 'plait'")
     assert not [key for key in experiment.tags if "sharedViewState" in key]
     assert studies(tmp_path, storage) == []

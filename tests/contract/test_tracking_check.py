@@ -139,6 +139,11 @@ def test_a_database_that_is_not_there_is_named_without_its_password(tmp_path: Pa
     assert "secret" not in str(caught.value)
 
 
+def test_a_database_without_a_driver_is_named_without_its_password(tmp_path: Path) -> None:
+    settings = TrackingSettings(uri="mssql://u:secret@h/x", root=tmp_path)
+    refuse(settings, "mssql://u:***@h/x", "No module named")
+
+
 def test_a_file_that_is_no_database(tmp_path: Path) -> None:
     (tmp_path / "mlflow.db").write_text("hello, this is a text and surely no database\n" * 100)
     refuse(TrackingSettings(root=tmp_path), "mlflow.db", "not a database")

@@ -110,7 +110,7 @@ def test_a_job_that_ends_without_more_training_has_its_last_saved_step(
             killed.commit()
     die(killed)
     tracker = other or begin(settings)
-    tracker.start_job(JobSpec("trial-0000"), 0)
+    assert tracker.start_job(JobSpec("trial-0000"), 0) == last, "device seconds of what is recorded"
     tracker.handle(ended("stopped", None, "by order", job="trial-0000"))
     tracker.end_search()
     tracker.close()

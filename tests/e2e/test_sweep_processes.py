@@ -108,6 +108,7 @@ def test_a_search_makes_up_for_a_process_that_dies(
     processes = ["cluster.processes=2", f"cluster.pipeline={stages}"]
     assert main([*command, "search.fresh=true", *processes]) == 0
     said = capsys.readouterr().out
+    assert ("2 processes as the stages of a pipeline" in said) == (stages > 1)
     assert "died with status -9 while training. Restarting with the processes that come back" in said
     assert "2 processes train again after" in said
     assert "1 restart after lost processes" in said

@@ -110,11 +110,13 @@ def test_bad_input_is_refused_before_the_model_loads(
     if not READS_DATA & {argument.partition("=")[0] for argument in arguments}:
         monkeypatch.setattr(checks, "open_data", lambda *_, **__: pytest.fail("data was tokenised"))
     assert main(["sweep", *short, *arguments]) == 2
-    err = capsys.readouterr().err
+    out, err = capsys.readouterr()
     assert "Traceback" not in err
     assert "secret" not in err
     for words in said:
         assert words in err
+    if "target_modules" in arguments[0]:
+        assert "Opening" not in out, "what the model's configuration shows to be wrong needs no store"
     assert {path for path in folder.rglob("*") if "mlflow" not in path.name} == before
     assert main(["resume"]) == 0
     assert "There are no unfinished searches in" in capsys.readouterr().out

@@ -21,6 +21,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from plait.core.errors import ModelError
 from plait.core.jobs import AdapterSpec, JobSpec, TrainSpec
 from plait.models.base import BaseModel, Identity
+from plait.models.blocks import find_parts
+from plait.models.lora import find_linears, find_outside
 from plait.models.targets import resolve_targets
 from plait.models.tiny import byte_tokeniser
 
@@ -215,6 +217,30 @@ def test_an_unsupported_family_is_refused_with_the_reason(family: str, missing: 
 def test_some_families_cannot_be_built_from_a_small_configuration(family: str) -> None:
     with pytest.raises(Exception):  # noqa: B017, PT011  each configuration has errors of its own
         model_of(family)
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "reached"),
+    [
+        ("qwen2_moe", ("q_proj", "gate_proj"), "model.layers.0.mlp.experts.gate_proj"),
+        ("qwen2_moe", ".*mlp.*", "model.layers.0.mlp.gate"),
+        ("qwen3_moe", ("down_proj",), "model.layers.0.mlp.experts.down_proj"),
+        ("mixtral", ("q_proj", "w1", "w2", "w3"), "experts.w1"),
+        ("mixtral", ("gate",), "mlp.gate"),
+        ("granitemoe", ("router",), "block_sparse_moe.router"),
+    ],
+)
+def test_routed_experts_and_routers_are_refused_in_words(
+    family: str, targets: str | tuple[str, ...], reached: str
+) -> None:
+    model = model_of(family)
+    linears = find_linears(model, find_parts(model).prefix)
+    outside = find_outside(model, linears)
+    with pytest.raises(ModelError, match="not routed experts") as caught:
+        resolve_targets(targets, linears, outside)
+    assert reached in caught.value.value
+    assert resolve_targets("all-linear", linears, outside) == tuple(each.name for each in linears)
+    assert len(resolve_targets(r".*attn\..*", linears, outside)) == 8
 
 
 def test_an_adapter_above_a_layers_outputs_sits_on_the_gate_of_the_shared_expert(tmp_path: Path) -> None:

@@ -58,11 +58,17 @@ class Served:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
 
     def send(
-        self, path: str, body: Any = None, *, key: str = KEY, host: str = "localhost"
+        self,
+        path: str,
+        body: Any = None,
+        *,
+        key: str = KEY,
+        host: str = "localhost",
+        kind: str = "application/json",
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
         connection = self.connect()
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-        headers = {"Authorization": f"Bearer {key}", "Host": host, "Content-Type": "application/json"}
+        headers = {"Authorization": f"Bearer {key}", "Host": host, "Content-Type": kind}
         connection.request("GET" if body is None else "POST", path, data, headers)
         return connection, connection.getresponse()
 
@@ -182,6 +188,12 @@ def test_bad_bodies_are_refused_in_openais_form(served: Served, body: Any, statu
     assert found == status, answer
     assert answer["error"]["message"]
     assert served.free()
+
+
+def test_a_body_says_that_it_is_json(served: Served) -> None:
+    """As `curl -d` does not by itself: what other programs may send without asking is no JSON."""
+    status, answer = served.ask("/v1/completions", GOOD, kind="application/x-www-form-urlencoded")
+    assert (status, "Content-Type: application/json" in answer["error"]["message"]) == (415, True)
 
 
 def test_without_the_key_or_under_another_name_nothing_is_answered(served: Served) -> None:

@@ -56,9 +56,10 @@ class Notes:
     lost: list[str] = field(default_factory=list)
     outside: dict[str, str] = field(default_factory=dict)
 
-    def start_job(self, job: JobSpec, trial: int, outside: str = "") -> None:
+    def start_job(self, job: JobSpec, trial: int, outside: str = "") -> float:
         assert job.name == f"trial-{trial:04d}"
         self.outside[job.name] = outside
+        return 0.0
 
     def handle(self, event: Event) -> None:
         self.events.append(event)

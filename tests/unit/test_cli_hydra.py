@@ -78,6 +78,8 @@ def test_help_says_what_to_do_and_lists_groups_and_keys(capsys: pytest.CaptureFi
         "model: ",
         "smollm2-135m",
         "rank: 16",
+        "  alpha: null                                 # null: 2 * rank",
+        "    every: null                               # or steps between rungs",
         "plait -sc install=bash",
     ):
         assert words in out

@@ -559,7 +559,5 @@ def test_listing_the_searches_loads_nothing_heavy(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["nan", "-1", "inf", "soon"])
 def test_a_wait_is_a_finite_time(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["control", "mine", "pause", f"--wait={text}"])
-    assert caught.value.code == 2
-    assert "--wait" in capsys.readouterr().err
+    assert main(["control", "mine", "pause", f"--wait={text}"]) == 2
+    assert "a number of seconds from 0" in capsys.readouterr().err

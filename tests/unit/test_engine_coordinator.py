@@ -308,12 +308,13 @@ def test_a_job_resumes_from_its_cursor() -> None:
     save(Path("saved", "step-00000002"), Cursor(2, 100, 5_000_000_000))
     made = coordinator(CurveWorker())
     made.submit(job("a", steps=4), resume_from=Path("saved"))
-    made.submit(job("over", steps=2, validation=(4,)), resume_from=Path("saved"))
+    made.submit(job("over", steps=2, validation=(4,)), resume_from=Path("saved"), recorded=7.5)
     events = drain(made)
     assert [(e.job.name, e.step) for e in of(JobAdmitted, events)] == [("a", 2), ("over", 2)]
     assert [e.step for e in of(JobProgress, events, "a")] == [3, 4]
     assert of(JobProgress, events, "a")[0].tokens > 100
-    assert of(JobResult, events, "a")[0].device_seconds > 5.0
+    assert 7.0 > of(JobResult, events, "a")[0].device_seconds > 5.0
+    assert of(JobResult, events, "over")[0].device_seconds > 7.5, "what a killed process spent is spent"
     assert [e.state for e in of(JobResult, events, "over")] == ["finished"]
 
 

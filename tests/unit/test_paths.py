@@ -31,10 +31,26 @@ def test_an_argument_that_is_an_address_is_refused_without_its_password(
         ["export", "--to"],
         ["control", "--root"],
     ):
-        with pytest.raises(SystemExit):
-            main([*arguments, "mssql://u:secret@h/x"])
+        assert main([*arguments, "mssql://u:secret@h/x"]) == 2
         said = capsys.readouterr().err
         assert "must be a path" in said
+        assert "secret" not in said
+
+
+def test_what_an_option_cannot_take_is_refused_without_its_password(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for arguments in (
+        ["control", "x", "--wait"],
+        ["launch", "slurm", "--partition"],
+        ["export", "x", "--to", "y", "--trial"],
+        ["leaderboard", "x", "y"],
+        ["trace", "--nonsense"],
+    ):
+        assert main([*arguments, "http://u:secret@h/x"]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("plait: ")
+        assert "  usage: plait" in said
         assert "secret" not in said
 
 

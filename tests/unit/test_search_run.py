@@ -54,7 +54,9 @@ class Engine:
         warm_from: Path | None = None,
         rungs: Collection[int] = (),
         measured: bool = False,
+        recorded: float = 0.0,
     ) -> None:
+        assert recorded == 0.0
         assert warm_from is None
         assert not rungs
         assert not measured
@@ -117,10 +119,11 @@ class Notes:
     judged: list[tuple[str, str, float | None, str]] = field(default_factory=list)
     scores: dict[str, tuple[tuple[float, ...], bool]] = field(default_factory=dict)
 
-    def start_job(self, job: JobSpec, trial: int, outside: str = "") -> None:
+    def start_job(self, job: JobSpec, trial: int, outside: str = "") -> float:
         assert job.name == f"trial-{trial:04d}"
         assert not outside
         self.started.append(job.name)
+        return 0.0
 
     def handle(self, event: Event) -> None:
         self.events.append(event)

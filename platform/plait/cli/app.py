@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout, suppress
 
 import hydra
 from hydra.core.config_loader import ConfigLoader
@@ -17,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from plait.cli.hydra_errors import explain
 from plait.cli.hydra_globals import VERSION_BASE, own_hydra
+from plait.cli.verbs import HELP
 from plait.config.build import key_of
 from plait.core.errors import EXIT_DONE, FULL_ERROR, ConfigError, PlaitError
 from plait.core.settings import TrackingSettings
@@ -150,10 +152,22 @@ def run_sweep(verb: str, arguments: Sequence[str], own: Mapping[str, bool] | Non
     """
     given, flags = split_flags(arguments, own or {})
     if shows_only(given):
-        return run(f"plait {verb}", given if verb == "train" else show_space(given))
+        shown = given if verb == "train" else show_space(given)
+        return _help(f"plait {verb}", shown) if set(given) & set(HELP) else run(f"plait {verb}", shown)
     _check_sweeper(given)
     mode = [] if verb in ("sweep", "train") else [f"mode={verb}"]
     return run(f"plait {verb}", ["--multirun", *given, *mode], flags)
+
+
+def _help(program: str, arguments: Sequence[str]) -> int:
+    """Show Hydra's help, with what each key means."""
+    from plait.cli.key_help import with_comments
+
+    with redirect_stdout(io.StringIO()) as text, suppress(SystemExit):  # of Hydra, which has shown it
+        run(program, arguments)
+    before, settings, after = text.getvalue().partition("\nSettings ")
+    print(f"{before}{settings}{with_comments(after)}", end="", flush=True)
+    return EXIT_DONE
 
 
 def _check_sweeper(arguments: Sequence[str]) -> None:

@@ -6,9 +6,11 @@ import argparse
 import json
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from plait.cli.parser import Parser
 from plait.cli.results import no_such_search
 from plait.core.errors import EXIT_DONE, ConfigError, StorageError, choices
 from plait.core.settings import TrackingSettings
@@ -20,15 +22,14 @@ from plait.utils.spelling import did_you_mean
 if TYPE_CHECKING:
     from plait.search.control import SearchControl
 
-USAGE = """
-plait control                                      the searches that run on this machine
-plait control NAME [status] [--json]               its trials, their states and the best so far
-plait control NAME pause | resume                  pause all trials; resume them
-plait control NAME stop | cancel                   start no further trials; end all trials
-plait control NAME stop TRIAL                      end one trial
-plait control NAME add KEY=VALUE ...               one more trial, with these values
-plait control NAME clone TRIAL KEY=VALUE ...       a copy of a trial; with --warm from its weights
-"""
+USAGE = """\
+plait control                                 the searches that run on this machine
+       plait control NAME [status] [--json]          its trials, their states and the best so far
+       plait control NAME pause | resume             pause all trials; resume them
+       plait control NAME stop | cancel              start no further trials; end all trials
+       plait control NAME stop TRIAL                 end one trial
+       plait control NAME add KEY=VALUE ...          one more trial, with these values
+       plait control NAME clone TRIAL KEY=VALUE ...  a copy of a trial; --warm from its weights"""
 VERBS = ("status", "pause", "resume", "stop", "cancel", "add", "clone")
 WAIT_SECONDS = 30.0
 MOST_WAIT = 86_400.0
@@ -173,13 +174,14 @@ def _number(command: str, text: str) -> int:
 
 def _waiting(text: str) -> float:
     """Seconds to wait, from an option's value."""
-    if not 0 <= (seconds := float(text)) <= MOST_WAIT:  # NaN is in no range
-        raise argparse.ArgumentTypeError(f"{text}: it must be between 0 and {MOST_WAIT:g} seconds")
-    return seconds
+    with suppress(ValueError):
+        if 0 <= (seconds := float(text)) <= MOST_WAIT:  # NaN is in no range
+            return seconds
+    raise argparse.ArgumentTypeError(f"{text}: it must be a number of seconds from 0 to {MOST_WAIT:g}")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="plait control",
         description="Inspect and control a running search.",
         usage=USAGE,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from plait.cli.parser import Parser
 from plait.cli.results import store_parser, store_settings
 from plait.core.errors import EXIT_DONE, ConfigError, InputError, SearchError
 from plait.utils.paths import as_path, user_path
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
     return EXIT_DONE
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     parser = store_parser("generate", "Generate texts with a search's adapters, beside the base model.")
     parser.add_argument("name", nargs="?", help="name of the search; default: the newest")
     add = parser.add_argument

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from plait.cli.parser import Parser
 from plait.config.build import key_of
 from plait.core.errors import EXIT_DONE, EXIT_INTERRUPTED, ConfigError, StorageError, choices
 from plait.core.settings import TrackingSettings
@@ -76,8 +77,8 @@ def main(arguments: Sequence[str]) -> int:
     return EXIT_DONE
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="plait launch",
         usage="plait launch slurm [options] NAME | KEY=VALUE ...",
         description="Write a batch script that runs a search on several hosts. Give the name of a search to "

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from plait.cli.parser import Parser
 from plait.core.errors import EXIT_DONE, ConfigError, choices
 from plait.core.settings import TrackingSettings
 from plait.utils.paths import as_path, search_folder, search_names
@@ -76,7 +77,7 @@ def export(arguments: Sequence[str]) -> int:
 _STORE_KEY = re.compile(r"^tracking\.(uri|root|experiment)=")
 
 
-class _StoreParser(argparse.ArgumentParser):
+class _StoreParser(Parser):
     """Accepts ``tracking.root=DIR`` and the like, as in `plait sweep`, for ``--root DIR``."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -85,7 +86,7 @@ class _StoreParser(argparse.ArgumentParser):
         return super().parse_known_args([_STORE_KEY.sub(r"--\1=", word) for word in words], namespace)
 
 
-def store_parser(verb: str, description: str) -> argparse.ArgumentParser:
+def store_parser(verb: str, description: str) -> Parser:
     """The parser of a verb that reads the store, with the options that say where the store is."""
     parser = _StoreParser(prog=f"plait {verb}", description=description)
     defaults = TrackingSettings()
@@ -111,7 +112,7 @@ def store_settings(known: argparse.Namespace) -> TrackingSettings:
 
 def forget(arguments: Sequence[str]) -> int:
     """Delete a search: its folder, its study and its MLflow runs."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="plait forget",
         description="Delete a search: its folder with checkpoints and adapters, its study and its MLflow "
         "runs. Lists what will be deleted and asks first.",

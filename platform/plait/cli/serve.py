@@ -8,6 +8,7 @@ import socket
 from collections.abc import Sequence
 
 from plait.cli.generate import POOL_TOKENS, load_base
+from plait.cli.parser import Parser
 from plait.cli.results import store_parser, store_settings
 from plait.core.errors import EXIT_DONE, ConfigError, SearchError
 from plait.core.lifecycle import JobState
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     return EXIT_DONE
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     parser = store_parser("serve", "Serve a search's adapters with OpenAI's interface.")
     add = parser.add_argument
     parser.epilog = f"{KEY} in the environment is the API key that clients must send."

@@ -5,10 +5,10 @@ A seam: loaded only for this verb.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from plait.cli.parser import Parser
 from plait.cli.results import no_such_search
 from plait.core.errors import EXIT_DONE, ConfigError, StorageError
 from plait.core.settings import TrackingSettings
@@ -19,7 +19,7 @@ from plait.utils.paths import as_path, begun_name, search_folder, search_names
 
 def main(arguments: Sequence[str]) -> int:
     """Write what the processes of a search did, and when, for Perfetto."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="plait trace",
         description="Write a timeline of what each process of a search did, as trace-event JSON: "
         "microbatches, exchanges, steps, evaluations, checkpoints, and waiting. Open it at ui.perfetto.dev "

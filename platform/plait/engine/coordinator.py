@@ -132,6 +132,7 @@ class Coordinator:
         warm_from: Path | None = None,
         rungs: Collection[int] = (),
         measured: bool = False,
+        recorded: float = 0.0,
     ) -> None:
         """Queue a job, fresh or from a checkpoint.
 
@@ -139,6 +140,7 @@ class Coordinator:
             warm_from: adapter or checkpoint whose weights it starts with if it has no checkpoint yet.
             rungs: steps after which it waits for ``resume(job, AT_RUNG)``.
             measured: whether the validation loss is measured at every rung.
+            recorded: device seconds that earlier processes recorded for it.
 
         Raises:
             ConfigError: a job with this name already waits or trains.
@@ -152,6 +154,7 @@ class Coordinator:
         demand = self._admission.demand(job.adapter, self._data.longest(job.data))
         new = LiveJob(job, data, order, demand, next(self._arrivals), self._clock(), resume_from)
         new.rungs, new.measured, new.warm_from = frozenset(rungs), measured, warm_from
+        new.recorded = recorded
         self._roster.queue(new)
 
     def cancel(self, job: str, reason: str, *, state: JobState = JobState.STOPPED) -> None:

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from plait.core.jobs import JobSpec
 from plait.core.lifecycle import JobResult, JobState, PauseReason
-from plait.core.messages import Cursor
+from plait.core.messages import NANOSECONDS, Cursor
 from plait.core.plans import GlobalBatch
 from plait.core.samples import TokenisedData
 from plait.engine.admission import Admission, Demand
@@ -40,6 +40,8 @@ class LiveJob:
         evaluated: step of the last evaluation.
         warm_from: folder of the weights that it starts with; None for fresh ones.
         started: whether this process has trained it.
+        recorded: device seconds that earlier processes recorded; if one was killed, also after its last
+            checkpoint.
     """
 
     spec: JobSpec
@@ -61,6 +63,7 @@ class LiveJob:
     evaluated: int | None = None
     warm_from: Path | None = None
     started: bool = False
+    recorded: float = 0.0
 
     @property
     def name(self) -> str:
@@ -146,12 +149,12 @@ class LiveJob:
     def resume_at(self, cursor: Cursor) -> None:
         """Continue from a checkpoint's cursor.
 
-        The checkpoint includes the device time up to its saving. If this process trained the job before, its
-        own account includes that and the time spent since; otherwise it has only the time of failed attempts
-        to attach it.
+        The checkpoint includes the device time up to its saving, the records also what was spent after it. If
+        this process trained the job before, its own account includes both and the time spent since; otherwise
+        it has only the time of failed attempts to attach it.
         """
-        before = self.cursor.device_ns
-        spent = max(before, cursor.device_ns) if self.started else before + cursor.device_ns
+        before, known = self.cursor.device_ns, max(cursor.device_ns, round(self.recorded * NANOSECONDS))
+        spent = max(before, known) if self.started else before + known
         if not self.started:
             self.earlier = cursor.completion_seconds
         self.cursor, self.started = replace(cursor, device_ns=spent), True

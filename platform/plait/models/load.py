@@ -45,7 +45,7 @@ class ModelShape:
 
     Attributes:
         linears: every linear layer that an adapter may target, in the model's order.
-        outside: modules that PEFT would also adapt if they are named, and Plait cannot (the output head).
+        outside: what PEFT would also adapt if it is named, and Plait cannot: output head, routed experts.
         max_length: longest sample in tokens.
         parameters: number of frozen weights, tied ones counted once.
         digest: same as :attr:`Identity.digest`.

@@ -17,6 +17,8 @@ from transformers.pytorch_utils import Conv1D
 from plait.models.targets import LinearInfo
 from plait_kernels import Routing, Site, multi_lora_linear
 
+FUSED = {"gate_up_proj": ("gate_proj", "up_proj", "w1", "w3"), "down_proj": ("w2",)}  # parts of experts
+
 
 @dataclass(slots=True)
 class Binding:
@@ -115,12 +117,15 @@ def find_linears(model: nn.Module, prefix: str) -> tuple[LinearInfo, ...]:
 
 
 def find_outside(model: nn.Module, linears: Sequence[LinearInfo]) -> tuple[str, ...]:
-    """Modules that PEFT would adapt if they are named, and that are not among ``linears``."""
-    known = {linear.name for linear in linears}
-    kinds = (nn.Linear, nn.Embedding, Conv1D)
-    return tuple(
-        name for name, module in model.named_modules() if isinstance(module, kinds) and name not in known
-    )
+    """Matrices that are not among ``linears``: head and embeddings, routers, and routed experts kept as one
+    tensor, also under the names by which PEFT finds their parts."""
+    known, found = {linear.name for linear in linears}, dict[str, None]()
+    for path, parameter in model.named_parameters(remove_duplicate=False):
+        name = path.removesuffix(".weight")
+        if parameter.dim() > 1 and name not in known:
+            parent, _, last = name.rpartition(".")
+            found |= dict.fromkeys([name, *(f"{parent}.{part}" for part in FUSED.get(last, ()))])
+    return tuple(found)
 
 
 def merge_siblings(

@@ -37,10 +37,10 @@ def resolve_targets(
     As in PEFT, the rank has no upper limit: it may exceed a layer's sizes.
 
     Args:
-        outside: modules that PEFT would also adapt if they are named, and Plait cannot (the output head).
+        outside: what PEFT would also adapt if it is named, and Plait cannot: output head, routed experts.
 
     Raises:
-        ModelError: an entry, or the expression, matches nothing or a module of ``outside``, or it is not a
+        ModelError: an entry, or the expression, matches nothing or something of ``outside``, or it is not a
             regular expression.
     """
     names = [linear.name for linear in linears]
@@ -55,8 +55,8 @@ def resolve_targets(
     if beyond:
         raise ModelError(
             f"adapter.target_modules={target_modules!r} matches {beyond[0]}",
-            "Only plain linear layers inside the decoder layers can have adapters.",
-            "Restrict it to those, or use 'all-linear', which skips the others.",
+            "Only plain linear layers inside the decoder layers can have adapters, not routed experts.",
+            "Restrict it to those, as by an expression, or use 'all-linear', which skips the others.",
         )
     return tuple(name for name in names if any(match(name, entry) for entry in entries))
 

@@ -196,7 +196,8 @@ def keep_weights(folder: Path, token: str, state: JobState, number: int, request
         raise SearchError(
             f"trial {number} has no saved weights yet",
             "A warm start needs a saved checkpoint.",
-            "Try again after its next checkpoint (engine.checkpoint_minutes), or clone it without --warm.",
+            "`plait control NAME pause` saves all trials: clone it then, and `resume`. Or wait for its next "
+            "checkpoint (engine.checkpoint_minutes), or clone it without --warm.",
         )
     copy = (folder / WARM_WEIGHTS / request).absolute()
     try:

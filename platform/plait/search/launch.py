@@ -22,12 +22,12 @@ from plait.core.errors import StorageError
 from plait.core.jobs import DataSpec
 from plait.core.lifecycle import JobState
 from plait.core.messages import Notice
-from plait.core.plans import Choices
+from plait.core.plans import Plan
 from plait.core.settings import AUTO, TrackingSettings
-from plait.engine.build import PLAN_FILE, build_coordinator, write_plan
+from plait.engine.build import PLAN_FILE, build_coordinator, settle_dtype, write_plan
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
-from plait.search.checks import DTYPE, Prepared, check_command, find_search, prepare
+from plait.search.checks import DTYPE, Prepared, check_command, check_model, find_search, prepare
 from plait.search.identity import Identity, identify
 from plait.search.orders import Orders
 from plait.search.points import too_few_points
@@ -93,10 +93,12 @@ def run_search(
     """
     with _processes(command) as processes:
         check_command(command)
-        screen.say("Opening the tracking store ...")
-        away = ask_store(command.settings)
         identity = identify(command.space, command.base, command.settings)
         name = command.settings.search.name or identity.name
+        if recorded_command(command.settings.tracking.root, name) is None:  # a new search
+            check_model(settle_dtype(command.settings).model, command.probes)
+        screen.say("Opening the tracking store ...")
+        away = ask_store(command.settings)
         began, tracked = find_search(command, name, away)
         prepared = _prepare(command, name, screen) if command.settings.search.fresh or not began else None
         interrupts = Interrupts(screen.announce, signals)
@@ -296,7 +298,7 @@ class _Launch:
                 None if many is None else watch.following(partial(many.fleet, folder / "processes")),
                 (lambda: False) if many is None else many.grown,
             )
-            self._say(_describe_engine(coordinator.plan().choices))
+            self._say(_describe_engine(coordinator.plan()))
             run_id = self._start(tracker, stopper)
             self._say(f"View with: {self._view(tracker)}")
             tracker.use_data(self._data_facts(data.catalogue))
@@ -429,10 +431,13 @@ class _Launch:
             self._screen.say(line)
 
 
-def _describe_engine(choices: Choices) -> str:
+def _describe_engine(plan: Plan) -> str:
+    choices, replicas = plan.choices, len(plan.replicas)
     words = "Engine: {device}, {dtype}, kernels {kernels}, microbatches of up to {capacity} tokens"
     if choices["processes"] != 1:
         words += ", {processes} processes"
+        if any(each.pp > 1 for each in plan.replicas):
+            words += f" as the stages of {'a pipeline' if replicas == 1 else f'{replicas} pipelines'}"
         words += ", engine.threads={threads} each" if "threads" in choices else ""
     return words.format(**choices)
 

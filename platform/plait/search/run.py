@@ -48,8 +48,10 @@ class Engine(Protocol):
         warm_from: Path | None = None,
         rungs: Collection[int] = (),
         measured: bool = False,
+        recorded: float = 0.0,
     ) -> None:
-        """Queue a job (fresh, with given weights or from a checkpoint), which waits at each of its rungs."""
+        """Queue a job (fresh, with given weights or from a checkpoint), which waits at each of its rungs;
+        ``recorded``: device seconds that earlier processes recorded for it."""
 
     def cancel(self, job: str, reason: str, *, state: JobState = JobState.STOPPED) -> None:
         """End a job in this state at the next boundary."""
@@ -76,8 +78,9 @@ class Engine(Protocol):
 class Recorder(Protocol):
     """Records what happens; implemented by the tracker."""
 
-    def start_job(self, job: JobSpec, trial: int, outside: str = "") -> None:
-        """Note that a job is about to be submitted; ``outside``: its settings outside the search space."""
+    def start_job(self, job: JobSpec, trial: int, outside: str = "") -> float:
+        """Note that a job is about to be submitted; ``outside``: its settings outside the search space.
+        Returns the device seconds that earlier processes recorded for it."""
 
     def handle(self, event: Event) -> None:
         """Record an event of the engine or, for the end of a job, what the search decided."""
@@ -357,9 +360,9 @@ class SearchLoop:
             if self._announce(trial) is not None:
                 self._end(trial, JobResult(trial.name, JobState.STOPPED, reason=BY_USER))
 
-    def _announce(self, trial: Trial) -> JobSpec | None:
-        """Make and announce the job of a trial; None if the trial ended, because its job cannot be made or
-        its settings break a constraint."""
+    def _announce(self, trial: Trial) -> tuple[JobSpec, float] | None:
+        """Make and announce the job of a trial; also the device seconds recorded for it. None if the trial
+        ended, because its job cannot be made or its settings break a constraint."""
         try:
             job = self._make_job(trial)
         except StorageError:
@@ -368,16 +371,17 @@ class SearchLoop:
             self._source.tell(trial, JobResult(trial.name, JobState.FAILED, reason=str(error)))
             self._record(Notice(f"{trial.name} failed: {' '.join(str(error).splitlines())}"))
             return None
-        self._recorder.start_job(job, trial.number, trial.outside)
+        recorded = self._recorder.start_job(job, trial.number, trial.outside)
         if (rejected := rejection(job, self._settings)) is not None:
             self._end(trial, rejected)
             return None
-        return job
+        return job, recorded
 
     def _start(self, trial: Trial) -> None:
-        job = self._announce(trial)
-        if job is None:
+        announced = self._announce(trial)
+        if announced is None:
             return
+        job, recorded = announced
         try:
             rungs = self._stopper.start(trial) if self._stopper is not None else ()
             measured = self._stopper is not None and self._stopper.measured
@@ -387,6 +391,7 @@ class SearchLoop:
                 warm_from=trial.warm_from,
                 rungs=rungs,
                 measured=measured,
+                recorded=recorded,
             )
         except (StorageError, ProcessError):  # no fault of the trial
             raise

@@ -31,6 +31,7 @@ from plait.serve.driver import BusyError, Driver
 from plait.serve.requests import Completion
 
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+JSON = "application/json"
 STOPPING_SECONDS = 30
 WORDS = {401: "authentication_error", 404: "not_found_error", 503: "overloaded_error", 500: "server_error"}
 
@@ -164,6 +165,8 @@ class Guard:
             return _error(411, "A body needs its Content-Length.")
         if length.isdecimal() and (len(length) > 15 or int(length) > self._body_bytes):
             return _error(413, f"A body has at most {self._body_bytes} bytes.")
+        if method == "POST" and headers.get("content-type", "").partition(";")[0] != JSON:
+            return _error(415, f"A body is JSON, with the header Content-Type: {JSON}.")
         return None
 
 

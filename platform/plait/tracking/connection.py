@@ -157,7 +157,7 @@ def storage_errors(location: Location) -> Iterator[None]:
     """Turn every error of the store into a StorageError that names the address."""
     try:
         yield
-    except (MlflowException, sqlalchemy.exc.SQLAlchemyError, OSError) as error:
+    except (MlflowException, sqlalchemy.exc.SQLAlchemyError, OSError, ImportError) as error:  # no driver
         kind = AwayError if _is_away(location, error) else StorageError
         raise kind(
             f"tracking.uri={location}: {first_line(error)}",

@@ -73,6 +73,7 @@ class EventLog:
         self._lock = threading.Lock()  # guards the end of the log, and the counts
         self._steps: dict[str, dict[str, int]] = {}  # the last written step of each metric, by run
         self._newest: dict[str, NewestStep] = {}  # by run
+        self._device_seconds: dict[str, float] = {}  # the most that is recorded, by run
         self._committing = threading.Lock()  # held during a commit: when it is free, all is on the disk
         self._texts: set[Path] = set()  # files of texts that are not on the disk yet; below the first lock
         self._waiting = 0  # records
@@ -212,20 +213,30 @@ class EventLog:
         """The last step of a metric of a run; None if there is none."""
         return self._steps.get(run, {}).get(metric)
 
+    def device_seconds(self, run: str) -> float:
+        """The most device time that is recorded of a run, by ended processes of this host too."""
+        return self._device_seconds.get(run, 0.0)
+
     def _learn(self, line: Line) -> None:
         """Note which points a line has. A run's points are written in the order of their steps, so the last
         step says which exist."""
         match line:
             case LogPoints():
+                self._count(line.run, line.values.get(names.DEVICE_SECONDS, 0.0))
                 steps = self._steps.setdefault(line.run, {})
                 for key in line.values:
                     steps[f"{key}{LATE}" if line.late else key] = line.step
             case Written():
+                self._count(line.run, line.device_seconds)
                 steps = self._steps.setdefault(line.run, {})
                 for key, step in line.steps.items():
                     steps[key] = max(step, steps.get(key, step))
             case NewestStep():
+                self._count(line.run, line.values.get(names.DEVICE_SECONDS, 0.0))
                 self._newest[line.run] = line
+
+    def _count(self, run: str, device_seconds: float) -> None:
+        self._device_seconds[run] = max(self.device_seconds(run), device_seconds)
 
     def _new_values(self, point: LogPoints) -> dict[str, float]:
         steps = self._steps.get(point.run, {})
@@ -290,7 +301,7 @@ class EventLog:
             with self._lock:
                 self._inherited = self._waiting
         for run, steps in other._steps.items():
-            self._write(Written(run, steps))
+            self._write(Written(run, steps, other.device_seconds(run)))
         for run, newest in other._newest.items():
             if run not in self._newest or newest.step > self._newest[run].step:
                 self._write(newest)

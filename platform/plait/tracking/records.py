@@ -115,10 +115,11 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The last step of each metric of a run that another log has; not sent."""
+    """The last step of each metric of a run that another log has, and the run's device time; not sent."""
 
     run: str
     steps: Mapping[str, int]
+    device_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from plait.tracking.leaderboard import JobRecord
 from plait.tracking.location import Location, locate, sqlite_in
 from plait.tracking.mlflow_store import Store, job_record, stored_leaderboard
 from plait.tracking.ui import page_tag, search_page
-from plait.utils.paths import begun_name
+from plait.utils.paths import begun_name, cache_dir
 
 SHOWN = 20  # most searches listed in a remedy
 
@@ -260,13 +260,20 @@ def stored_runs(settings: TrackingSettings, name: str, run_id: str) -> list[str]
     return [*jobs, *parents]
 
 
+def fetched_folder(run_id: str) -> Path:
+    """The folder in the cache of an adapter that was fetched from the store."""
+    return cache_dir() / "adapters" / run_id
+
+
 def delete_runs(settings: TrackingSettings, run_ids: Sequence[str]) -> None:
     """Delete runs as MLflow does: they are hidden, and `mlflow runs restore` brings them back until `mlflow
-    gc`.
+    gc`. Adapters of theirs that were fetched go, too.
 
     Raises:
         AwayError, StorageError: the store does not answer, or refuses.
     """
+    for run_id in run_ids:
+        shutil.rmtree(fetched_folder(run_id), ignore_errors=True)
     store = store_to_read(settings) if run_ids else None
     if store is not None:
         with storage_errors(store.location):

@@ -311,11 +311,14 @@ class Tracker:
 
     # ---- jobs ------------------------------------------------------------------------------------------
 
-    def start_job(self, job: JobSpec, trial: int, outside: str = "") -> None:
+    def start_job(self, job: JobSpec, trial: int, outside: str = "") -> float:
         """Announce a job, whose run has its name: make the run, or resume the one that its trial has.
 
         Args:
             outside: its settings outside the search space, as overrides.
+
+        Returns:
+            Device seconds that earlier processes recorded for it, also after its last checkpoint.
         """
         shown = job.parameters()
         record = self.board.jobs.get(job.name) or JobRecord(job.name, trial, shown)
@@ -337,6 +340,7 @@ class Tracker:
         log.append(OpenRun(job.name, record.trial, log.head.parent_id, texts, tags, self._now(), name))
         if (used := self._data.get(job.data)) is not None:
             self._note_data(job.name, used)
+        return max(record.device_seconds, log.device_seconds(job.name))
 
     def use_data(self, found: Mapping[DataSpec, DataFacts]) -> None:
         """Log the data sets that the search's jobs train on, in its run and theirs."""

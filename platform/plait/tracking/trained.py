@@ -21,7 +21,6 @@ from plait.tracking.leaderboard import JobRecord
 from plait.tracking.names import CONFIG_FILE
 from plait.tracking.results import SearchResult
 from plait.utils.files import keep_newest
-from plait.utils.paths import cache_dir
 
 MOST_FETCHED = 100  # adapters in the cache
 IN_USE = 86_400.0  # seconds for which what a command has fetched stays, whatever the number
@@ -44,7 +43,7 @@ def adapter_folder(search: SearchResult, record: JobRecord, settings: TrackingSe
             f"Open it again when the store answers: plait.open({search.name!r}).",
         )
     # Not the folder that the trial wrote: a search of this name that was restarted writes there, too.
-    fetched = cache_dir() / "adapters" / record.run_id
+    fetched = results.fetched_folder(record.run_id)
     if not fetched.is_dir():
         results.export(settings, record.run_id, fetched)
         keep_newest(fetched.parent, MOST_FETCHED, IN_USE)
