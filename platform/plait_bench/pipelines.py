@@ -17,12 +17,12 @@ import numpy as np
 from plait.core.errors import DataError
 from plait.core.plans import GlobalBatch, Microbatch
 from plait.cost.time import MicrobatchShape
-from plait.planner.grouping import group_jobs, head_tail
+from plait.planner.grouping import group_jobs, head_tail, job_load
 from plait.planner.packing_exact import PackingLimits, pack_all
 from plait.planner.schedule import ScheduleItem, build_schedule, turns
 from plait.planner.verify import verify
 from plait.simulate.events import OneFOneB, Pipeline, Work
-from plait.simulate.forecast import Machine, job_load, schedule_work
+from plait.simulate.forecast import Machine, schedule_work
 from plait.simulate.orders import BackwardFirst, GPipe
 from plait_bench.lengths import LengthGenerator
 

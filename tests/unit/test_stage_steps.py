@@ -1,28 +1,59 @@
-"""A stage's optimiser step runs on the backend of its model, as one process's does."""
+"""A stage steps on the backend of its model, and never a job whose loss or norm was not finite."""
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from plait.core.messages import JobLoss, StepJob
+from plait.core.plans import Microbatch, Segment
 from plait.distributed import stage_worker
-from plait.distributed.stage_worker import StageWorker
+from plait.distributed.stage_worker import StageWorker, _Schedule
 from plait_kernels.steps import StepResult
 
 
 def test_a_stage_steps_with_its_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
 
-    def noting(_bank: object, steps: list[str], **options: Any) -> list[StepResult]:
+    def noting(_bank: object, steps: list[StepJob], **options: Any) -> list[StepResult]:
         asked.update(options)
-        return [StepResult(step, norm, False) for step, norm in zip(steps, options["norms"], strict=True)]
+        return [StepResult(step.job, norm, False) for step, norm in zip(steps, options["norms"], strict=True)]
 
     monkeypatch.setattr(stage_worker, "adamw_step", noting)
     worker: Any = object.__new__(StageWorker)
     worker._clock, worker._recorder = (lambda: 0.0), SimpleNamespace(lap=lambda *_: None)
-    worker._backend, worker._adapter_step, worker.bank = "triton", (lambda step: step.job), None
-    (done,) = worker.step([SimpleNamespace(job="a", step=3)], [2.5])
-    assert asked == {"norms": [2.5], "backend": "triton"}
-    assert (done.job, done.step) == ("a", 3)
+    worker._backend, worker._adapter_step, worker.bank = "triton", (lambda step: step), None
+    worker._failed = set()
+    schedule = _Schedule(2, {("a", 3): StepJob("a", 3, 0.1), ("b", 1): StepJob("b", 1, 0.1)})
+    worker._of_key = dict.fromkeys(schedule.steps, schedule)
+    worker.step([("a", 3), ("b", 1)], [2.5, math.nan])
+    assert asked == {"norms": [2.5, math.nan], "backend": "triton"}
+    assert [(each.job, each.step) for each in schedule.stepped] == [("a", 3), ("b", 1)]
+    assert schedule.left == 0
+    assert math.isnan(worker.squares(("b", 2)))  # so that no stage steps it any more
+
+
+def test_a_loss_that_is_not_finite_stops_the_step_of_a_stage_without_the_job() -> None:
+    block = SimpleNamespace(state=torch.zeros(4, 0))
+    worker: Any = object.__new__(StageWorker)
+    worker._clock, worker._recorder = (lambda: 0.0), SimpleNamespace(lap=lambda *_, **__: None)
+    worker.bank, worker._failed = SimpleNamespace(block=lambda _: block), set()
+    losses = (JobLoss("a", 1, math.inf, 2, 2), JobLoss("b", 1, 1.0, 2, 2))
+    worker._running = {
+        0: SimpleNamespace(
+            leaving=torch.zeros(()),
+            entering=None,
+            seconds=0.0,
+            nll=torch.zeros(1),
+            loaded=SimpleNamespace(losses=lambda _: losses),
+        )
+    }
+    worker._of_number = {0: _Schedule(1, {})}
+    parts = tuple(Segment(job, 1, (0,), (0,), (2,), 0.5) for job in "ab")
+    worker.backward(0, Microbatch(0, 0, parts), None)
+    assert math.isnan(worker.squares(("a", 1)))
+    assert worker.squares(("b", 1)) == 0.0

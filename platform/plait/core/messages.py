@@ -60,10 +60,13 @@ class RunSchedule:
     Attributes:
         order: in which the stages of a pipeline take the microbatches, by name; they step a job as soon as
             its global batch is back, wherever its step lies here.
+        drained: whether all of it is done at the end. If not, a pipeline's last microbatches are still in
+            flight; the next schedule continues them.
     """
 
     items: tuple[Microbatch | StepJob, ...]
     order: str = "plait"
+    drained: bool = True
 
     @property
     def microbatches(self) -> tuple[Microbatch, ...]:
@@ -264,7 +267,16 @@ class OutOfMemory:
     seconds: float = 0.0
 
 
-WorkerEvent = Attached | MicrobatchDone | StepDone | JobFailed | Generated | Saved | OutOfMemory
+@dataclass(frozen=True, slots=True)
+class ScheduleDone:
+    """All of a schedule is done on one stage of a pipeline; schedules end in the order in which they came."""
+
+    events: tuple[WorkerEvent, ...]
+
+
+WorkerEvent = (
+    ScheduleDone | Attached | MicrobatchDone | StepDone | JobFailed | Generated | Saved | OutOfMemory
+)
 
 # ---- events of the coordinator: what happened to a job as a whole -------------------------------------
 

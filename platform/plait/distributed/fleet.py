@@ -7,8 +7,9 @@ the processes as soon as they are complete, and all step alike.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from statistics import median
 
 from plait.core.errors import LostProcessError, ProcessError
@@ -29,6 +30,7 @@ from plait.core.messages import (
     RunSchedule,
     SaveCheckpoint,
     Saved,
+    ScheduleDone,
     StepDone,
     StepJob,
     WorkerEvent,
@@ -234,7 +236,7 @@ class Fleet:
         events = [event for answer in answers.values() for event in answer.events]
         ran = [event for event in events if not isinstance(event, StepDone | OutOfMemory)]
         short = [_one_shortage(events)] if _out_of_memory(events) else []
-        return [*ran, *_one_step(answers), *short]
+        return [*ran, *_one_step(each.events for each in answers.values()), *short]
 
     def _evaluate(self, command: Evaluate) -> Sequence[WorkerEvent]:
         numbers = sorted({each.replica for each in command.microbatches})
@@ -314,25 +316,31 @@ def _check_alike(job: str, answers: Mapping[int, Answer]) -> None:
 
 def _of_stages(answers: Mapping[int, Answer]) -> Sequence[WorkerEvent]:
     """The events of a pipeline: losses of the last stage, and the seconds of all."""
+    own = [_opened(each.events) for each in answers.values()]
     seconds: dict[int, float] = {}
-    for event in (each for answer in answers.values() for each in answer.events):
+    for event in chain.from_iterable(own):
         if isinstance(event, MicrobatchDone):
             seconds[event.index] = seconds.get(event.index, 0.0) + event.seconds
-    events = [event for event in answers[max(answers)].events if not isinstance(event, StepDone)]
+    events = [event for event in own[-1] if not isinstance(event, StepDone)]
     whole = [
         replace(event, seconds=seconds[event.index]) if isinstance(event, MicrobatchDone) else event
         for event in events
     ]
-    return [*whole, *_one_step(answers)]
+    return [*whole, *_one_step(own)]
 
 
-def _one_step(answers: Mapping[int, Answer]) -> Sequence[WorkerEvent]:
+def _opened(events: Sequence[WorkerEvent]) -> list[WorkerEvent]:
+    """Events, and those of schedules that are done."""
+    return [one for each in events for one in (each.events if isinstance(each, ScheduleDone) else (each,))]
+
+
+def _one_step(answers: Iterable[Sequence[WorkerEvent]]) -> Sequence[WorkerEvent]:
     """The events of one process, with the time of all: replicas step alike.
 
     Raises:
         ProcessError: they did not.
     """
-    said = [[event for event in each.events if isinstance(event, StepDone)] for each in answers.values()]
+    said = [[event for event in each if isinstance(event, StepDone)] for each in answers]
     merged: list[WorkerEvent] = []
     for own in zip(*said, strict=True):
         if len({repr(replace(event, seconds=0.0)) for event in own}) > 1:

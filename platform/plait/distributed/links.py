@@ -1,13 +1,16 @@
 """What the stages of a pipeline send each other: rows of bytes, in an order that both ends know beforehand.
 
-A seam: it knows no schedule. Receives are posted ahead of their use, and sends do not wait, so that stages
-only wait for what they need.
+A seam: it knows no schedule. Receives are posted ahead of their use, and sends do not wait: if they did,
+two stages could wait for each other where their lists do not. A message that is sent and not yet received
+belongs to a microbatch whose activations one of the two keeps, so their memory is bounded by that.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
 from typing import TypeVar
 
 import torch
@@ -17,7 +20,7 @@ from torch import Tensor
 from plait.core.errors import LostProcessError
 
 AHEAD = 2  # receives that are posted before they are needed
-KEPT = 8  # sends to a neighbour that it may not have received yet
+Due = tuple[str, int]  # what a message is for, and its bytes
 Result = TypeVar("Result")
 
 
@@ -31,46 +34,55 @@ class Links:
     def __init__(self, process: int, device: torch.device) -> None:
         self.process = process
         self._device = device
-        self._due: dict[int, Iterator[int]] = {}  # bytes of what is still to be posted, by process
-        self._posted: dict[int, deque[tuple[dist.Work, Tensor]]] = {}
-        self._sent: dict[int, deque[tuple[dist.Work, Tensor]]] = {}
+        self._due: dict[int, Iterator[Due]] = {}  # what is still to be posted, by process
+        self._posted: dict[int, deque[tuple[str, dist.Work, Tensor]]] = {}
+        self._aside: dict[tuple[int, str], deque[Tensor]] = {}  # received before it was asked for
+        self._threads: dict[int, ThreadPoolExecutor] = {}
+        self._sent: dict[int, Future[None]] = {}  # the last send to each process
 
-    def expect(self, process: int, sizes: Sequence[int]) -> None:
-        """Say how many bytes each of the next messages of a process has."""
-        self._due[process] = iter(sizes)
-        self._posted[process] = deque()
-        for _ in range(AHEAD):
-            self._post(process)
+    def expect(self, process: int, sizes: Sequence[int], what: str = "rows") -> None:
+        """Say how many bytes each of the next messages of a process has, after those said before."""
+        more = ((what, size) for size in sizes)
+        self._due[process] = chain(self._due.get(process, ()), more)
+        while len(self._posted.setdefault(process, deque())) < AHEAD and self._post(process):
+            pass
 
-    def _post(self, process: int) -> None:
-        size = next(self._due[process], None)
-        if size is None:
-            return
+    def _post(self, process: int) -> bool:
+        due = next(self._due[process], None)
+        if due is None:
+            return False
+        what, size = due
         room = torch.empty(size, dtype=torch.uint8, device=self._device)
-        work = _begun(lambda: dist.irecv(room, process))
-        self._posted[process].append((work, room))
+        self._posted[process].append((what, _begun(lambda: dist.irecv(room, process)), room))
+        return True
 
-    def receive(self, process: int) -> Tensor:
-        """The next message of a process.
+    def receive(self, process: int, what: str = "rows") -> Tensor:
+        """The next message of a process of this kind; others before it are kept until they are asked for.
 
         Raises:
             LostProcessError: it died.
         """
-        work, room = self._posted[process].popleft()
-        _try(work.wait)
-        self._post(process)
-        return room
+        if aside := self._aside.get((process, what)):
+            return aside.popleft()
+        while True:
+            found, work, room = self._posted[process].popleft()
+            _try(work.wait)
+            self._post(process)
+            if found == what:
+                return room
+            self._aside.setdefault((process, found), deque()).append(room)
 
     def send(self, process: int, message: Tensor) -> None:
-        """Send a message, which must not change any more.
+        """Send a message, which must not change any more."""
+        work = _begun(lambda: dist.isend(message, process))
+        thread = self._threads.setdefault(process, ThreadPoolExecutor(1, "sent"))
+        self._sent[process] = thread.submit(self._keep, work, message)
 
-        Raises:
-            LostProcessError: the process died.
-        """
-        sent = self._sent.setdefault(process, deque())
-        while len(sent) >= KEPT:
-            _try(sent.popleft()[0].wait)
-        sent.append((_begun(lambda: dist.isend(message, process)), message))
+    def _keep(self, work: dist.Work, message: Tensor) -> None:
+        """Hold a message until it is received: gloo says so only to who waits for it."""
+        work.wait()
+        if message.is_cuda:
+            torch.cuda.current_stream(self._device).synchronize()
 
     def finish(self) -> None:
         """Wait until all that was sent is received.
@@ -78,9 +90,8 @@ class Links:
         Raises:
             LostProcessError: a process died.
         """
-        for sent in self._sent.values():
-            while sent:
-                _try(sent.popleft()[0].wait)
+        for last in self._sent.values():
+            _try(last.result)
 
 
 def _begun(action: Callable[[], dist.Work | None]) -> dist.Work:

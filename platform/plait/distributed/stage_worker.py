@@ -8,8 +8,9 @@ collects their parts from the others, and each stage reads its own part of a che
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from plait.core.errors import ConfigError, ShortStageError
 from plait.core.messages import (
     Command,
+    Detach,
     Evaluate,
     Export,
     JobFailed,
@@ -26,6 +28,7 @@ from plait.core.messages import (
     RunSchedule,
     SaveCheckpoint,
     Saved,
+    ScheduleDone,
     StepDone,
     StepJob,
     WorkerEvent,
@@ -35,6 +38,7 @@ from plait.core.settings import EngineSettings
 from plait.cost.replica import balanced_split
 from plait.cost.time import MicrobatchShape, arithmetic_time
 from plait.distributed.links import Links
+from plait.distributed.stage_run import Messages, StageRun
 from plait.engine.adapter_store import AdapterStore
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.local_worker import LocalWorker
@@ -42,13 +46,13 @@ from plait.engine.memory import attempt
 from plait.engine.microbatches import LoadedMicrobatch, load_microbatch
 from plait.engine.span_recorder import SpanRecorder, work_of
 from plait.models.base import BaseModel
-from plait.planner.instructions import NONE, Instruction, Key
-from plait.simulate.lowering import lower
+from plait.planner.instructions import Key
+from plait.simulate.lowering import Lowering
 from plait.simulate.orders import rule
 from plait_kernels import adamw_step
 from plait_kernels.bank import GRADIENTS
 
-NUMBER = 8  # bytes of a float64
+EVALUATION, PART = "evaluation", "part"  # what messages are for, besides training
 
 
 def stage_layers(model: BaseModel, stages: int, split: Sequence[int], capacity: int) -> list[range]:
@@ -83,6 +87,16 @@ class _Running:
     seconds: float
 
 
+@dataclass(slots=True)
+class _Schedule:
+    """A schedule that is not done: backwards and steps that are left, and the events of the others."""
+
+    left: int
+    steps: dict[Key, StepJob]
+    events: list[WorkerEvent] = field(default_factory=list)
+    stepped: list[WorkerEvent] = field(default_factory=list)
+
+
 class StageWorker(LocalWorker):
     """A :class:`~plait.engine.worker.Worker` for one stage, whose number is that of its process.
 
@@ -104,11 +118,22 @@ class StageWorker(LocalWorker):
         super().__init__(model, data, settings, recorder=recorder)
         self._links = links
         self._layers = layers
+        self.messages = Messages(model.hidden_size, model.dtype, model.device)
+        self._lowering = Lowering(len(layers))
+        self._stage_run = StageRun(self, links, links.process)
+        self._running: dict[int, _Running] = {}
+        self._schedules: deque[_Schedule] = deque()
+        self._of_number: dict[int, _Schedule] = {}  # by microbatch
+        self._of_key: dict[Key, _Schedule] = {}
+        self._failed: set[str] = set()  # jobs that do not step any more
 
     def _execute(self, command: Command) -> Sequence[WorkerEvent]:
         match command:
             case RunSchedule():
-                return self._attempt(lambda: _Window(self, command).run())
+                return self._attempt(lambda: self._run_window(command))
+            case Detach(job):
+                self._lowering.forget(job)
+                self._failed.discard(job)
             case Evaluate(microbatches):
                 return self._attempt(lambda: self._evaluate(microbatches))
             case SaveCheckpoint(job, directory, cursor):
@@ -132,49 +157,83 @@ class StageWorker(LocalWorker):
             )
         return events
 
-    # ---- running -----------------------------------------------------------------------------------------
+    # ---- schedules ---------------------------------------------------------------------------------------
 
     @property
     def stage(self) -> int:
         """Its number."""
         return self._links.process
 
-    @property
-    def model(self) -> BaseModel:
-        """Its part of the base model."""
-        return self._model
+    def _run_window(self, command: RunSchedule) -> list[WorkerEvent]:
+        """Run the next schedule as far as it may be run without another; what is done by then."""
+        begin, order = self._lowering.next, rule(command.order, _counts(command.items))
+        lists = self._lowering.window(command.microbatches, order, drained=command.drained)
+        numbered = dict(enumerate(command.microbatches, begin))
+        steps = {(each.job, each.step): each for each in command.steps}
+        filled = [number for number, each in numbered.items() if each.segments]
+        schedule = _Schedule(len(filled) + len(steps), steps)
+        self._schedules.append(schedule)
+        self._of_number |= dict.fromkeys(filled, schedule)
+        self._of_key |= dict.fromkeys(steps, schedule)
+        self._stage_run.run(lists, numbered)
+        if command.drained:
+            self._links.finish()
+        done: list[WorkerEvent] = []
+        while self._schedules and not self._schedules[0].left:
+            first = self._schedules.popleft()
+            done.append(ScheduleDone((*first.events, *first.stepped)))
+        return done
 
-    @property
-    def links(self) -> Links:
-        """Those to its neighbours."""
-        return self._links
+    def received(self) -> None:
+        """A span of waiting for another stage ends now."""
+        self._recorder.lap("waiting")
 
-    def lists(self, command: RunSchedule) -> list[list[Instruction]]:
-        """The lists of all stages, checked."""
-        order = rule(command.order, _counts(command.items))
-        return lower(command.microbatches, len(self._layers), order)
-
-    def message_bytes(self, microbatch: Microbatch | None, totals: int) -> int:
-        """Size of a message with the rows of a microbatch."""
-        tokens = 0 if microbatch is None else microbatch.tokens
-        return NUMBER * totals + tokens * self._model.hidden_size * self._model.dtype.itemsize
-
-    def unpack(self, message: Tensor, totals: int) -> tuple[list[float], Tensor]:
-        """Numbers and rows of a message."""
-        head, body = message[: NUMBER * totals], message[NUMBER * totals :]
-        rows = body.view(self._model.dtype).view(-1, self._model.hidden_size)
-        return head.view(torch.float64).tolist(), rows
-
-    def pack(self, numbers: Sequence[float], rows: Tensor | None) -> Tensor:
-        """A message of numbers and rows."""
-        head = torch.tensor(numbers, dtype=torch.float64, device=self._model.device).view(torch.uint8)
-        if rows is None:
-            return head
-        return torch.cat([head, rows.detach().contiguous().view(torch.uint8).flatten()])
-
-    def forward(self, microbatch: Microbatch, entering: Tensor | None, *, training: bool) -> _Running:
+    def forward(self, number: int, microbatch: Microbatch, entering: Tensor | None) -> Tensor | None:
         """Run this stage's layers, and on the last stage the loss."""
+        running = self._running[number] = self._through(microbatch, entering, training=True)
+        self._recorder.lap("microbatch", work_of(microbatch))
+        return None if self._model.is_last else running.leaving
+
+    def backward(self, number: int, microbatch: Microbatch, gradient: Tensor | None) -> Tensor | None:
+        """Run backward from what the next stage sent, on the last one from the loss."""
+        started, running = self._clock(), self._running.pop(number)
+        if running.leaving.requires_grad:
+            running.leaving.backward(gradient)  # type: ignore[no-untyped-call]
+        seconds = running.seconds + self._clock() - started
+        events = _done(microbatch, _losses(running), seconds, training=True)
+        self._failed |= {event.job for event in events if isinstance(event, JobFailed)}
+        schedule = self._of_number.pop(number)
+        schedule.events += events
+        schedule.left -= 1
+        self._recorder.lap("microbatch", work_of(microbatch), tokens=microbatch.tokens)
+        return None if running.entering is None else running.entering.grad
+
+    def squares(self, key: Key) -> float:
+        """The sum of squares of a job's gradient here; not a number after a loss or a norm that is not
+        finite, so that no stage steps it any more."""
+        if key[0] in self._failed:
+            return math.nan
+        gradients = self.bank.block(key[0]).state[GRADIENTS]
+        return float(gradients.double().square().sum())
+
+    def step(self, keys: Sequence[Key], norms: Sequence[float]) -> None:
+        """Step these jobs by the norms over all stages."""
         started = self._clock()
+        schedules = [self._of_key.pop(key) for key in keys]
+        due = [self._adapter_step(each.steps[key]) for key, each in zip(keys, schedules, strict=True)]
+        results = adamw_step(self.bank, due, norms=norms, backend=self._backend)
+        seconds = (self._clock() - started) / len(keys)
+        self._recorder.lap("step", tuple(keys))
+        for (job, step), schedule, result in zip(keys, schedules, results, strict=True):
+            schedule.stepped.append(StepDone(job, step, result.grad_norm, seconds))
+            schedule.left -= 1
+            if not math.isfinite(result.grad_norm):
+                self._failed.add(job)
+
+    def _through(self, microbatch: Microbatch, entering: Tensor | None, *, training: bool) -> _Running:
+        started = self._clock()
+        if entering is not None and training:
+            entering.requires_grad_()
         loaded = load_microbatch(
             microbatch,
             self._split_of,
@@ -189,51 +248,22 @@ class StageWorker(LocalWorker):
                 leaving, nll = self._model.loss(leaving, loaded.rows, loaded.targets, loaded.weights)
         return _Running(loaded, entering, leaving, nll, self._clock() - started)
 
-    def backward(self, running: _Running, gradient: Tensor | None) -> float:
-        """Run backward from what the next stage sent, on the last one from the loss; its seconds."""
-        started = self._clock()
-        if running.leaving.requires_grad:
-            running.leaving.backward(gradient)  # type: ignore[no-untyped-call]
-        return self._clock() - started
-
-    def losses(self, running: _Running) -> tuple[JobLoss, ...]:
-        """The losses of a microbatch, which the last stage has."""
-        return () if running.nll is None else running.loaded.losses(running.nll)
-
-    def lap(self, microbatch: Microbatch, *, tokens: int, training: bool = True) -> None:
-        """A span of forward or backward ends now."""
-        self._recorder.lap("microbatch" if training else "evaluation", work_of(microbatch), tokens=tokens)
-
-    def waited(self) -> None:
-        """A span of waiting for another stage ends now."""
-        self._recorder.lap("waiting")
-
-    def step(self, steps: Sequence[StepJob], norms: Sequence[float]) -> list[WorkerEvent]:
-        """Step these jobs by the norms over all stages."""
-        started = self._clock()
-        due = [self._adapter_step(each) for each in steps]
-        results = adamw_step(self.bank, due, norms=norms, backend=self._backend)
-        seconds = (self._clock() - started) / len(steps)
-        self._recorder.lap("step", tuple((each.job, each.step) for each in steps))
-        return [
-            StepDone(each.job, each.step, result.grad_norm, seconds)
-            for each, result in zip(steps, results, strict=True)
-        ]
-
     def _evaluate(self, microbatches: Sequence[Microbatch]) -> list[WorkerEvent]:
         first, last = self._model.is_first, self._model.is_last
         events: list[WorkerEvent] = []
         if not first:
-            self._links.expect(self.stage - 1, [self.message_bytes(each, 0) for each in microbatches])
+            sizes = [self.messages.bytes(each) for each in microbatches]
+            self._links.expect(self.stage - 1, sizes, EVALUATION)
         for each in microbatches:
-            entering = None if first else self.unpack(self._links.receive(self.stage - 1), 0)[1]
-            self.waited()
-            running = self.forward(each, entering, training=False)
+            entering = None
+            if not first:
+                _, entering = self.messages.unpack(self._links.receive(self.stage - 1, EVALUATION))
+            self.received()
+            running = self._through(each, entering, training=False)
             if not last:
-                self._links.send(self.stage + 1, self.pack((), running.leaving))
-            events += done(each, self.losses(running), running.seconds, training=False)
-            self.lap(each, tokens=each.tokens, training=False)
-        self._links.finish()
+                self._links.send(self.stage + 1, self.messages.pack(running.leaving))
+            events += _done(each, _losses(running), running.seconds, training=False)
+            self._recorder.lap("evaluation", work_of(each), tokens=each.tokens)
         return events
 
     # ---- files -------------------------------------------------------------------------------------------
@@ -244,7 +274,6 @@ class StageWorker(LocalWorker):
         if not self._model.is_first:
             for tensor in self.adapters.whole(job, best=self.adapters.has_best(job)):
                 self._links.send(0, tensor.to(self._model.device).contiguous().view(torch.uint8).flatten())
-            self._links.finish()
             self._recorder.lap("checkpoint", ((job, 0),))
             return []
         write([self._part(job, stage) for stage in range(1, len(self._layers))])
@@ -256,13 +285,18 @@ class StageWorker(LocalWorker):
         part = AdapterStore(self._model, layers=self._layers[stage])
         part.outline(self._jobs[job])
         tensors = part.whole(job, best=self.adapters.has_best(job))
-        self._links.expect(stage, [each.nbytes for each in tensors])
+        self._links.expect(stage, [each.nbytes for each in tensors], PART)
         for tensor in tensors:
-            tensor.copy_(self._links.receive(stage).view(tensor.dtype).view(tensor.shape))
+            tensor.copy_(self._links.receive(stage, PART).view(tensor.dtype).view(tensor.shape))
         return part
 
 
-def done(
+def _losses(running: _Running) -> tuple[JobLoss, ...]:
+    """The losses of a microbatch, which the last stage has."""
+    return () if running.nll is None else running.loaded.losses(running.nll)
+
+
+def _done(
     microbatch: Microbatch, losses: tuple[JobLoss, ...], seconds: float, *, training: bool
 ) -> list[WorkerEvent]:
     """The events of a microbatch; a loss that is not finite fails its job."""
@@ -273,106 +307,6 @@ def done(
         if not math.isfinite(each.loss_sum)
     ]
     return [MicrobatchDone(microbatch.index, losses, seconds, None, evaluation=not training), *failed]
-
-
-class _Window:
-    """One schedule on one stage, from its first instruction to its last."""
-
-    def __init__(self, worker: StageWorker, command: RunSchedule) -> None:
-        self.worker = worker
-        self.microbatches = command.microbatches
-        self.steps = {(each.job, each.step): each for each in command.steps}
-        self.list = worker.lists(command)[worker.stage]
-        self.hidden: dict[int, Tensor] = {}  # received, not yet used
-        self.gradients: dict[int, Tensor] = {}
-        self.running: dict[int, _Running] = {}
-        self.numbers: dict[Key, float] = {}  # sums of squares on the way up, totals on the way down
-        self.events: list[WorkerEvent] = []
-        self.stepped: list[WorkerEvent] = []
-        self.failed: set[str] = set()  # jobs with a loss that is not finite
-
-    def run(self) -> list[WorkerEvent]:
-        """Carry out the list; microbatches first in what it returns, then steps."""
-        for kind, process in (("receive_hidden", -1), ("receive_gradient", 1)):
-            sizes = [self._bytes(each) for each in self.list if each.kind == kind]
-            if sizes:
-                self.worker.links.expect(self.worker.stage + process, sizes)
-        actions: dict[str, Callable[[Instruction], None]] = {
-            "receive_hidden": self._receive_hidden,
-            "receive_gradient": self._receive_gradient,
-            "forward": self._forward,
-            "backward": self._backward,
-            "send_hidden": self._send_hidden,
-            "send_gradient": self._send_gradient,
-            "step": self._step,
-        }
-        for each in self.list:
-            actions[each.kind](each)
-        self.worker.links.finish()
-        return [*self.events, *self.stepped]
-
-    def _bytes(self, each: Instruction) -> int:
-        microbatch = None if each.microbatch == NONE else self.microbatches[each.microbatch]
-        return self.worker.message_bytes(microbatch, len(each.keys))
-
-    def _receive(self, each: Instruction, process: int) -> tuple[dict[Key, float], Tensor]:
-        numbers, rows = self.worker.unpack(self.worker.links.receive(process), len(each.keys))
-        self.worker.waited()
-        return dict(zip(each.keys, numbers, strict=True)), rows
-
-    def _receive_hidden(self, each: Instruction) -> None:
-        totals, rows = self._receive(each, self.worker.stage - 1)
-        self.numbers |= totals
-        if each.microbatch != NONE:
-            self.hidden[each.microbatch] = rows.requires_grad_()
-
-    def _receive_gradient(self, each: Instruction) -> None:
-        sums, self.gradients[each.microbatch] = self._receive(each, self.worker.stage + 1)
-        self.numbers |= sums
-
-    def _forward(self, each: Instruction) -> None:
-        microbatch = self.microbatches[each.microbatch]
-        entering = self.hidden.pop(each.microbatch, None)
-        self.running[each.microbatch] = self.worker.forward(microbatch, entering, training=True)
-        self.worker.lap(microbatch, tokens=0)
-
-    def _send_hidden(self, each: Instruction) -> None:
-        rows = None if each.microbatch == NONE else self.running[each.microbatch].leaving
-        totals = [self.numbers.pop(key) for key in each.keys]
-        self.worker.links.send(self.worker.stage + 1, self.worker.pack(totals, rows))
-
-    def _backward(self, each: Instruction) -> None:
-        microbatch, running = self.microbatches[each.microbatch], self.running[each.microbatch]
-        gradient = self.gradients.pop(each.microbatch, None)
-        seconds = running.seconds + self.worker.backward(running, gradient)
-        if self.worker.stage == 0:
-            del self.running[each.microbatch]  # other stages send its gradient on
-        events = done(microbatch, self.worker.losses(running), seconds, training=True)
-        self.failed |= {event.job for event in events if isinstance(event, JobFailed)}
-        self.events += events
-        self.worker.lap(microbatch, tokens=microbatch.tokens)
-
-    def _send_gradient(self, each: Instruction) -> None:
-        entering = self.running.pop(each.microbatch).entering
-        assert entering is not None
-        assert entering.grad is not None
-        sums = [self._squares(key) + self.numbers.pop(key, 0.0) for key in each.keys]
-        self.worker.links.send(self.worker.stage - 1, self.worker.pack(sums, entering.grad))
-
-    def _squares(self, key: Key) -> float:
-        """The sum of squares of a job's gradient here; not a number where its loss is not finite, so that no
-        stage steps it."""
-        if key[0] in self.failed:
-            return math.nan
-        gradients = self.worker.bank.block(key[0]).state[GRADIENTS]
-        return float(gradients.double().square().sum())
-
-    def _step(self, each: Instruction) -> None:
-        if self.worker.stage == 0:
-            for key in each.keys:
-                self.numbers[key] = self._squares(key) + self.numbers.get(key, 0.0)
-        norms = [math.sqrt(self.numbers[key]) for key in each.keys]
-        self.stepped += self.worker.step([self.steps[key] for key in each.keys], norms)
 
 
 def _counts(items: Sequence[Microbatch | StepJob]) -> list[int]:

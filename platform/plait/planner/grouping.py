@@ -7,10 +7,11 @@ mixture of short and long samples packs best.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from plait.core.errors import ConfigError
+from plait.core.plans import GlobalBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,13 @@ class JobLoad:
     def tokens(self) -> float:
         """Mean tokens of one global batch."""
         return self.mean_length * self.global_batch
+
+
+def job_load(job: str, batches: Iterable[GlobalBatch]) -> JobLoad:
+    """What grouping needs to know about a job, from its global batches."""
+    own = list(batches)
+    lengths = [length for batch in own for length in batch.lengths]
+    return JobLoad(job, sum(lengths) / max(1, len(lengths)), round(len(lengths) / max(1, len(own))))
 
 
 def head_tail(loads: Sequence[JobLoad], groups: int) -> tuple[tuple[str, ...], ...]:

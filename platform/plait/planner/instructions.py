@@ -11,7 +11,7 @@ and the total comes down with hidden states. A stage steps a job when the total 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -48,7 +48,16 @@ def check_instructions(lists: Lists, microbatches: Sequence[Microbatch]) -> None
     Raises:
         ScheduleError: with the faults that were found.
     """
-    if faults := wrong_instructions(lists, microbatches):
+    raise_if(wrong_instructions(lists, microbatches))
+
+
+def raise_if(faults: Sequence[str]) -> None:
+    """Raise if there are faults.
+
+    Raises:
+        ScheduleError: with the first of them.
+    """
+    if faults:
         raise ScheduleError(
             "\n".join(faults[:10]),
             "Stages send what is received, step when a batch is complete, and never wait for each other.",
@@ -57,64 +66,80 @@ def check_instructions(lists: Lists, microbatches: Sequence[Microbatch]) -> None
 
 def wrong_instructions(lists: Lists, microbatches: Sequence[Microbatch]) -> list[str]:
     """What is wrong with the lists, in words; the replay ends at the first fault of what it runs."""
-    return _counted(lists, microbatches) or _Replay(lists, microbatches).run()
-
-
-def _counted(lists: Lists, microbatches: Sequence[Microbatch]) -> list[str]:
-    """Violations of: on each stage, one forward and one backward of every microbatch, one step of a batch."""
-    filled = Counter(place for place, each in enumerate(microbatches) if each.segments)
-    keys = Counter({(part.job, part.step) for each in microbatches for part in each.segments})
-    faults = []
-    for stage, own in enumerate(lists):
-        faults += [
-            f"stage {stage}: not one {kind} of every microbatch"
-            for kind in ("forward", "backward")
-            if Counter(each.microbatch for each in own if each.kind == kind) != filled
-        ]
-        if Counter(key for each in own if each.kind == "step" for key in each.keys) != keys:
-            faults.append(f"stage {stage}: not one step of every global batch")
-    return faults
+    return Replay(len(lists)).add(lists, dict(enumerate(microbatches)))
 
 
 @dataclass
 class _Stage:
-    left: deque[Instruction]
+    left: deque[Instruction] = field(default_factory=deque)
+    forwards: set[int] = field(default_factory=set)  # still to run
+    backwards: set[int] = field(default_factory=set)
+    due: set[Key] = field(default_factory=set)  # still to be stepped
     hidden: set[int] = field(default_factory=set)  # received
     gradient: set[int] = field(default_factory=set)
     seen: dict[int, dict[str, int]] = field(default_factory=dict)  # by forward: the steps of each of its jobs
     gradients: Counter[Key] = field(default_factory=Counter)  # segments added up, not stepped
     sums: set[Key] = field(default_factory=set)  # of the stages after it
     totals: set[Key] = field(default_factory=set)  # from the stage before it
-    stepped: set[Key] = field(default_factory=set)
+    stepped: set[Key] = field(default_factory=set)  # their totals are not yet sent on
     steps: Counter[str] = field(default_factory=Counter)
     down: deque[Instruction] = field(default_factory=deque)  # sent to it
     up: deque[Instruction] = field(default_factory=deque)
 
 
-class _Replay:
-    def __init__(self, lists: Lists, microbatches: Sequence[Microbatch]) -> None:
-        self.microbatches = microbatches
-        self.stages = [_Stage(deque(own)) for own in lists]
-        self.due: Counter[Key] = Counter(
-            (part.job, part.step) for each in microbatches for part in each.segments
-        )
+class Replay:
+    """Carries out lists in words alone; those of one window follow those of the window before."""
+
+    def __init__(self, stages: int) -> None:
+        self.microbatches: dict[int, Microbatch] = {}  # those that are not back on the first stage
+        self.stages = [_Stage() for _ in range(stages)]
+        self.due: Counter[Key] = Counter()  # segments of each global batch
         self.first: dict[str, int] = {}
-        for job, step in self.due:
-            self.first[job] = min(step, self.first.get(job, step))
         self.faults: list[str] = []
 
-    def run(self) -> list[str]:
-        """Replay until every list is empty, a fault is found, or nothing can proceed."""
+    def forget(self, job: str) -> None:
+        """A job has left: one of its name may begin at any step."""
+        self.first.pop(job, None)
+        for stage in self.stages:
+            stage.steps.pop(job, None)
+
+    def add(self, lists: Lists, microbatches: Mapping[int, Microbatch], *, drained: bool = True) -> list[str]:
+        """What is wrong with the lists of the next window, in words; it ends at the first fault of what it
+        runs.
+
+        Args:
+            microbatches: the window's, by number.
+            drained: whether nothing may be left at its end; if not, only forwards may not.
+        """
+        filled = {number: each for number, each in microbatches.items() if each.segments}
+        parts = [part for each in filled.values() for part in each.segments]
+        self.microbatches |= filled
+        self.due.update((part.job, part.step) for part in parts)
+        for part in parts:
+            self.first[part.job] = min(part.step, self.first.get(part.job, part.step))
+        for stage, own in zip(self.stages, lists, strict=True):
+            stage.left.extend(own)
+            stage.forwards |= filled.keys()
+            stage.backwards |= filled.keys()
+            stage.due |= {(part.job, part.step) for part in parts}
         while not self.faults and any(self._advance(place) for place in range(len(self.stages))):
             pass
-        if self.faults:
-            return self.faults
+        if not self.faults:
+            self._note_rest(drained=drained)
+        return self.faults
+
+    def _note_rest(self, *, drained: bool) -> None:
         for place, stage in enumerate(self.stages):
             if stage.left:
                 self.faults.append(f"stage {place} waits for ever to {_said(stage.left[0])}")
-            for message in (*stage.down, *stage.up):
+            if stage.forwards or (drained and stage.backwards):
+                self.faults.append(f"stage {place}: not one forward and one backward of every microbatch")
+            if drained and stage.due:
+                self.faults.append(f"stage {place}: not one step of every global batch")
+            for message in (*stage.down, *stage.up) if drained else ():
                 self.faults.append(f"stage {place} never takes what it was sent: {_said(message)}")
-        return self.faults
+        back = self.stages[0].backwards
+        self.microbatches = {number: each for number, each in self.microbatches.items() if number in back}
 
     def _advance(self, place: int) -> bool:
         stage, moved = self.stages[place], False
@@ -153,6 +178,7 @@ class _Replay:
         if place == len(self.stages) - 1 or not set(each.keys) <= stage.stepped:
             self._fault(place, each, "without a stage after it, or with a total that it has not")
         else:
+            stage.stepped -= set(each.keys)
             self.stages[place + 1].down.append(each)
 
     def _send_gradient(self, place: int, stage: _Stage, each: Instruction) -> None:
@@ -173,6 +199,11 @@ class _Replay:
     def _forward(self, place: int, stage: _Stage, each: Instruction) -> None:
         if place and each.microbatch not in stage.hidden:
             self._fault(place, each, "before its hidden states are there")
+        if each.microbatch not in stage.forwards:
+            self._fault(place, each, "which is not due")
+            return
+        stage.forwards.discard(each.microbatch)
+        stage.hidden.discard(each.microbatch)
         parts = self.microbatches[each.microbatch].segments
         stage.seen[each.microbatch] = {part.job: stage.steps[part.job] for part in parts}
         for part in parts:
@@ -182,6 +213,11 @@ class _Replay:
     def _backward(self, place: int, stage: _Stage, each: Instruction) -> None:
         if place < len(self.stages) - 1 and each.microbatch not in stage.gradient:
             self._fault(place, each, "before its gradient is there")
+        if each.microbatch not in stage.backwards:
+            self._fault(place, each, "which is not due")
+            return
+        stage.backwards.discard(each.microbatch)
+        stage.gradient.discard(each.microbatch)
         seen = stage.seen.pop(each.microbatch, None)
         for part in self.microbatches[each.microbatch].segments:
             if seen is None or seen[part.job] != stage.steps[part.job]:
@@ -192,14 +228,25 @@ class _Replay:
         single = len(self.stages) == 1
         for key in each.keys:
             known = single or key in (stage.totals if place else stage.sums)
-            if not known or not self._complete(stage, key):
+            if key not in stage.due or not known or not self._complete(stage, key):
                 self._fault(place, each, "without its whole norm, or with other gradients than its batch's")
-            del stage.gradients[key]
-            stage.stepped.add(key)
+            for own in (stage.gradients, stage.due, stage.sums, stage.totals):
+                _drop(own, key)
+            if place < len(self.stages) - 1:
+                stage.stepped.add(key)
+            elif all(key not in other.due for other in self.stages):
+                del self.due[key]
             stage.steps[key[0]] += 1
 
     def _fault(self, place: int, each: Instruction, what: str) -> None:
         self.faults.append(f"stage {place}: {_said(each)} {what}")
+
+
+def _drop(own: Counter[Key] | set[Key], key: Key) -> None:
+    if isinstance(own, set):
+        own.discard(key)
+    else:
+        own.pop(key, None)
 
 
 def _said(each: Instruction) -> str:

@@ -182,8 +182,12 @@ class _Room(NamedTuple):
     capacity: int
 
 
-class _Builder:
-    """Arranges turns into one schedule; replicas advance in parallel, round by round."""
+class Builder:
+    """Arranges turns into one schedule; replicas advance in parallel, round by round.
+
+    Args:
+        as of :func:`build_schedule`.
+    """
 
     def __init__(
         self,
@@ -226,6 +230,18 @@ class _Builder:
                 if place < len(stream):
                     items.append(stream[place].microbatch(replica, place))
         return (*items, *(item.step for item in due))
+
+    def ready(self, jobs: Iterable[str]) -> int:
+        """The round from which the next global batches of these jobs may all come."""
+        return max(self._ready.get(job, 0) for job in jobs)
+
+    def take(self, replica: int) -> tuple[Microbatch, ...]:
+        """What the only replica has so far; what is added from now on begins another schedule that follows
+        it, and keeps the distances."""
+        stream, self._streams[replica] = self._streams[replica], []
+        self._ready = {job: to - len(stream) for job, to in self._ready.items() if to > len(stream)}
+        self._due.clear()
+        return tuple(draft.microbatch(replica, place) for place, draft in enumerate(stream))
 
     def _place(self, replica: int, packed: PackedBatches, following: Iterable[Turn]) -> None:
         stream = self._streams[replica]
@@ -298,7 +314,7 @@ def build_schedule(
         merging: whether work moves forward into the previous microbatch.
         filling: whether parts of a microbatch move if the whole does not fit.
     """
-    builder = _Builder(stages, capacity=capacity, tile=tile, merging=merging, filling=filling)
+    builder = Builder(stages, capacity=capacity, tile=tile, merging=merging, filling=filling)
     for number in range(len(turn_list)):
         builder.add(turn_list, number)
     return builder.schedule()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from plait.core.errors import ConfigError, choices
@@ -10,7 +10,7 @@ from plait.core.plans import GlobalBatch, Group, Microbatch, Plan, Prediction, R
 from plait.cost.replica import balanced_split, even_split
 from plait.cost.time import MicrobatchShape, StageTime, TimeModel
 from plait.planner.dispatch_step import by_dispatch, by_load
-from plait.planner.grouping import JobLoad, group_jobs, head_tail
+from plait.planner.grouping import group_jobs, head_tail, job_load
 from plait.planner.packing import PackedBatches, pack
 from plait.planner.packing_exact import pack_all
 from plait.planner.schedule import build_schedule, turns
@@ -78,13 +78,6 @@ def schedule_work(
     shape = MicrobatchShape(computed, sum(length**2 for length in lengths), round(labelled_share * computed))
     parts = tuple((segment.job, segment.step) for segment in microbatch.segments)
     return Work(parts, shape, microbatch.tokens, microbatch.padded(tile))
-
-
-def job_load(job: str, batches: Iterable[GlobalBatch]) -> JobLoad:
-    """What grouping needs to know about a job, from its global batches."""
-    own = list(batches)
-    lengths = [length for batch in own for length in batch.lengths]
-    return JobLoad(job, sum(lengths) / max(1, len(lengths)), round(len(lengths) / max(1, len(own))))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,12 +18,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from plait.core.plans import GlobalBatch, Microbatch
-from plait.planner.grouping import group_jobs
+from plait.planner.grouping import group_jobs, job_load
 from plait.planner.packing import pack
 from plait.planner.packing_exact import PackingLimits, pack_all
 from plait.planner.schedule import build_schedule, turns
 from plait.simulate.events import Action, Choose, OneFOneB, Order, Ready, in_order
-from plait.simulate.forecast import job_load
 
 OrderName = Literal["plait", "lorafusion", "mlora", "1f1b", "gpipe", "sequential"]
 ORDERS: tuple[OrderName, ...] = ("plait", "lorafusion", "mlora", "1f1b", "gpipe", "sequential")

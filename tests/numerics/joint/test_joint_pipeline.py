@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
-import torch
 from laboratory import History, Weights, distance, random_data
 from peft_folders import stored_pairs
 from processes import ForkedProcess, fleet
@@ -27,25 +24,22 @@ from plait.core.messages import (
     Detach,
     Export,
     GroupStep,
-    JobLoss,
     JobPaused,
     RunSchedule,
     StepDone,
     StepJob,
 )
-from plait.core.plans import GlobalBatch, Microbatch, Segment
+from plait.core.plans import GlobalBatch, Microbatch
 from plait.core.settings import ClusterSettings, EngineSettings, ModelSettings, RunSettings
 from plait.distributed.channel import Answer
 from plait.distributed.fleet import Fleet, _check_alike
 from plait.distributed.launch import Launcher
-from plait.distributed.stage_worker import _Window
 from plait.engine.adapter_store import AdapterStore
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.checkpoints import checkpoint_name
 from plait.engine.coordinator import INTERRUPTED, Coordinator
 from plait.engine.local_worker import LocalWorker
 from plait.engine.steps import DataOrder, training_batch
-from plait.planner.instructions import Instruction
 from plait.planner.packing import pack
 from plait.planner.packing_exact import GREEDY
 from plait.simulate.orders import ORDERS, arrange
@@ -178,24 +172,6 @@ def test_a_stage_without_the_job_knows_that_a_best_was_kept(laboratory: Any, tmp
     for each in stores():
         each.attach(job, "data", folder)
         assert each.has_best(job.name)
-
-
-def test_a_loss_that_is_not_finite_stops_the_step_of_a_stage_without_the_job() -> None:
-    block = SimpleNamespace(state=torch.zeros(4, 0))
-    worker: Any = SimpleNamespace(
-        stage=1,
-        lists=lambda _: [[], []],
-        bank=SimpleNamespace(block=lambda _: block),
-        backward=lambda *_: 0.0,
-        losses=lambda _: (JobLoss("a", 1, math.inf, 2, 2), JobLoss("b", 1, 1.0, 2, 2)),
-        lap=lambda *_, **__: None,
-    )
-    parts = tuple(Segment(job, 1, (0,), (0,), (2,), 0.5) for job in "ab")
-    window = _Window(worker, RunSchedule((Microbatch(0, 0, parts),)))
-    window.running[0] = cast(Any, SimpleNamespace(seconds=0.0))
-    window._backward(Instruction("backward", 0))
-    assert math.isnan(window._squares(("a", 1)))
-    assert window._squares(("b", 1)) == 0.0
 
 
 def test_stages_that_read_other_checkpoints_do_not_train() -> None:
