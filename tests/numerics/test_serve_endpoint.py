@@ -20,6 +20,7 @@ from plait.core.jobs import AdapterSpec
 from plait.core.settings import ModelSettings
 from plait.models.load import load_model
 from plait.models.targets import resolve_targets
+from plait.serve.cells import BankAdapters
 from plait.serve.driver import Driver
 from plait.serve.engine import Engine, complete
 from plait.serve.requests import Request, Sampling
@@ -43,7 +44,9 @@ class Served:
             b.normal_(generator=torch.Generator().manual_seed(1)).mul_(0.2)
         self.bank.refresh()
         limits = Limits(body_bytes=4096, new_tokens=160, waiting=2)
-        self.driver = Driver(Engine(self.base, self.bank, pool_tokens=176), most_waiting=limits.waiting)
+        self.driver = Driver(
+            Engine(self.base, BankAdapters(self.bank), pool_tokens=176), most_waiting=limits.waiting
+        )
         models = {"base": None, "trial-0000": "trial-0000", "best": "trial-0000"}
         endpoint = Endpoint(self.driver, self.base, models, limits)
         app = make_app(endpoint, self.driver, key=KEY, limits=limits, local=True)
@@ -85,7 +88,7 @@ class Served:
         """Whether all pages become free within a while."""
         pool = self.driver.engine.scheduler.pool
         for _ in range(500):
-            if len(pool.free) == pool.pages:
+            if pool.unused == pool.pages:
                 return True
             time.sleep(0.01)
         return False
@@ -125,7 +128,7 @@ def test_a_text_is_the_engines_own_streamed_or_not(served: Served, model: str) -
     tokens = tuple(served.base.tokeniser(body["prompt"])["input_ids"])
     adapter = None if model == "base" else "trial-0000"
     wanted = complete(
-        served.base, served.bank, [Request(tokens, adapter, Sampling(12, log_probabilities=2))]
+        served.base, BankAdapters(served.bank), [Request(tokens, adapter, Sampling(12, log_probabilities=2))]
     )[0]
     (choice,) = found["choices"]
     assert (choice["text"], choice["finish_reason"]) == (wanted.text, wanted.reason)
@@ -243,9 +246,9 @@ def test_a_client_that_leaves_frees_its_pages(
     for _ in range(100):  # fewer than the tokens that it asked for
         gate.permits.release()
         time.sleep(0.02)
-        if gate.steps > 1 and len(pool.free) == pool.pages:
+        if gate.steps > 1 and pool.unused == pool.pages:
             break
-    assert len(pool.free) == pool.pages
+    assert pool.unused == pool.pages
     assert gate.steps < 100
     gate.open()
     assert served.ask("/v1/completions", GOOD)[0] == 200

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,15 +15,18 @@ from peft import PeftModel
 
 from plait.adapters.peft_folder import export_adapter
 from plait.adapters.variants import attach
-from plait.core.errors import InputError
+from plait.core.errors import InputError, StorageError
 from plait.core.jobs import AdapterSpec
 from plait.core.settings import ModelSettings
 from plait.models.base import BaseModel
 from plait.models.load import load_model, transformers_model
 from plait.models.targets import resolve_targets
 from plait.models.tiny import FAMILIES
-from plait.serve.engine import PAGE_TOKENS, Engine, complete
+from plait.serve.cells import BankAdapters
+from plait.serve.engine import Engine, complete
+from plait.serve.folders import FolderAdapters
 from plait.serve.requests import Completion, GrowingText, Request, Sampling, Update
+from plait.serve.scheduler import Demand
 from plait_kernels import Bank
 
 LENGTHS = (3, 11, 1, 20)
@@ -83,10 +87,15 @@ class Served:
         ]
 
     def engine(self, pool_tokens: int = 256) -> Engine:
-        return Engine(self.base, self.bank, pool_tokens=pool_tokens, most_prompt_tokens=64)
+        adapters = BankAdapters(self.bank)
+        return Engine(self.base, adapters, pool_tokens=pool_tokens, most_prompt_tokens=64)
+
+    def from_folders(self, pool_tokens: int = 256) -> Engine:
+        adapters = FolderAdapters(self.base, {name: self.folder / name for name in self.bank.blocks})
+        return Engine(self.base, adapters, pool_tokens=pool_tokens, most_prompt_tokens=64, host_bytes=1)
 
     def alone(self, request: Request) -> Completion:
-        return complete(self.base, self.bank, [request])[0]
+        return complete(self.base, BankAdapters(self.bank), [request])[0]
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +137,7 @@ def pefts(model: Any, tokens: Sequence[int], count: int) -> Iterator[tuple[int, 
 @torch.no_grad()
 def test_forty_requests_in_a_pool_for_fewer_are_each_as_alone_and_as_pefts(served: Served) -> None:
     requests = served.requests(40, replace(FREE, log_probabilities=5))
-    engine = served.engine()
+    engine = served.from_folders()
     waited = 0
     pool = engine.scheduler.pool
 
@@ -137,15 +146,20 @@ def test_forty_requests_in_a_pool_for_fewer_are_each_as_alone_and_as_pefts(serve
         found = Engine.step(engine)
         waited = max(waited, engine.scheduler.waiting)
         owned = [page for pages in pool.owned.values() for page in pages]
-        assert sorted([*owned, *pool.free]) == list(range(pool.pages))
+        shared = [page for each in pool.shared.values() for page in each.pages]
+        assert sorted([*owned, *shared, *pool.free]) == list(range(pool.pages))
         return found
 
     engine.step = watched  # type: ignore[method-assign]
+    demands: list[Demand] = []
+    add = engine.scheduler.add
+    engine.scheduler.add = lambda each: (demands.append(each), add(each))  # type: ignore[method-assign, assignment, func-returns-value, return-value]
     found = join_at_random(engine, requests)
     assert waited > 0, "the pool is too small for all"
-    assert len(pool.free) == pool.pages
-    total = sum(len(each.tokens) + each.sampling.max_new_tokens for each in requests)
-    assert pool.pages * PAGE_TOKENS < total / 2
+    assert pool.unused == pool.pages
+    shared_pages = {need.key: need.pages for each in demands for need in each.needs}
+    assert pool.pages < (sum(each.pages for each in demands) + sum(shared_pages.values())) / 2
+    assert engine.store.loads > len(served.RANKS), "adapters came again after they had made room"
     plain = transformers_model(settings_of("llama"), cache=served.folder)
     plain.set_attn_implementation("eager")
     model = PeftModel.from_pretrained(plain, served.folder / "rank1", adapter_name="rank1")
@@ -185,18 +199,18 @@ def test_cancelled_requests_free_their_pages_at_once_and_change_no_other(served:
     numbers = [engine.add(each) for each in requests]
     engine.step()
     running, waiting = engine.running[0], numbers[-1]
-    free = len(engine.scheduler.pool.free)
+    free = engine.scheduler.pool.unused
     pages = len(engine.scheduler.pool.owned[running])
     engine.cancel(running)
     engine.cancel(waiting)
     engine.cancel(running)
-    assert len(engine.scheduler.pool.free) == free + pages
+    assert engine.scheduler.pool.unused >= free + pages
     found = {update.request: update.ended for update in engine.run() if update.ended is not None}
     assert not {running, waiting} & set(found)
     for number, request in zip(numbers, requests, strict=True):
         if number in found:
             assert found[number].tokens == served.alone(request).tokens
-    assert len(engine.scheduler.pool.free) == engine.scheduler.pool.pages
+    assert engine.scheduler.pool.unused == engine.scheduler.pool.pages
 
 
 def test_pieces_of_a_text_are_the_whole_of_it(served: Served) -> None:
@@ -218,6 +232,56 @@ def test_a_stop_text_ends_a_text_and_none_of_it_is_given_out(served: Served) -> 
     assert completion.tokens == free.tokens[: len(completion.tokens)]
 
 
+def test_the_same_prompt_is_run_once_for_each_adapter_and_every_answer_is_as_alone(served: Served) -> None:
+    engine = Engine(served.base, BankAdapters(served.bank), pool_tokens=1000)
+    length = 2 * engine.page_tokens + 3
+    tokens = served.requests(1)[0].tokens * length
+    requests = [
+        Request(tokens[:length], adapter, replace(FREE, temperature=1.0, seed=seed))
+        for seed in range(3)
+        for adapter in (None, "rank8", "rank33")
+    ]
+    rows: list[int] = []
+    place = engine._cache.place
+    engine._cache.place = lambda *told: (rows.append(sum(told[2])), place(*told))  # type: ignore[method-assign, assignment, func-returns-value, arg-type, return-value]
+    numbers = [engine.add(each) for each in requests]
+    updates = list(engine.step())
+    numbers.append(engine.add(requests[0]))
+    updates += engine.run()
+    assert rows[:2] == [3 * length + 6 * 3, 9 + 3]
+    found = {update.request: update.ended for update in updates if update.ended is not None}
+    for number, request in zip(numbers, [*requests, requests[0]], strict=True):
+        completion = found[number]
+        assert completion is not None
+        assert completion.tokens == served.alone(request).tokens
+
+
+def test_an_adapter_that_cannot_be_read_any_more_ends_its_own_requests(
+    served: Served, tmp_path: Path
+) -> None:
+    folders = {name: tmp_path / name for name in ("rank1", "rank2")}
+    for name, folder in folders.items():
+        shutil.copytree(served.folder / name, folder)
+    adapters = FolderAdapters(served.base, folders)
+    engine = Engine(served.base, adapters, pool_tokens=1000)
+    (folders["rank2"] / "adapter_model.safetensors").unlink()
+    numbers = [engine.add(Request((5, 6, 7), name, FREE)) for name in ("rank1", "rank2")]
+    updates = []
+    while not engine.idle:
+        updates += engine.step()
+    errors = {update.request: update.error for update in updates if update.error is not None}
+    assert set(errors) == {numbers[1]}
+    assert isinstance(errors[numbers[1]], StorageError)
+    adapters.remove("rank2")
+    adapters.add("rank2", served.folder / "rank1")  # a name may be used again
+    for name in ("rank1", "rank2"):
+        engine.add(Request((5, 6, 7), name, FREE))
+    one, two = (update.ended for update in engine.run() if update.ended is not None)
+    assert one is not None
+    assert two is not None
+    assert one.tokens == two.tokens
+
+
 def test_an_adapter_that_is_not_finite_ends_its_own_requests_alone(served: Served) -> None:
     requests = served.requests(8)
     wanted = [served.alone(each).tokens for each in requests]
@@ -226,7 +290,14 @@ def test_an_adapter_that_is_not_finite_ends_its_own_requests_alone(served: Serve
     try:
         b.fill_(torch.nan)
         served.bank.refresh(["rank8"])
-        found = complete(served.base, served.bank, requests)
+        found = complete(served.base, BankAdapters(served.bank), requests)
+        engine = served.engine()  # whose pages hold what is not finite before the others have them
+        for number in range(2 * engine.scheduler.pool.pages):
+            engine.add(Request((5,) * (engine.page_tokens + 1) + (number,), "rank8", FREE))
+        list(engine.run())
+        numbers = [engine.add(each) for each in requests]
+        after = {update.request: update.ended for update in engine.run() if update.ended is not None}
+        assert [after[number] for number in numbers] == found
     finally:
         b.copy_(kept)
         served.bank.refresh(["rank8"])
@@ -248,8 +319,10 @@ def test_growing_text_holds_back_what_may_become_a_stop_text_or_a_character() ->
 
 
 def test_requests_that_never_fit_and_unknown_adapters_are_refused(served: Served) -> None:
-    with pytest.raises(InputError, match="256 tokens"):
-        served.engine().add(Request((5,) * 250, None, Sampling(20)))
+    engine = served.engine()
+    most = engine.scheduler.pool.pages * engine.page_tokens
+    with pytest.raises(InputError, match=f"{most} tokens"):
+        engine.add(Request((5,) * most, None, Sampling(20)))
     with pytest.raises(InputError, match="'nobody'"):
         served.engine().add(Request((5,), "nobody"))
 

@@ -1,42 +1,45 @@
-"""The pool's pages: each is free or has one owner, whatever joins, ends and is cancelled."""
+"""The pool's pages: each is free, owned or shared, whatever joins, ends and is cancelled."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.serve.scheduler import Demand, Scheduler
-
-PAGE = 4
+from plait.serve.scheduler import Demand, Need, PagePool, Scheduler
 
 
 def check(scheduler: Scheduler) -> None:
     pool = scheduler.pool
     owned = [page for pages in pool.owned.values() for page in pages]
-    assert sorted([*pool.free, *owned]) == list(range(pool.pages))
+    shared = [page for each in pool.shared.values() for page in each.pages]
+    assert sorted([*pool.free, *owned, *shared]) == list(range(pool.pages))
     assert list(scheduler.running) == list(pool.owned)
 
 
-# A request of so many tokens arrives; the one with this place among those left is removed; or one admits.
+# A request of so many tokens arrives, which shares with others of its kind; the one with this place among
+# those left is removed; or one admits, and what is shared is filled.
 MOVES = st.lists(
     st.one_of(
-        st.tuples(st.just("add"), st.integers(1, 40), st.integers(1, 20)),
-        st.tuples(st.just("remove"), st.integers(0, 30), st.just(0)),
-        st.tuples(st.just("admit"), st.just(0), st.just(0)),
+        st.tuples(st.just("add"), st.integers(1, 20), st.integers(1, 6), st.integers(0, 4)),
+        st.tuples(st.just("remove"), st.integers(0, 30), st.just(0), st.just(0)),
+        st.tuples(st.just("admit"), st.booleans(), st.just(0), st.just(0)),
     ),
     max_size=60,
 )
 
 
 @given(MOVES, st.integers(1, 12), st.integers(1, 6), st.integers(1, 60))
-def test_free_and_owned_pages_are_all_pages_and_none_twice(
-    moves: list[tuple[str, int, int]], pages: int, most: int, prompts: int
+def test_each_page_is_free_owned_or_shared_and_none_twice(
+    moves: list[tuple[str, int, int, int]], pages: int, most: int, prompts: int
 ) -> None:
-    scheduler = Scheduler(pages, PAGE, most_prompt_tokens=prompts, most=most)
+    scheduler = Scheduler(pages, most_prompt_tokens=prompts, most=most)
     demands: dict[int, Demand] = {}
     admitted: list[int] = []
-    for number, (move, first, second) in enumerate(moves):
-        if move == "add" and first + second <= pages * PAGE:
-            demands[number] = Demand(number, first, first + second)
-            scheduler.add(demands[number])
+    for number, (move, first, second, kind) in enumerate(moves):
+        if move == "add":
+            needs = (Need(("adapter", kind), kind % 3 + 1), Need(("prompt", kind), 1))[: kind % 3]
+            demand = Demand(number, first, second, needs)
+            if demand.most <= pages:
+                demands[number] = demand
+                scheduler.add(demand)
         elif move == "remove" and demands:
             removed = sorted(demands)[first % len(demands)]
             del demands[removed]
@@ -46,27 +49,52 @@ def test_free_and_owned_pages_are_all_pages_and_none_twice(
             new = scheduler.admit()
             admitted += new
             assert len(new) <= 1 or sum(demands[each].prompt for each in new) <= prompts
+            for each in scheduler.pool.shared.values():
+                each.value = each.value or first or None
         check(scheduler)
         assert len(scheduler.running) <= most
         assert set(scheduler.running) <= set(demands)
         assert scheduler.waiting == len(demands) - len(scheduler.running)
+        users: dict[object, int] = {}
         for each in scheduler.running:
-            assert len(scheduler.pool.owned[each]) == -(-demands[each].tokens // PAGE)
+            assert len(scheduler.pool.owned[each]) == demands[each].pages
+            for need in demands[each].needs:
+                users[need.key] = users.get(need.key, 0) + 1
+                assert len(scheduler.pool.shared[need.key].pages) == need.pages
+        for key, entry in scheduler.pool.shared.items():
+            assert entry.users == users.get(key, 0)
+            assert entry.users or entry.value is not None, "what was not filled does not stay"
     assert admitted == sorted(admitted), "in order of arrival"
 
 
-@given(st.lists(st.integers(1, 20), min_size=1, max_size=20))
-def test_every_request_runs_in_the_end(sizes: list[int]) -> None:
-    scheduler = Scheduler(5, PAGE, most_prompt_tokens=8, most=3)
-    for number, size in enumerate(sizes):
-        scheduler.add(Demand(number, size, size))
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 5)), min_size=1, max_size=20))
+def test_every_request_runs_in_the_end(sizes: list[tuple[int, int]]) -> None:
+    scheduler = Scheduler(5, most_prompt_tokens=8, most=3)
+    for number, (size, kind) in enumerate(sizes):
+        scheduler.add(Demand(number, size, size, (Need(("adapter", kind), 1),)))
     ended: list[int] = []
     while scheduler.waiting or scheduler.running:
         scheduler.admit()
         assert scheduler.running, "the head of the queue fits into an empty pool"
+        for each in scheduler.pool.shared.values():
+            each.value = True
         first = next(iter(scheduler.running))
         scheduler.remove(first)
         ended.append(first)
         check(scheduler)
     assert ended == list(range(len(sizes)))
-    assert len(scheduler.pool.free) == 5
+    assert scheduler.pool.unused == 5
+
+
+def test_what_is_shared_stays_until_its_room_is_needed_the_least_recent_goes_first() -> None:
+    pool = PagePool(6)
+    for owner, key in enumerate("aba"):
+        assert pool.take(owner, 0, (Need((key,), 2),))
+        pool.shared[(key,)].value = key
+        pool.release(owner)
+    assert list(pool.shared) == [("b",), ("a",)]
+    assert pool.take(9, 1, (Need(("c",), 2),))
+    assert list(pool.shared) == [("a",), ("c",)], "b made room"
+    assert not pool.take(10, 4)
+    assert pool.take(10, 3)
+    assert list(pool.shared) == [("c",)], "what is used does not go"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from plait.adapters.variants import PREFIX, VARIANTS, AdapterVariant, named_tensors
+from plait.adapters.variants import PREFIX, VARIANTS, AdapterVariant
 from plait.core.errors import ModelError, StorageError
 from plait.core.jobs import AdapterSpec
 from plait.models.targets import LinearInfo, resolve_targets
 from plait.utils.files import new_folder
-from plait_kernels import Bank
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 Tensors = tuple[Tensor, ...]
@@ -115,8 +115,23 @@ _LEFT_OUT: dict[str, tuple[Any, ...]] = {
 }
 
 
-def load_adapter(bank: Bank, adapter: str, folder: Path) -> None:
-    """Attach the adapter of a PEFT folder to the bank, for generation: without dropout.
+@dataclass(frozen=True, slots=True)
+class StoredAdapter:
+    """An adapter as a PEFT folder has it: A (rank, in) and B (out, rank) by module, without dropout.
+
+    The tensors are read from the file when they are first used.
+    """
+
+    rank: int
+    scale: float
+    weights: Mapping[str, Tensors]
+
+
+def read_adapter(folder: Path, sites: Mapping[str, tuple[int, int]]) -> StoredAdapter:
+    """The adapter of a PEFT folder, for generation.
+
+    Args:
+        sites: features in and out of the base model's linear layers by name.
 
     Raises:
         StorageError: the folder cannot be read.
@@ -141,23 +156,23 @@ def load_adapter(bank: Bank, adapter: str, folder: Path) -> None:
             "Only plain LoRA with one rank is loaded from a folder.",
         )
     modules = {name.removeprefix(PREFIX).partition(".lora_")[0] for name in stored}
-    unknown = sorted(modules - bank.site_index.keys())
+    unknown = sorted(modules - sites.keys())
     if unknown or not modules:
         raise ModelError(
             f"{folder}: {unknown[0] if unknown else 'no module'} is not a linear layer of the base model",
             "An adapter must belong to the base model.",
         )
-    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    bank.attach(adapter, rank=rank, scale=scale, dropout=0.0, seed=0, sites=modules)
-    weights = named_tensors(bank, adapter)
-    if {name: tensor.shape for name, tensor in weights.items()} != {
-        name: tensor.shape for name, tensor in stored.items()
-    }:
-        bank.detach(adapter)
+    names = {module: _names(VARIANTS.get("lora"), module) for module in sorted(modules)}
+    shapes = {
+        name: shape
+        for module, (a, b) in names.items()
+        for name, shape in ((a, (rank, sites[module][0])), (b, (sites[module][1], rank)))
+    }
+    if {name: tuple(tensor.shape) for name, tensor in stored.items()} != shapes:
         raise ModelError(
             f"{folder}: its tensors are not those of a LoRA of rank {rank} on the base model",
             "An adapter must belong to the base model.",
         )
-    for name, tensor in weights.items():
-        tensor.copy_(stored[name])
-    bank.refresh([adapter])
+    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    weights = {module: tuple(stored[name] for name in own) for module, own in names.items()}
+    return StoredAdapter(rank, scale, weights)

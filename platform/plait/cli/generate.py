@@ -18,12 +18,12 @@ from plait.utils.paths import as_path, user_path
 if TYPE_CHECKING:
     from plait.core.settings import ModelSettings
     from plait.models.base import BaseModel
+    from plait.serve.folders import FolderAdapters
     from plait.serve.requests import Completion, Sampling
     from plait.tracking.leaderboard import JobRecord
-    from plait_kernels import Bank
 
 BASE = "base"
-POOL_TOKENS = 16_384  # tokens whose keys and values are kept at once; the others wait
+POOL_TOKENS = 32_768  # tokens whose keys and values the pool would hold if it held no adapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
     records = [chosen(search, trial) for trial in dict.fromkeys(known.trial or [None])]
     config = recorded_config(search, settings)
     folders = {record.name: adapter_folder(search, record, settings) for record in records}
-    base, bank = load_base(base_model(search, settings), folders)
+    base, loaded = load_base(base_model(search, settings), folders)
     if known.validation:
         prompts += _validation_prompts(known.validation, config, base, records)
     template = _template(known.chat, known.plain, config)
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
         prompts = _as_messages(prompts, config, base)
     adapters = [*([] if known.no_base else [None]), *folders]
     trials = {record.name: record for record in records}
-    for prompt, answers in zip(prompts, _answers(base, bank, prompts, adapters, sampling), strict=True):
+    for prompt, answers in zip(prompts, _answers(base, loaded, prompts, adapters, sampling), strict=True):
         _show(prompt, answers, trials, as_json=known.json)
     return EXIT_DONE
 
@@ -109,21 +109,17 @@ def _file_prompts(path: Path) -> list[str]:
     return found
 
 
-def load_base(model: ModelSettings, folders: Mapping[str, Path]) -> tuple[BaseModel, Bank]:
-    """The base model on this machine's device, and a bank with the adapters of folders."""
-    from plait.adapters.peft_folder import load_adapter
+def load_base(model: ModelSettings, folders: Mapping[str, Path]) -> tuple[BaseModel, FolderAdapters]:
+    """The base model on this machine's device, and the adapters of folders."""
     from plait.engine.devices import choose_device, choose_kernels
     from plait.models.load import load_model
+    from plait.serve.folders import FolderAdapters
     from plait.utils.paths import cache_dir
-    from plait_kernels import Bank
 
     device = choose_device("auto")
     base = load_model(model, cache=cache_dir(), device=device)
     base.install(backend=choose_kernels("auto", device, base.dtype))
-    bank = Bank(base.sites, device=device, compute_dtype=base.dtype)
-    for name, folder in folders.items():
-        load_adapter(bank, name, folder)
-    return base, bank
+    return base, FolderAdapters(base, folders)
 
 
 def _validation_prompts(
@@ -195,7 +191,7 @@ def _as_messages(prompts: Sequence[Prompt], config: Mapping[str, Any], base: Bas
 
 def _answers(
     base: BaseModel,
-    bank: Bank,
+    loaded: FolderAdapters,
     prompts: Sequence[Prompt],
     adapters: Sequence[str | None],
     sampling: Sampling,
@@ -210,7 +206,7 @@ def _answers(
     ]
     requests = [Request(own, adapter, sampling) for own in tokens for adapter in adapters]
     most = max(needed_tokens(each, base.max_length) for each in requests)
-    engine = Engine(base, bank, pool_tokens=max(POOL_TOKENS, most))
+    engine = Engine(base, loaded, pool_tokens=max(POOL_TOKENS, most))
     numbers = [engine.add(each) for each in requests]
     ended = {update.request: update.ended for update in engine.run() if update.ended is not None}
     for start in range(0, len(numbers), len(adapters)):

@@ -36,16 +36,17 @@ def main(arguments: Sequence[str]) -> int:
     if not records:
         raise SearchError(f"search {search.name!r} has no finished trial", "Only these have an adapter.")
     folders = {record.name: adapter_folder(search, record, settings) for record in records}
-    base, bank = load_base(base_model(search, settings), folders)
+    base, adapters = load_base(base_model(search, settings), folders)
     models: dict[str, str | None] = {BASE: None} | {name: name for name in folders}
     if search.best is not None and search.best.name in folders:
         models[BEST] = search.best.name
     from plait.serve.driver import Driver
     from plait.serve.engine import Engine
+    from plait.serve.folders import HOST_BYTES
     from plait.serve.server import Endpoint, Limits, make_app, run
 
     limits = Limits(new_tokens=known.max_new_tokens, waiting=known.queue)
-    engine = Engine(base, bank, pool_tokens=known.pool_tokens)
+    engine = Engine(base, adapters, pool_tokens=known.pool_tokens, host_bytes=HOST_BYTES)
     driver = Driver(engine, most_waiting=limits.waiting)
     endpoint = Endpoint(driver, base, models, limits)
     app = make_app(endpoint, driver, key=key, limits=limits, local=known.host in LOOPBACK)

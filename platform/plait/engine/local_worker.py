@@ -51,6 +51,7 @@ from plait.engine.schedules import Round, rounds
 from plait.engine.span_recorder import SpanRecorder, work_of
 from plait.engine.worker import ActivationShape, WorkerFacts
 from plait.models.base import BaseModel
+from plait.serve.cells import BankAdapters
 from plait.serve.engine import Engine, needed_tokens
 from plait.serve.requests import Completion, Request, Sampling
 from plait_kernels import AdapterStep, Bank, adamw_step
@@ -406,13 +407,14 @@ def answer(
         for each in command.jobs
         for sample in each.samples
     ]
+    adapters = BankAdapters(bank)
     found: dict[int, Completion] = {}
     troubles: dict[str | None, str] = {}
     left, most = list(range(len(requests))), len(requests)
     while left:
         needed = max(needed_tokens(requests[index], model.max_length) for index in left)
         engine = Engine(
-            model, bank, pool_tokens=max(capacity, needed), most=most, most_prompt_tokens=capacity
+            model, adapters, pool_tokens=max(capacity, needed), most=most, most_prompt_tokens=capacity
         )
         names = {engine.add(requests[index]): index for index in left}
         done, detail = attempt(partial(_finish, engine, names, found))

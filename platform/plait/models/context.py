@@ -19,6 +19,7 @@ from plait_kernels.uploads import table, upload
 if TYPE_CHECKING:
     from plait.models.attention import AttentionRule, Heads
     from plait_kernels import Routing
+    from plait_kernels.pooled import PooledRows
 
 
 class AttentionStore(Protocol):
@@ -59,7 +60,7 @@ class MicrobatchContext:
     token_ids: Tensor
     position_ids: Tensor
     sample_offsets: tuple[int, ...]
-    routing: Routing | None = None
+    routing: Routing | PooledRows | None = None
     checkpointing: bool = False
     cache: AttentionStore | None = None
     _layout: AttentionLayout | None = None

@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from plait.models.targets import LinearInfo
 from plait_kernels import Routing, Site, multi_lora_linear
+from plait_kernels.pooled import PooledRows, pooled_linear
 
 FUSED = {"gate_up_proj": ("gate_proj", "up_proj", "w1", "w3"), "down_proj": ("w2",)}  # parts of experts
 
@@ -24,7 +25,7 @@ FUSED = {"gate_up_proj": ("gate_proj", "up_proj", "w1", "w3"), "down_proj": ("w2
 class Binding:
     """Routing and backend that a model's linear layers use; set before a layer runs."""
 
-    routing: Routing | None = None
+    routing: Routing | PooledRows | None = None
     backend: str = "reference"
 
 
@@ -53,10 +54,13 @@ class LinearGroup:
         if routing is None:
             return nn.functional.linear(x, self.weight, self.bias)
         rows = x.reshape(-1, x.shape[-1])
-        backend = self.binding.backend
-        out = multi_lora_linear(
-            rows, self.weight, self.bias, self.names, routing.bank, routing, backend=backend
-        )
+        if isinstance(routing, PooledRows):
+            out = pooled_linear(rows, self.weight, self.bias, self.names, routing)
+        else:
+            backend = self.binding.backend
+            out = multi_lora_linear(
+                rows, self.weight, self.bias, self.names, routing.bank, routing, backend=backend
+            )
         return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[-1])
 
     def take(self, member: int, x: Tensor) -> Tensor:

@@ -123,6 +123,6 @@ class Driver:
             self._active = {}
             return
         for update in updates:
-            self._active[update.request].deliver(update)
-            if update.ended is not None:
+            self._active[update.request].deliver(update.error or update)
+            if update.ended is not None or update.error is not None:
                 del self._active[update.request]

@@ -1,27 +1,27 @@
 """The generation engine: one iteration gives every running request one token, whatever its adapter.
 
-A seam: it knows requests and adapters of a bank, but no jobs.
+A seam: it knows requests and adapters, but no jobs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
 
-from plait.core.errors import InputError
+from plait.core.errors import InputError, PlaitError
 from plait.models.base import BaseModel
 from plait.models.context import MicrobatchContext
-from plait.serve.pages import PagedCache
+from plait.serve.cells import MOST_PAGE, Adapter, AdapterSource, CellLayout, CellStore, page_tokens
+from plait.serve.pages import PagedCache, token_elements
 from plait.serve.requests import Completion, GrowingText, Reason, Request, Score, Update
 from plait.serve.sampling import choose_tokens, score_tokens
-from plait.serve.scheduler import Demand, Scheduler
-from plait_kernels import Bank, RoutedSegment, Routing, RowCounters
-
-PAGE_TOKENS = 16
+from plait.serve.scheduler import Demand, Need, Scheduler, Shared
+from plait_kernels import RoutedSegment, Routing, RowCounters
+from plait_kernels.pooled import AdapterPool, PooledAdapter, PooledRows
 
 
 @dataclass(slots=True)
@@ -29,46 +29,71 @@ class _Running:
     """A request with its tokens so far.
 
     Attributes:
+        adapter: None: the base model.
+        demand: what it needs of the pool.
         stored: tokens whose keys and values are in the cache.
+        placed: its adapter in the pool, once it runs.
     """
 
     request: Request
+    adapter: Adapter | None
+    demand: Demand
     text: GrowingText
     ending: frozenset[int]
     stored: int = 0
+    placed: PooledAdapter | None = None
     new: list[int] = field(default_factory=list)
     scores: list[Score] = field(default_factory=list)
 
     @property
     def rows(self) -> tuple[int, ...]:
         """Tokens that go through the model next."""
-        return self.request.tokens if not self.stored else (self.new[-1],)
+        return (self.new[-1],) if self.new else self.request.tokens[self.stored :]
 
 
 class Engine:
-    """Requests with any adapters of a bank over one base model; they join and leave at every token.
+    """Requests with any adapters of a source over one base model; they join and leave at every token.
+
+    Keys and values, and adapters' weights, lie in one pool of pages. Adapters come into it when a request
+    needs them. Requests with the same adapter and prompt share the pages of its beginning.
 
     Args:
-        bank: None if no request has an adapter.
-        pool_tokens: tokens whose keys and values the pool holds, rounded up to whole pages.
+        adapters: None if no request has an adapter.
+        pool_tokens: tokens whose keys and values the pool holds, rounded up to whole pages; for the source's
+            lasting adapters it has room beside them.
         most: requests that run at once.
         most_prompt_tokens: tokens of prompts that begin in one iteration; a longer one begins alone.
+        host_bytes: of adapters that are kept in host memory, ready for the pool.
     """
 
     def __init__(
         self,
         base: BaseModel,
-        bank: Bank | None,
+        adapters: AdapterSource | None,
         *,
         pool_tokens: int,
         most: int = 256,
         most_prompt_tokens: int = 2048,
+        host_bytes: int = 0,
     ) -> None:
         self._base = base
-        self._bank = bank
-        pages = -(-pool_tokens // PAGE_TOKENS)
-        self.scheduler = Scheduler(pages, PAGE_TOKENS, most_prompt_tokens=most_prompt_tokens, most=most)
-        self._cache = PagedCache(pages, PAGE_TOKENS, base.device)
+        self._adapters = adapters
+        layers = [base.sites_of(range(index, index + 1)) for index in range(base.layer_count)]
+        lasting = [] if adapters is None else adapters.lasting()
+        token = token_elements(base)
+        widest = max(max(site.in_features, site.out_features) for own in layers for site in own)
+        cells = [(_largest_cell(each, base), each.rank) for each in lasting]
+        self.page_tokens = page_tokens(token, cells, widest)
+        self._layout = CellLayout(layers, self.page_tokens * token)
+        pages = -(-pool_tokens // self.page_tokens)
+        pages += sum(self._layout.placement(each).pages for each in lasting)
+        self.scheduler = Scheduler(pages, most_prompt_tokens=most_prompt_tokens, most=most)
+        shape = pages, self._layout.elements
+        pool = [torch.zeros(shape, dtype=base.dtype, device=base.device) for _ in layers]
+        self._cache = PagedCache(pool, self.page_tokens)
+        self.store = CellStore(self._layout, pool, most_bytes=host_bytes)
+        storage = [pool[index].view(-1) for index, own in enumerate(layers) for _ in own]
+        self._pool = AdapterPool(base.sites, tuple(storage))
         self._requests: dict[int, _Running] = {}
         self._next = 0
 
@@ -89,22 +114,38 @@ class Engine:
             InputError: its adapter is unknown, its prompt is empty or too long, or it never fits.
         """
         tokens = needed_tokens(request, self._base.max_length)
-        if request.adapter is not None and (self._bank is None or request.adapter not in self._bank.blocks):
+        if request.adapter is not None and self._adapters is None:
             raise InputError(f"adapter {request.adapter!r}", "A request's adapter must be loaded.")
-        if self.scheduler.pages_for(tokens) > self.scheduler.pool.pages:
+        adapter = None
+        if request.adapter is not None and self._adapters is not None:
+            adapter = self._adapters.find(request.adapter)
+        number, self._next = self._next, self._next + 1
+        demand = self._demand(number, request, adapter, tokens)
+        if demand.most > self.scheduler.pool.pages:
             raise InputError(
                 f"a request of {tokens} tokens",
-                f"Prompt and new tokens must fit into the pool of "
-                f"{self.scheduler.pool.pages * PAGE_TOKENS} tokens.",
+                f"Prompt, new tokens and adapter must fit into the pool of "
+                f"{self.scheduler.pool.pages * self.page_tokens} tokens.",
                 "Ask for fewer new tokens, or give the pool more.",
             )
-        number, self._next = self._next, self._next + 1
         stop_tokens = request.sampling.stop_tokens
         ending = frozenset(self._base.stop_tokens) if stop_tokens is None else stop_tokens
         text = GrowingText(self._decode, request.sampling.stop)
-        self._requests[number] = _Running(request, text, ending)
-        self.scheduler.add(Demand(number, len(request.tokens), tokens))
+        self._requests[number] = _Running(request, adapter, demand, text, ending)
+        self.scheduler.add(demand)
         return number
+
+    def _demand(self, number: int, request: Request, adapter: Adapter | None, tokens: int) -> Demand:
+        needs = []
+        key = None if adapter is None else adapter.key
+        if adapter is not None and adapter.pooled:
+            needs.append(Need(("adapter", key), self._layout.placement(adapter).pages))
+        begun = (len(request.tokens) - 1) // self.page_tokens  # whole pages; the last token always runs
+        if begun:
+            beginning = request.tokens[: begun * self.page_tokens]
+            needs.append(Need(("prompt", key, beginning), begun))
+        pages = -(-tokens // self.page_tokens) - begun
+        return Demand(number, len(request.tokens), pages, tuple(needs))
 
     def cancel(self, number: int) -> None:
         """Forget a request and free its pages; one that has ended is ignored."""
@@ -112,25 +153,60 @@ class Engine:
             self.scheduler.remove(number)
 
     def run(self) -> Iterator[Update]:
-        """Iterate until no request is left."""
+        """Iterate until no request is left.
+
+        Raises:
+            PlaitError: the adapter of a request cannot be read.
+        """
         while not self.idle:
-            yield from self.step()
+            for update in self.step():
+                if update.error is not None:
+                    raise update.error
+                yield update
 
     @torch.no_grad()
     def step(self) -> list[Update]:
         """One iteration: admit requests, and give each that runs a token or its end."""
-        self.scheduler.admit()
+        updates, beginnings = self._admit()
         numbers = sorted(self.scheduler.running, key=self._place)
         if not numbers:
-            return []
+            return updates
         batch = [self._requests[number] for number in numbers]
         logits = self._logits(numbers, batch)
+        for each in beginnings:
+            each.value = True
         samplings = [each.request.sampling for each in batch]
         finite = torch.isfinite(logits.amax(-1)).tolist()
         tokens = choose_tokens(logits, samplings, [len(each.new) for each in batch])
         scores = score_tokens(logits, samplings, tokens)
         given = zip(numbers, batch, tokens, scores, finite, strict=True)
-        return [self._take(*each) for each in given]
+        return updates + [self._take(*each) for each in given]
+
+    def _admit(self) -> tuple[list[Update], list[Shared]]:
+        """Give new requests their pages; returns failures, and beginnings of prompts to be filled."""
+        updates: list[Update] = []
+        beginnings: list[Shared] = []
+        for number in self.scheduler.admit():
+            each = self._requests[number]
+            entries = {need.key: self.scheduler.pool.shared[need.key] for need in each.demand.needs}
+            try:
+                for key, entry in entries.items():
+                    if key[0] == "adapter":
+                        each.placed = self._placed(each, entry)
+                    elif entry.value is None and not any(entry is other for other in beginnings):
+                        beginnings.append(entry)
+                    else:
+                        each.stored = len(entry.pages) * self.page_tokens
+            except PlaitError as error:
+                self.cancel(number)
+                updates.append(Update(number, "", error=error))
+        return updates, beginnings
+
+    def _placed(self, each: _Running, entry: Shared) -> PooledAdapter:
+        if entry.value is None and each.adapter is not None:
+            entry.value = self.store.place(each.adapter, entry.pages)
+        placed: PooledAdapter = entry.value
+        return placed
 
     def _place(self, number: int) -> tuple[bool, str, int]:
         """Order of a request in the batch: new ones last, those of one adapter together."""
@@ -150,15 +226,52 @@ class Engine:
             torch.tensor([token for own in rows for token in own], device=device),
             torch.tensor(positions, device=device),
             offsets,
-            _routing(self._bank, [each.request.adapter for each in batch], offsets),
+            self._routing(batch, offsets),
             cache=self._cache,
         )
-        pages = [self.scheduler.pool.owned[number] for number in numbers]
-        self._cache.place(pages, starts, lengths, sum(1 for start in starts if start))
+        self._cache.place(
+            [self._pages(number) for number in numbers], starts, lengths, sum(1 for start in starts if start)
+        )
         logits = self._base.logits(context, torch.tensor(offsets[1:], device=device) - 1)
         for each, length in zip(batch, lengths, strict=True):
             each.stored += length
         return logits
+
+    def _pages(self, number: int) -> tuple[int, ...]:
+        """The pages of a request's tokens, in their order."""
+        pool = self.scheduler.pool
+        shared = [
+            pool.shared[need.key].pages
+            for need in self._requests[number].demand.needs
+            if need.key[0] == "prompt"
+        ]
+        return (*(page for pages in shared for page in pages), *pool.owned[number])
+
+    def _routing(self, batch: Sequence[_Running], offsets: Sequence[int]) -> PooledRows | None:
+        """Which rows have which adapter: rows with earlier tokens singly, prompts of one adapter together."""
+        if self._adapters is None:
+            return None
+        single: list[tuple[int, PooledAdapter]] = []
+        prompts: list[tuple[int, int, PooledAdapter]] = []
+        others: list[RoutedSegment] = []
+        ranges = zip(batch, offsets, offsets[1:], strict=False)
+        for _, group in groupby(
+            ranges, lambda one: (bool(one[0].stored), one[0].adapter and one[0].adapter.key)
+        ):
+            members = list(group)
+            each, start, stop = members[0][0], members[0][1], members[-1][2]
+            if each.placed is None:
+                others += [RoutedSegment(each.request.adapter, start, stop)]
+            elif each.stored:
+                single += [(row, each.placed) for row in range(start, stop)]
+            else:
+                prompts.append((start, stop, each.placed))
+        routing = None
+        if others and self._adapters.bank is not None:
+            zero = torch.zeros(offsets[-1], dtype=torch.int64)
+            counters = RowCounters(zero, zero, zero, zero)
+            routing = Routing.build(self._adapters.bank, others, counters, training=False)
+        return PooledRows(self._pool, tuple(single), tuple(prompts), routing)
 
     def _take(self, number: int, each: _Running, token: int, score: Score | None, finite: bool) -> Update:
         """Give a request its token."""
@@ -198,24 +311,20 @@ def needed_tokens(request: Request, max_length: int) -> int:
     return min(prompt + request.sampling.max_new_tokens, max_length) - 1
 
 
-def complete(base: BaseModel, bank: Bank | None, requests: Sequence[Request]) -> list[Completion]:
+def complete(
+    base: BaseModel, adapters: AdapterSource | None, requests: Sequence[Request]
+) -> list[Completion]:
     """The completions of requests in a pool that has room for all."""
-    pages = [-(-needed_tokens(each, base.max_length) // PAGE_TOKENS) for each in requests]
-    engine = Engine(base, bank, pool_tokens=sum(pages) * PAGE_TOKENS, most=max(1, len(requests)))
+    tokens = sum(needed_tokens(each, base.max_length) + MOST_PAGE for each in requests)
+    engine = Engine(base, adapters, pool_tokens=tokens, most=max(1, len(requests)))
     order = [engine.add(each) for each in requests]
     ended = {update.request: update.ended for update in engine.run() if update.ended is not None}
     return [ended[number] for number in order]
 
 
-def _routing(bank: Bank | None, adapters: Sequence[str | None], offsets: Sequence[int]) -> Routing | None:
-    """The routing of each request's rows to its adapter; without dropout, so counters do not matter."""
-    if bank is None:
-        return None
-    segments: list[RoutedSegment] = []
-    for adapter, start, stop in zip(adapters, offsets, offsets[1:], strict=False):
-        if segments and segments[-1].adapter == adapter:
-            segments[-1] = RoutedSegment(adapter, segments[-1].start, stop)
-        else:
-            segments.append(RoutedSegment(adapter, start, stop))
-    zero = torch.zeros(offsets[-1], dtype=torch.int64)
-    return Routing.build(bank, segments, RowCounters(zero, zero, zero, zero), training=False)
+def _largest_cell(adapter: Adapter, base: BaseModel) -> int:
+    """Elements of one rank of an adapter in the layer where it has most."""
+    return max(
+        sum(site.in_features + site.out_features for site in own if site.name in adapter.sites)
+        for own in (base.sites_of(range(index, index + 1)) for index in range(base.layer_count))
+    )

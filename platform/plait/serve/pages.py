@@ -1,68 +1,99 @@
-"""Keys and values in pages, and attention over them.
+"""The pool's pages, keys and values in them, and attention over them.
 
 A seam: the reference in torch; a kernel that reads pages directly takes its place.
 """
 
 from __future__ import annotations
 
+import math
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from plait.models.attention import AttentionLayout, AttentionRule, Heads, packed_attention
+from plait.models.base import BaseModel
 from plait.models.context import MicrobatchContext
 
 
-class PagedCache:
-    """Keys and values of every layer in one pool of pages.
+class _Sizes:
+    """A cache that stores nothing, and notes what a token's keys and values would take."""
 
-    :meth:`place` says where the rows of the next iteration belong: first single rows of requests that have
-    earlier tokens, then whole prompts.
+    def __init__(self) -> None:
+        self.elements = 1
+
+    def attend(
+        self, _layer: int, qkv: Tensor, heads: Heads, rule: AttentionRule, context: MicrobatchContext
+    ) -> Tensor:
+        """See ``AttentionStore``."""
+        self.elements = max(self.elements, 2 * heads.shared * (qkv.shape[-1] // heads.total))
+        return packed_attention(qkv, heads, context.layout, rule)
+
+
+@torch.no_grad()
+def token_elements(base: BaseModel) -> int:
+    """Most elements of one token's keys and values in a layer, found by running one token."""
+    sizes = _Sizes()
+    zero = torch.zeros(1, dtype=torch.int64, device=base.device)
+    base.hidden(MicrobatchContext(zero, zero, (0, 1), cache=sizes))
+    return sizes.elements
+
+
+class PagedCache:
+    """Keys and values of every layer in pages of the pool.
+
+    :meth:`place` says where the rows of the next iteration belong: first rows that have earlier tokens, then
+    whole prompts.
+
+    Args:
+        pool: each layer's pages, (pages, elements).
     """
 
-    def __init__(self, pages: int, page_tokens: int, device: torch.device) -> None:
-        self._pages = pages
+    def __init__(self, pool: Sequence[Tensor], page_tokens: int) -> None:
+        self._pool = pool
         self._page_tokens = page_tokens
-        self._device = device
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # each (tokens of all pages, shared, size)
+        self._device = pool[0].device
 
     def place(
-        self, tables: Sequence[Sequence[int]], starts: Sequence[int], lengths: Sequence[int], decoding: int
+        self, tables: Sequence[Sequence[int]], starts: Sequence[int], lengths: Sequence[int], begun: int
     ) -> None:
-        """Set the pages of each request, its earlier tokens and its rows; the first ``decoding`` have one."""
+        """Set the pages of each request, its earlier tokens and its rows; the first ``begun`` requests have
+        earlier tokens, the others none."""
         longest = max(map(len, tables))
         padded = torch.tensor([[*table, *[0] * (longest - len(table))] for table in tables])
-        inside = torch.arange(self._page_tokens)
-        places = (padded.unsqueeze(-1) * self._page_tokens + inside).flatten(1)
-        own = [
-            places[row, start : start + length]
-            for row, (start, length) in enumerate(zip(starts, lengths, strict=True))
-        ]
-        self._rows = torch.cat(own).to(self._device)
-        self._decoding = decoding
-        reach = max(starts[:decoding], default=0) + 1
-        self._keys = places[:decoding, :reach].to(self._device)
-        prompts = list(lengths[decoding:])
+        counts = torch.tensor(lengths)
+        owner = torch.repeat_interleave(torch.arange(len(tables)), counts)
+        ends = counts.cumsum(0)
+        positions = torch.arange(len(owner)) - (ends - counts - torch.tensor(starts))[owner]
+        self._rows = self._at(padded[owner, positions // self._page_tokens], positions)
+        single = int(ends[begun - 1]) if begun else 0
+        reach = int(positions[:single].max()) + 1 if single else 0
+        keys = torch.arange(reach)
+        self._keys = self._at(padded[owner[:single]][:, keys // self._page_tokens], keys)
+        prompts = list(lengths[begun:])
+        self._single = single
         self._layout = AttentionLayout.of(prompts, self._device) if prompts else None
+
+    def _at(self, pages: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        inside = (positions % self._page_tokens).expand_as(pages)
+        return pages.to(self._device), inside.to(self._device)
 
     def attend(
         self, layer: int, qkv: Tensor, heads: Heads, rule: AttentionRule, context: MicrobatchContext
     ) -> Tensor:
         """Store the new keys and values, and attend over all of them; see ``AttentionStore``."""
         x = qkv.view(len(qkv), heads.total, -1)
-        q, k, v = x.split([heads.query, heads.shared, heads.shared], dim=1)  # type: ignore[no-untyped-call]
-        if layer not in self._layers:
-            shape = (self._pages * self._page_tokens, heads.shared, x.shape[-1])
-            self._layers[layer] = (x.new_zeros(shape), x.new_zeros(shape))
-        keys, values = self._layers[layer]
-        keys[self._rows] = k
-        values[self._rows] = v
-        count = self._decoding
+        shape = (self._page_tokens, 2, heads.shared, x.shape[-1])
+        pages = self._pool[layer][:, : math.prod(shape)]
+        stored = pages.view(len(pages), *shape)
+        stored[self._rows] = x[:, heads.query :].view(len(x), *shape[1:])
+        count = self._single
         parts = []
         if count:
-            positions = context.position_ids[:count]
-            parts.append(attend_rows(q[:count], keys[self._keys], values[self._keys], positions, heads, rule))
+            keys, values = stored[self._keys].unbind(2)
+            q, positions = x[:count, : heads.query], context.position_ids[:count]
+            parts.append(attend_rows(q, keys, values, positions, heads, rule))
         if self._layout is not None:
             parts.append(packed_attention(qkv[count:], heads, self._layout, rule))
         return torch.cat(parts)
@@ -74,7 +105,8 @@ def attend_rows(
     """One query row of each sample against its keys: (samples, heads, size) to (samples, heads · size).
 
     Args:
-        keys, values: (samples, longest, shared, size), of which those up to the row's position count.
+        keys, values: (samples, longest, shared, size), of which those up to the row's position count. The
+            others may hold anything.
     """
     grouped = q.reshape(len(q), heads.shared, heads.group, -1)
     scores = torch.einsum("bsgd,bksd->bsgk", grouped, keys).float() * rule.scale
@@ -86,4 +118,5 @@ def attend_rows(
         hidden |= key <= positions.unsqueeze(1) - rule.window
     scores.masked_fill_(hidden[:, None, None], -torch.inf)
     weights = torch.softmax(scores, dim=-1).to(q.dtype)
+    values = values.masked_fill(hidden[:, :, None, None], 0.0)  # no weight would hide what is not finite
     return torch.einsum("bsgk,bksd->bsgd", weights, values).flatten(1)

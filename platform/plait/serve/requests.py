@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from plait.core.errors import InputError
+from plait.core.errors import InputError, PlaitError
 
 Reason = Literal["stop", "length", "not finite"]
 MOST_LOG_PROBABILITIES = 20  # as OpenAI's
@@ -100,11 +100,15 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What one iteration added to a request's text; ``ended`` is the whole of it at its end."""
+    """What one iteration added to a request's text; ``ended`` is the whole of it at its end.
+
+    ``error`` says why the request has ended without a text: its adapter could not be read.
+    """
 
     request: int
     text: str
     ended: Completion | None = None
+    error: PlaitError | None = None
 
 
 class GrowingText:

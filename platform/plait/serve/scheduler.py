@@ -1,4 +1,4 @@
-"""Which requests run, and which pages of the pool each owns.
+"""Which requests run, and which pages of the pool each owns or shares.
 
 A seam: pure bookkeeping without torch, so that its rules are tested alone.
 """
@@ -6,34 +6,91 @@ A seam: pure bookkeeping without torch, so that its rules are tested alone.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+Key = tuple[Hashable, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a request shares with others: an adapter, or the beginning of its prompt."""
+
+    key: Key
+    pages: int
+
+
+@dataclass(slots=True)
+class Shared:
+    """Pages that requests share; they stay when the last of them has ended, until their room is needed.
+
+    Attributes:
+        users: requests that run and need it.
+        value: what the pages hold, as the engine knows it; None until they are filled.
+    """
+
+    pages: tuple[int, ...]
+    users: int = 0
+    value: Any = None
 
 
 class PagePool:
-    """Pages of equal size, each free or owned by one request."""
+    """Pages of equal size, each free, owned by one request, or shared."""
 
     def __init__(self, pages: int) -> None:
         self.pages = pages
         self.owned: dict[int, tuple[int, ...]] = {}
+        self.shared: dict[Key, Shared] = {}  # least recently needed first
+        self._needs: dict[int, tuple[Key, ...]] = {}
         self._free = list(reversed(range(pages)))
 
     @property
     def free(self) -> tuple[int, ...]:
-        """The pages that no request owns."""
+        """The pages that nobody has."""
         return tuple(self._free)
 
-    def take(self, owner: int, count: int) -> bool:
-        """Give a new owner ``count`` pages; False, and nothing changes, if fewer are free."""
+    @property
+    def unused(self) -> int:
+        """Pages that are free, or become so when they are needed."""
+        return len(self._free) + sum(len(each.pages) for each in self.shared.values() if not each.users)
+
+    def take(self, owner: int, count: int, needs: Sequence[Need] = ()) -> bool:
+        """Give a new owner ``count`` pages of its own and what it shares; False, and nothing changes, if they
+        do not fit. What nobody uses makes room, the least recently needed first."""
         if owner in self.owned:
             raise ValueError(f"request {owner} has its pages already")
-        if count > len(self._free):
+        keys = {need.key for need in needs}
+        wanted = count + sum(need.pages for need in needs if need.key not in self.shared)
+        idle = [key for key, each in self.shared.items() if not each.users and key not in keys]
+        if wanted > len(self._free) + sum(len(self.shared[key].pages) for key in idle):
             return False
-        self.owned[owner] = tuple(self._free.pop() for _ in range(count))
+        for key in idle:
+            if wanted <= len(self._free):
+                break
+            self._drop(key)
+        for need in needs:
+            entry = self.shared.pop(need.key, None) or Shared(self._taken(need.pages))
+            entry.users += 1
+            self.shared[need.key] = entry
+        self.owned[owner] = self._taken(count)
+        self._needs[owner] = tuple(need.key for need in needs)
         return True
 
     def release(self, owner: int) -> None:
-        """Free an owner's pages; one without pages is ignored."""
+        """Free an owner's pages; one without pages is ignored. What it shared stays if it is filled."""
         self._free += reversed(self.owned.pop(owner, ()))
+        for key in self._needs.pop(owner, ()):
+            entry = self.shared[key]
+            entry.users -= 1
+            if not entry.users and entry.value is None:
+                self._drop(key)
+
+    def _taken(self, count: int) -> tuple[int, ...]:
+        return tuple(self._free.pop() for _ in range(count))
+
+    def _drop(self, key: Key) -> None:
+        self._free += reversed(self.shared.pop(key).pages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,30 +99,35 @@ class Demand:
 
     Attributes:
         prompt: tokens of the prompt.
-        tokens: most tokens whose keys and values it stores.
+        pages: of its own.
+        needs: what it shares.
     """
 
     request: int
     prompt: int
-    tokens: int
+    pages: int
+    needs: tuple[Need, ...] = ()
+
+    @property
+    def most(self) -> int:
+        """Pages that it needs if nothing that it shares is there."""
+        return self.pages + sum(need.pages for need in self.needs)
 
 
 class Scheduler:
-    """Admits requests in order of arrival, each once pages for all its tokens are free.
+    """Admits requests in order of arrival, each once there is room for all that it can need.
 
     A request that runs therefore never waits for a page, and none is overtaken by a smaller one.
 
     Args:
-        page_tokens: tokens of a page.
         most_prompt_tokens: prompts that begin in one iteration have at most so many tokens together, unless
             it is a single one.
         most: requests that run at once.
     """
 
-    def __init__(self, pages: int, page_tokens: int, *, most_prompt_tokens: int, most: int) -> None:
+    def __init__(self, pages: int, *, most_prompt_tokens: int, most: int) -> None:
         self.pool = PagePool(pages)
         self.running: dict[int, None] = {}  # in order of admission
-        self.page_tokens = page_tokens
         self._most_prompt_tokens = most_prompt_tokens
         self._most = most
         self._queue: deque[Demand] = deque()
@@ -75,13 +137,9 @@ class Scheduler:
         """Requests in the queue."""
         return len(self._queue)
 
-    def pages_for(self, tokens: int) -> int:
-        """Pages that hold so many tokens."""
-        return -(-tokens // self.page_tokens)
-
     def add(self, demand: Demand) -> None:
         """Put a request at the queue's end."""
-        if self.pages_for(demand.tokens) > self.pool.pages:
+        if demand.most > self.pool.pages:
             raise ValueError(f"{demand} never fits into {self.pool.pages} pages")
         self._queue.append(demand)
 
@@ -93,7 +151,7 @@ class Scheduler:
             head = self._queue[0]
             if admitted and prompts + head.prompt > self._most_prompt_tokens:
                 break
-            if not self.pool.take(head.request, self.pages_for(head.tokens)):
+            if not self.pool.take(head.request, head.pages, head.needs):
                 break
             self._queue.popleft()
             self.running[head.request] = None

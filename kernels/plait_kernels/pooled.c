@@ -1,0 +1,96 @@
+/* Rows of any adapters over one layer, whose vectors lie in a pool of pages: out[row] += scale * B (A x[row]).
+ *
+ * A vector is one rank's row of A or column of B, contiguous, at the offset that the adapter's table gives for
+ * its site, its side and its rank. Sums are in float32 and rounded once. Compiled on first use; see compiled.py.
+ */
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { LANES = 16 };
+typedef float lanes __attribute__((vector_size(4 * LANES)));
+typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
+
+static inline float one_f32(float value) { return value; }
+static inline float one_bf16(uint16_t value) {
+    uint32_t bits = (uint32_t)value << 16;
+    float result;
+    memcpy(&result, &bits, sizeof result);
+    return result;
+}
+static inline lanes load_f32(const float *at) {
+    lanes result;
+    memcpy(&result, at, sizeof result);
+    return result;
+}
+static inline lanes load_bf16(const uint16_t *at) {
+    halves read;
+    memcpy(&read, at, sizeof read);
+    words bits = __builtin_convertvector(read, words) << 16;
+    lanes result;
+    memcpy(&result, &bits, sizeof result);
+    return result;
+}
+static inline float store_f32(float value) { return value; }
+/* To the nearest, ties to even; NaN stays NaN. */
+static inline uint16_t store_bf16(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+    return value != value ? (uint16_t)0x7FC0 : (uint16_t)rounded;
+}
+
+/* rows (n, 3): row of x and out, offset of its adapter's table, rank. A table is (sites, 2, rank).
+ * sites (m, 3): index in the tables, first column, columns. A negative offset: the adapter is not there. */
+#define DEFINE_ROWS(NAME, TYPE)                                                                                 \
+    static float dot_##NAME(const float *x, const TYPE *a, int64_t count) {                                     \
+        lanes sums = {0};                                                                                       \
+        int64_t i = 0;                                                                                          \
+        for (; i + LANES <= count; i += LANES) sums += load_f32(x + i) * load_##NAME(a + i);                    \
+        float sum = 0;                                                                                          \
+        for (int lane = 0; lane < LANES; lane++) sum += sums[lane];                                             \
+        for (; i < count; i++) sum += x[i] * one_##NAME(a[i]);                                                  \
+        return sum;                                                                                             \
+    }                                                                                                           \
+    static void axpy_##NAME(float *out, const TYPE *b, float factor, int64_t count) {                           \
+        int64_t i = 0;                                                                                          \
+        for (; i + LANES <= count; i += LANES) {                                                                \
+            lanes sum = load_f32(out + i) + factor * load_##NAME(b + i);                                        \
+            memcpy(out + i, &sum, sizeof sum);                                                                  \
+        }                                                                                                       \
+        for (; i < count; i++) out[i] += factor * one_##NAME(b[i]);                                             \
+    }                                                                                                           \
+    static void row_##NAME(TYPE *out, const TYPE *x, int64_t features, const TYPE *pool, const int64_t *table,  \
+                           int64_t rank, float scale, const int64_t *sites, int64_t m, float *given,            \
+                           float *sums) {                                                                       \
+        for (int64_t i = 0; i < features; i++) given[i] = one_##NAME(x[i]);                                     \
+        for (int64_t site = 0; site < m; site++) {                                                              \
+            const int64_t *a = table + 2 * rank * sites[3 * site], *b = a + rank, width = sites[3 * site + 2];  \
+            TYPE *own = out + sites[3 * site + 1];                                                              \
+            if (a[0] < 0) continue;                                                                             \
+            for (int64_t i = 0; i < width; i++) sums[i] = one_##NAME(own[i]);                                   \
+            for (int64_t k = 0; k < rank; k++)                                                                  \
+                axpy_##NAME(sums, pool + b[k], scale * dot_##NAME(given, pool + a[k], features), width);        \
+            for (int64_t i = 0; i < width; i++) own[i] = store_##NAME(sums[i]);                                 \
+        }                                                                                                       \
+    }                                                                                                           \
+    void rows_##NAME(TYPE *out, int64_t out_stride, const TYPE *x, int64_t x_stride, int64_t features,          \
+                     const TYPE *pool, const int64_t *tables, const int64_t *rows, const float *scales,         \
+                     int64_t n, const int64_t *sites, int64_t m, int threads) {                                 \
+        int64_t widest = features;                                                                              \
+        for (int64_t site = 0; site < m; site++)                                                                \
+            if (sites[3 * site + 2] > widest) widest = sites[3 * site + 2];                                     \
+        _Pragma("omp parallel num_threads(threads)") {                                                          \
+            float *scratch = malloc(2 * widest * sizeof(float));                                                \
+            _Pragma("omp for schedule(static)")                                                                 \
+            for (int64_t i = 0; i < n; i++)                                                                     \
+                row_##NAME(out + rows[3 * i] * out_stride, x + rows[3 * i] * x_stride, features, pool,          \
+                           tables + rows[3 * i + 1], rows[3 * i + 2], scales[i], sites, m, scratch,             \
+                           scratch + widest);                                                                   \
+            free(scratch);                                                                                      \
+        }                                                                                                       \
+    }
+
+DEFINE_ROWS(f32, float)
+DEFINE_ROWS(bf16, uint16_t)

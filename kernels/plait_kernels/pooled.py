@@ -1,0 +1,241 @@
+"""A frozen linear layer with adapters whose vectors lie in a pool of pages, for generation.
+
+A vector is one rank's row of A or column of B at one site. Each adapter has a table of where its vectors
+begin, so adapters of any rank share a batch, without padding and without a copy of what a layer needs. Single
+rows go through one kernel, compiled C on a CPU and Triton elsewhere; whole prompts through torch's products,
+which are also the reference.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from plait_kernels import reference
+from plait_kernels.bank import Site
+from plait_kernels.compiled import cache_folder, compile_library
+from plait_kernels.errors import KernelError
+from plait_kernels.launching import launch
+from plait_kernels.layer import layer_call
+from plait_kernels.routing import Routing
+from plait_kernels.triton_backend import TRITON
+from plait_kernels.uploads import distance, table
+
+_BLOCK_RANKS, _BLOCK_FEATURES = 16, 256  # of a Triton program
+
+
+@dataclass(frozen=True)
+class PooledAdapter:
+    """An adapter in the pool.
+
+    Args:
+        scale: alpha / rank, or alpha / sqrt(rank) for rsLoRA.
+        sites: names of the sites that it targets.
+        offsets: (sites of the pool, 2, rank) int64: where each vector of A and of B begins in its layer's
+            storage; negative at sites that it does not target.
+    """
+
+    rank: int
+    scale: float
+    sites: frozenset[str]
+    offsets: Tensor
+
+
+@dataclass(frozen=True)
+class AdapterPool:
+    """The sites of a model and, for each, the storage of its layer's pages: a flat tensor."""
+
+    sites: tuple[Site, ...]
+    storage: tuple[Tensor, ...]
+    tables: dict[tuple[str, ...], Tensor] = field(default_factory=dict)
+
+    @functools.cached_property
+    def index(self) -> dict[str, int]:
+        """The number of each site."""
+        return {site.name: number for number, site in enumerate(self.sites)}
+
+    def columns(self, names: tuple[str, ...]) -> Tensor:
+        """(sites of a layer, 3) int64: number, first column, columns. Made once for each layer."""
+        if names not in self.tables:
+            rows, start = [], 0
+            for name in names:
+                site = self.sites[self.index[name]]
+                rows.append((self.index[name], start, site.out_features))
+                start += site.out_features
+            self.tables[names] = table(rows, self.storage[0].device)
+        return self.tables[names]
+
+
+@dataclass(frozen=True)
+class PooledRows:
+    """Which rows of one iteration belong to which adapter.
+
+    Args:
+        single: rows that have an adapter and go through the kernel, each with it.
+        spans: rows [start, stop) that go through torch's products.
+        others: rows of adapters that are not in the pool; their bank has them.
+    """
+
+    pool: AdapterPool
+    single: tuple[tuple[int, PooledAdapter], ...]
+    spans: tuple[tuple[int, int, PooledAdapter], ...]
+    others: Routing | None = None
+
+    @functools.cached_property
+    def launched(self) -> _Launched:
+        """What the kernel is told of the single rows; made once for all layers."""
+        device = self.pool.storage[0].device
+        origin = torch.zeros(1, dtype=torch.int64, device=device)
+        rows = [(row, distance(each.offsets, origin), each.rank) for row, each in self.single]
+        scales = table([each.scale for _, each in self.single], device, torch.float32)
+        most = max(each.rank for _, each in self.single)
+        return _Launched(table(rows, device), scales, origin, most)
+
+
+@dataclass(frozen=True)
+class _Launched:
+    """Rows (n, 3) int64: row, distance of its table from `origin`, rank; scales (n,); the largest rank."""
+
+    rows: Tensor
+    scales: Tensor
+    origin: Tensor
+    most: int
+
+
+def pooled_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, names: Sequence[str], rows: PooledRows
+) -> Tensor:
+    """x Wᵀ + b, plus each row's own adapter: h = x Wᵀ + b + s x Aᵀ Bᵀ. Without gradients.
+
+    Args:
+        x: (tokens, in).
+        weight: (sum of out, in): the sites' rows one after the other.
+        names: the sites, all of one layer, side by side.
+
+    Raises:
+        KernelError: a site is not in the pool.
+    """
+    named = tuple(names)
+    unknown = [name for name in named if name not in rows.pool.index]
+    if unknown:
+        raise KernelError(f"sites {unknown}", "a layer's sites are in its pool")
+    out = linear(x, weight, bias)
+    if rows.single and not _add_rows(out, x, named, rows):
+        add_by_products(out, x, named, rows.pool, [(row, row + 1, each) for row, each in rows.single])
+    add_by_products(out, x, named, rows.pool, rows.spans)
+    if rows.others is not None:
+        call = layer_call(rows.others.bank, rows.others, named, len(weight))
+        reference.add_forward(out, x, weight, bias, call, (*call.owners, *call.others))
+    return out
+
+
+def add_by_products(
+    out: Tensor,
+    x: Tensor,
+    names: Sequence[str],
+    pool: AdapterPool,
+    spans: Sequence[tuple[int, int, PooledAdapter]],
+) -> None:
+    """Add the spans' adapters to `out` by torch's products: the reference of the kernel."""
+    start = 0
+    for name in names:
+        number = pool.index[name]
+        site, storage = pool.sites[number], pool.storage[number]
+        columns = slice(start, start + site.out_features)
+        start = columns.stop
+        for first, stop, adapter in spans:
+            if name in adapter.sites:
+                a, b = (
+                    storage[offsets.unsqueeze(1) + torch.arange(size, device=storage.device)]
+                    for offsets, size in zip(
+                        adapter.offsets[number], (site.in_features, site.out_features), strict=True
+                    )
+                )
+                out[first:stop, columns].addmm_(x[first:stop] @ a.T, b, alpha=adapter.scale)
+
+
+def _add_rows(out: Tensor, x: Tensor, names: tuple[str, ...], rows: PooledRows) -> bool:
+    """Add the single rows' adapters by a kernel; whether one runs here."""
+    storage = rows.pool.storage[rows.pool.index[names[0]]]
+    if x.device.type == "cpu" and x.stride(1) == 1:
+        return _by_compiled(out, x, storage, names, rows)
+    if x.device.type != "cpu" and TRITON.runs(x.device, x.dtype):
+        add_by_triton(out, x, storage, names, rows)
+        return True
+    return False
+
+
+def _by_compiled(out: Tensor, x: Tensor, storage: Tensor, names: tuple[str, ...], rows: PooledRows) -> bool:
+    library = pooled_library() if x.dtype in (torch.float32, torch.bfloat16) else None
+    if library is None:
+        return False
+    function = library.rows_f32 if x.dtype == torch.float32 else library.rows_bf16
+    made, sites = rows.launched, rows.pool.columns(names)
+    function(
+        *(out.data_ptr(), out.stride(0), x.data_ptr(), x.stride(0), x.shape[1], storage.data_ptr()),
+        *(made.origin.data_ptr(), made.rows.data_ptr(), made.scales.data_ptr(), len(made.rows)),
+        *(sites.data_ptr(), len(sites), torch.get_num_threads()),
+    )
+    return True
+
+
+def add_by_triton(out: Tensor, x: Tensor, storage: Tensor, names: tuple[str, ...], rows: PooledRows) -> None:
+    """Add the single rows' adapters by Triton: first s = scale · A x, then B s."""
+    kernels = _triton()
+    made, sites = rows.launched, rows.pool.columns(names)
+    s = torch.empty(len(made.rows), len(sites), made.most, dtype=torch.float32, device=x.device)
+    blocks = {"BK": _BLOCK_RANKS, "BF": _BLOCK_FEATURES}
+    launch(
+        kernels.down,
+        (len(made.rows), len(sites)),
+        *(x, storage, made.origin, made.rows, made.scales, sites, s, x.stride(0), x.shape[1], made.most),
+        **blocks,
+    )
+    widest = max(rows.pool.sites[rows.pool.index[name]].out_features for name in names)
+    launch(
+        kernels.up,
+        (len(made.rows), len(sites), -(-widest // _BLOCK_FEATURES)),
+        *(out, storage, made.origin, made.rows, sites, s, out.stride(0), made.most),
+        **blocks,
+    )
+
+
+def _triton() -> Any:
+    from plait_kernels import triton_pooled
+
+    return triton_pooled
+
+
+@functools.cache
+def pooled_library() -> ctypes.CDLL | None:
+    """The compiled functions, or None and a single warning if they cannot be built."""
+    if sys.byteorder != "little":
+        return None
+    try:
+        source = Path(__file__).with_suffix(".c")
+        library = ctypes.CDLL(str(compile_library(source, cache_folder())))
+    except OSError as problem:
+        warnings.warn(
+            f"adapters' rows run in plain torch, several times slower: {problem}. Install gcc.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+    pointer, long = ctypes.c_void_p, ctypes.c_int64
+    for function in (library.rows_f32, library.rows_bf16):
+        function.argtypes = [
+            *(pointer, long, pointer, long, long, pointer),
+            *(pointer, pointer, pointer, long, pointer, long, ctypes.c_int),
+        ]
+        function.restype = None
+    return library

@@ -1,0 +1,321 @@
+"""Adapters as cells of the pool's pages: one rank of one layer, its rows of A and then its columns of B.
+
+A page holds as many whole cells as fit. A cell that is larger than a page is cut into pieces, between two
+sites' vectors, and each piece is laid out like a cell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from plait.core.errors import InputError
+from plait_kernels import Bank, Site
+from plait_kernels.bank import WEIGHTS
+from plait_kernels.pooled import PooledAdapter
+
+LEAST_PAGE, MOST_PAGE = 16, 64  # tokens of a page
+Weights = Mapping[str, tuple[Tensor, ...]]
+
+
+class Adapter(Protocol):
+    """An adapter that requests may name.
+
+    Attributes:
+        key: names these very weights; it changes when they do.
+        pooled: whether it is plain LoRA, whose weights go into the pool.
+    """
+
+    @property
+    def key(self) -> Hashable:
+        """See above."""
+
+    @property
+    def pooled(self) -> bool:
+        """See above."""
+
+    @property
+    def rank(self) -> int:
+        """Its rank."""
+
+    @property
+    def scale(self) -> float:
+        """The factor of its part."""
+
+    @property
+    def sites(self) -> frozenset[str]:
+        """The linear layers that it targets."""
+
+    def weights(self) -> Weights:
+        """A (rank, in) and B (out, rank) by site.
+
+        Raises:
+            StorageError: they cannot be read.
+        """
+
+
+class AdapterSource(Protocol):
+    """Where adapters come from."""
+
+    @property
+    def bank(self) -> Bank | None:
+        """The bank that computes adapters which are not pooled."""
+
+    def find(self, name: str) -> Adapter:
+        """The adapter with this name; InputError if there is none."""
+
+    def lasting(self) -> Sequence[Adapter]:
+        """Adapters for which the pool has room beside its tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class _BankAdapter:
+    bank: Bank
+    name: str
+
+    @property
+    def key(self) -> Hashable:
+        return self.name, self.bank.blocks[self.name].generation
+
+    @property
+    def pooled(self) -> bool:
+        return self.bank.blocks[self.name].variant.fused
+
+    @property
+    def rank(self) -> int:
+        return self.bank.blocks[self.name].rank
+
+    @property
+    def scale(self) -> float:
+        return self.bank.blocks[self.name].scale
+
+    @property
+    def sites(self) -> frozenset[str]:
+        return frozenset(self.bank.blocks[self.name].layout.specs)
+
+    def weights(self) -> Weights:
+        block = self.bank.blocks[self.name]
+        sites = self.bank.sites
+        return {name: block.at(sites[self.bank.site_index[name]], WEIGHTS) for name in block.layout.specs}
+
+
+@dataclass(frozen=True, slots=True)
+class BankAdapters:
+    """The adapters of a bank, as they are while they train."""
+
+    bank: Bank
+
+    def find(self, name: str) -> Adapter:
+        """The adapter with this name."""
+        if name not in self.bank.blocks:
+            raise InputError(f"adapter {name!r}", "A request's adapter must be loaded.")
+        return _BankAdapter(self.bank, name)
+
+    def lasting(self) -> Sequence[Adapter]:
+        """All that are pooled."""
+        every = (_BankAdapter(self.bank, name) for name in self.bank.blocks)
+        return [each for each in every if each.pooled]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of each of a layer's cells.
+
+    Attributes:
+        vectors: sites and sides (0: A, 1: B) with their features, end to end.
+        per_page: how many of them a page holds.
+        first, pages: its pages among the adapter's.
+    """
+
+    vectors: tuple[tuple[int, int, int], ...]
+    per_page: int
+    first: int
+    pages: int
+
+    @property
+    def size(self) -> int:
+        """Elements of one."""
+        return sum(size for _, _, size in self.vectors)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where adapters of one rank and the same sites lie in their pages.
+
+    Attributes:
+        layers: the pieces of each layer.
+        pages: pages that an adapter has.
+        page, inside: (sites, 2, rank) int64, the page among the adapter's of each vector, and the element in
+            it; negative where there is none.
+    """
+
+    layers: tuple[tuple[Piece, ...], ...]
+    pages: int
+    page: Tensor
+    inside: Tensor
+
+
+@dataclass(slots=True)
+class CellLayout:
+    """Where cells lie in pages of a model.
+
+    Attributes:
+        layers: the sites of each layer.
+        elements: of a page in one layer.
+    """
+
+    layers: Sequence[Sequence[Site]]
+    elements: int
+    _placements: dict[tuple[int, frozenset[str]], Placement] = field(default_factory=dict)
+
+    def placement(self, adapter: Adapter) -> Placement:
+        """The placement of an adapter.
+
+        Raises:
+            InputError: a vector of it is larger than a page.
+        """
+        key = (adapter.rank, adapter.sites)
+        if key not in self._placements:
+            self._placements[key] = self._placed(*key)
+        return self._placements[key]
+
+    def _placed(self, rank: int, sites: frozenset[str]) -> Placement:
+        count = sum(map(len, self.layers))
+        page = torch.full((count, 2, rank), -1)
+        inside = torch.zeros_like(page)
+        ranks = torch.arange(rank)
+        layers, number = [], 0
+        for own in self.layers:
+            numbered = [(number + index, site) for index, site in enumerate(own) if site.name in sites]
+            number += len(own)
+            pieces = self._pieces(numbered, rank)
+            for piece in pieces:
+                start = 0
+                for site, side, size in piece.vectors:
+                    page[site, side] = piece.first + ranks // piece.per_page
+                    inside[site, side] = ranks % piece.per_page * piece.size + start
+                    start += size
+            layers.append(pieces)
+        pages = max((sum(piece.pages for piece in pieces) for pieces in layers), default=0)
+        return Placement(tuple(layers), pages, page, inside)
+
+    def _pieces(self, sites: Sequence[tuple[int, Site]], rank: int) -> tuple[Piece, ...]:
+        vectors = [(number, 0, site.in_features) for number, site in sites]
+        vectors += [(number, 1, site.out_features) for number, site in sites]
+        groups: list[list[tuple[int, int, int]]] = []
+        room = 0
+        for vector in vectors:
+            if vector[2] > self.elements:
+                raise InputError(
+                    f"a layer of {vector[2]} features",
+                    f"A page has {self.elements} elements in a layer, and holds whole rows of A and B.",
+                )
+            if vector[2] > room:
+                groups.append([])
+                room = self.elements
+            groups[-1].append(vector)
+            room -= vector[2]
+        pieces, first = [], 0
+        for group in groups:
+            per_page = self.elements // sum(size for _, _, size in group)
+            pieces.append(Piece(tuple(group), per_page, first, -(-rank // per_page)))
+            first += pieces[-1].pages
+        return tuple(pieces)
+
+    def pack(self, adapter: Adapter, weights: Weights, like: Tensor) -> list[Tensor]:
+        """The pages' contents in ``like``'s dtype: (pages, elements) for each piece of each layer."""
+        sites = [site for own in self.layers for site in own]
+        packed = []
+        for piece in (piece for pieces in self.placement(adapter).layers for piece in pieces):
+            sides = [weights[sites[site].name][side] for site, side, _ in piece.vectors]
+            rows = [b.T if side else b for b, (_, side, _) in zip(sides, piece.vectors, strict=True)]
+            cells = torch.cat([row.to(like.dtype) for row in rows], dim=1)
+            missing = piece.pages * piece.per_page - adapter.rank
+            padded = torch.nn.functional.pad(cells, (0, 0, 0, missing)) if missing else cells
+            packed.append(padded.reshape(piece.pages, -1))
+        return packed
+
+
+def page_tokens(token_elements: int, cells: Sequence[tuple[int, int]], least: int) -> int:
+    """Tokens of a page, such that pages of cells waste least; the fewest among equals.
+
+    Args:
+        token_elements: of a token's keys and values in one layer.
+        cells: for each adapter that is known, its largest cell in elements, and its rank.
+        least: elements that a page must have.
+    """
+
+    def waste(tokens: int) -> float:
+        elements = tokens * token_elements
+        used = total = 0
+        for cell, rank in cells:
+            fitting = max(1, elements // cell)
+            total += max(-(-rank // fitting), -(-rank * cell // elements)) * elements
+            used += rank * cell
+        return total / used if used else 1.0
+
+    fewest = max(LEAST_PAGE, -(-least // token_elements))
+    return min(
+        range(fewest, max(fewest, MOST_PAGE) + 1), key=lambda tokens: (round(waste(tokens), 3), tokens)
+    )
+
+
+class CellStore:
+    """Adapters in host memory, as their pages will hold them: loaded when first needed, kept up to a limit.
+
+    Args:
+        layout: where cells lie.
+        pool: each layer's pages, (pages, elements).
+        most_bytes: of what is kept on the host; the least recently needed goes first. 0: nothing is kept.
+    """
+
+    def __init__(self, layout: CellLayout, pool: Sequence[Tensor], *, most_bytes: int = 0) -> None:
+        self.layout = layout
+        self._pool = pool
+        self._most_bytes = most_bytes
+        self._kept: dict[Hashable, list[Tensor]] = {}
+        self._bytes = 0
+        self.loads = 0
+
+    def place(self, adapter: Adapter, pages: Sequence[int]) -> PooledAdapter:
+        """Write an adapter into its pages.
+
+        Raises:
+            StorageError: its weights cannot be read.
+        """
+        packed = self._packed(adapter)
+        placement = self.layout.placement(adapter)
+        device = self._pool[0].device
+        own = torch.tensor(pages, device=device)
+        left = iter(packed)
+        for layer, pieces in zip(self._pool, placement.layers, strict=True):
+            for piece in pieces:
+                values = next(left).to(device, non_blocking=True)
+                layer[own[piece.first : piece.first + piece.pages], : values.shape[1]] = values
+        page, inside = placement.page, placement.inside
+        at = torch.tensor(pages)[page.clamp(min=0)] * self.layout.elements + inside
+        offsets = torch.where(page < 0, -1, at).to(device)
+        return PooledAdapter(adapter.rank, adapter.scale, adapter.sites, offsets)
+
+    def _packed(self, adapter: Adapter) -> list[Tensor]:
+        found = self._kept.pop(adapter.key, None)
+        if found is None:
+            found = self.layout.pack(adapter, adapter.weights(), self._pool[0])
+            self.loads += 1
+            if not self._most_bytes:
+                return found
+            if self._pool[0].device.type == "cuda":
+                found = [each.cpu().pin_memory() for each in found]
+            self._bytes += _bytes(found)
+        self._kept[adapter.key] = found
+        while self._bytes > self._most_bytes and len(self._kept) > 1:
+            self._bytes -= _bytes(self._kept.pop(next(iter(self._kept))))
+        return found
+
+
+def _bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(each.nbytes for each in tensors)

@@ -1,0 +1,110 @@
+"""Adapters in PEFT folders, by name; they come and go while the engine runs.
+
+A seam: the engine does not know where adapters are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+
+from plait.adapters.peft_folder import read_adapter
+from plait.core.errors import InputError
+from plait.models.base import BaseModel
+from plait.serve.cells import Adapter, Weights
+
+HOST_BYTES = 1 << 30  # of adapters that are kept in memory beside the pool
+Sizes = Mapping[str, tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class FolderAdapter:
+    """An adapter of a folder, as it was when it was added."""
+
+    name: str
+    folder: Path
+    number: int
+    rank: int
+    scale: float
+    sites: frozenset[str]
+    sizes: Sizes
+    pooled: bool = True
+
+    @property
+    def key(self) -> Hashable:
+        """Its name, and when it was added: a name may be used again."""
+        return self.name, self.number
+
+    def weights(self) -> Weights:
+        """Read the folder.
+
+        Raises:
+            StorageError, ModelError: it is not what it was.
+        """
+        stored = read_adapter(self.folder, self.sizes)
+        if (stored.rank, frozenset(stored.weights)) != (self.rank, self.sites):
+            raise InputError(f"{self.folder}", "It has changed since the adapter was added.")
+        return stored.weights
+
+
+class FolderAdapters:
+    """Adapters that requests may name; only their sizes are kept."""
+
+    bank = None
+
+    def __init__(self, base: BaseModel, folders: Mapping[str, Path]) -> None:
+        self._sizes = {site.name: (site.in_features, site.out_features) for site in base.sites}
+        self._adapters: dict[str, FolderAdapter] = {}
+        self._added = 0
+        self._lock = Lock()  # the server adds and removes, the engine's thread finds
+        for name, folder in folders.items():
+            self.add(name, folder)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names, in order of addition."""
+        with self._lock:
+            return tuple(self._adapters)
+
+    def add(self, name: str, folder: Path) -> None:
+        """Add an adapter.
+
+        Raises:
+            InputError: the name is taken.
+            StorageError, ModelError: the folder has none for this base model.
+        """
+        stored = read_adapter(folder, self._sizes)
+        with self._lock:
+            if name in self._adapters:
+                raise InputError(
+                    f"adapter {name!r}", "There is one with this name already.", "Remove it first."
+                )
+            self._added += 1
+            self._adapters[name] = FolderAdapter(
+                name, folder, self._added, stored.rank, stored.scale, frozenset(stored.weights), self._sizes
+            )
+
+    def remove(self, name: str) -> None:
+        """Remove an adapter; requests that have it end as they would.
+
+        Raises:
+            InputError: there is none with this name.
+        """
+        with self._lock:
+            if self._adapters.pop(name, None) is None:
+                raise InputError(f"adapter {name!r}", "There is no adapter with this name.")
+
+    def find(self, name: str) -> Adapter:
+        """The adapter with this name."""
+        with self._lock:
+            if name not in self._adapters:
+                raise InputError(f"adapter {name!r}", "There is no adapter with this name.")
+            return self._adapters[name]
+
+    def lasting(self) -> Sequence[Adapter]:
+        """The one that needs most room, so that a request that fits without an adapter fits with one."""
+        with self._lock:
+            sizes = {name: each.rank * len(each.sites) for name, each in self._adapters.items()}
+            return [self._adapters[max(sizes, key=lambda name: sizes[name])]] if sizes else []

@@ -1,0 +1,120 @@
+"""Adapters in a pool: every way to compute their rows against float64, with ranks and sites mixed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from plait_kernels import KernelError, Site, triton_backend
+from plait_kernels.pooled import (
+    AdapterPool,
+    PooledAdapter,
+    PooledRows,
+    add_by_products,
+    add_by_triton,
+    pooled_library,
+    pooled_linear,
+)
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SITES = (Site("q", 0, 37, 53), Site("k", 1, 37, 8), Site("other", 2, 5, 5), Site("v", 3, 37, 300))
+NAMES = ("q", "k", "v")
+RANKS = ((1, NAMES), (64, ("q", "v")), (5, ("k",)), (3, ("other",)), (17, NAMES))
+
+
+class Pooled:
+    """Adapters scattered over a pool of poisoned memory, and rows of them."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        noise = torch.Generator().manual_seed(3)
+        self.weights: list[dict[str, tuple[torch.Tensor, torch.Tensor]]] = []
+        adapters = []
+        self.needed = sum(rank * 2 * len(names) for rank, names in RANKS)
+        storage = torch.full((400 * self.needed,), torch.nan, dtype=dtype)
+        places = torch.randperm(self.needed, generator=noise).tolist()
+        for number, (rank, names) in enumerate(RANKS):
+            offsets = torch.full((len(SITES), 2, rank), -1)
+            own = {}
+            for index, site in enumerate(SITES):
+                if site.name not in names:
+                    continue
+                a = torch.randn(rank, site.in_features, generator=noise).to(dtype)
+                b = torch.randn(site.out_features, rank, generator=noise).to(dtype)
+                own[site.name] = (a, b)
+                for side, rows in enumerate((a, b.T)):
+                    for k, row in enumerate(rows):
+                        offsets[index, side, k] = at = 400 * places.pop() + number
+                        storage[at : at + len(row)] = row
+            self.weights.append(own)
+            adapters.append(PooledAdapter(rank, 0.5 + number, frozenset(names), offsets.to(DEVICE)))
+        self.pool = AdapterPool(SITES, (storage.to(DEVICE),) * len(SITES))
+        self.x = torch.randn(9, 37, generator=noise).to(dtype).to(DEVICE)
+        self.weight = torch.randn(361, 37, generator=noise).to(dtype).to(DEVICE)
+        self.owners = {0: 4, 2: 1, 3: 1, 4: 0, 5: 2, 7: 3}  # row: adapter; the others have none
+        self.adapters = adapters
+
+    def rows(self) -> PooledRows:
+        return PooledRows(self.pool, tuple((row, self.adapters[at]) for row, at in self.owners.items()), ())
+
+    def spans(self) -> list[tuple[int, int, PooledAdapter]]:
+        return [(row, row + 1, self.adapters[at]) for row, at in self.owners.items()]
+
+    def truth(self) -> torch.Tensor:
+        out = self.x.double().cpu() @ self.weight.double().cpu().T
+        starts = {"q": 0, "k": 53, "v": 61}
+        for row, at in self.owners.items():
+            for name, (a, b) in self.weights[at].items():
+                if name in starts:
+                    own = self.adapters[at].scale * (b.double() @ (a.double() @ self.x[row].double().cpu()))
+                    out[row, starts[name] : starts[name] + len(b)] += own
+        return out
+
+
+def check(found: torch.Tensor, truth: torch.Tensor, dtype: torch.dtype) -> None:
+    error = float((found.double().cpu() - truth).norm() / truth.norm())
+    assert error <= {torch.float32: 1e-6, torch.bfloat16: 6e-3, torch.float16: 1e-3}[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_rows_with_their_own_adapters(
+    dtype: torch.dtype, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Pooled(dtype)
+    if compiled:
+        assert DEVICE.type != "cpu" or pooled_library() is not None
+    else:
+        monkeypatch.setattr("plait_kernels.pooled._add_rows", lambda *_: False)
+    found = pooled_linear(made.x, made.weight, None, NAMES, made.rows())
+    check(found, made.truth(), dtype)
+    plain = torch.nn.functional.linear(made.x, made.weight)
+    without = [row for row in range(9) if row not in made.owners or made.owners[row] == 3]
+    assert torch.equal(found[without], plain[without])
+    assert torch.equal(pooled_linear(made.x, made.weight, None, NAMES, made.rows()), found)
+
+
+def test_a_prompt_s_rows_are_those_that_they_are_alone() -> None:
+    made = Pooled(torch.float32)
+    whole = made.x @ made.weight.T
+    alone = whole.clone()
+    add_by_products(whole, made.x, NAMES, made.pool, [(1, 7, made.adapters[4])])
+    add_by_products(
+        alone, made.x, NAMES, made.pool, [(row, row + 1, made.adapters[4]) for row in range(1, 7)]
+    )
+    check(whole, alone.double(), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_rows_by_triton(dtype: torch.dtype) -> None:
+    if not triton_backend.available(DEVICE):
+        pytest.skip("Triton does not run here")
+    made = Pooled(dtype)
+    found = made.x @ made.weight.T
+    add_by_triton(found, made.x, made.pool.storage[0], NAMES, made.rows())
+    check(found, made.truth(), dtype)
+
+
+def test_an_unknown_site_is_refused() -> None:
+    made = Pooled(torch.float32)
+    with pytest.raises(KernelError, match="nobody"):
+        pooled_linear(made.x, made.weight, None, ("nobody",), made.rows())
