@@ -44,22 +44,33 @@ static inline uint16_t store_bf16(float value) {
 /* rows (n, 3): row of x and out, offset of its adapter's table, rank. A table is (sites, 2, rank).
  * sites (m, 3): index in the tables, first column, columns. A negative offset: the adapter is not there. */
 #define DEFINE_ROWS(NAME, TYPE)                                                                                 \
-    static float dot_##NAME(const float *x, const TYPE *a, int64_t count) {                                     \
-        lanes sums = {0};                                                                                       \
-        int64_t i = 0;                                                                                          \
-        for (; i + LANES <= count; i += LANES) sums += load_f32(x + i) * load_##NAME(a + i);                    \
+    static inline float sum_##NAME(lanes sums, const float *x, const TYPE *a, int64_t from, int64_t count) {    \
         float sum = 0;                                                                                          \
         for (int lane = 0; lane < LANES; lane++) sum += sums[lane];                                             \
-        for (; i < count; i++) sum += x[i] * one_##NAME(a[i]);                                                  \
+        for (int64_t i = from; i < count; i++) sum += x[i] * one_##NAME(a[i]);                                  \
         return sum;                                                                                             \
     }                                                                                                           \
-    static void axpy_##NAME(float *out, const TYPE *b, float factor, int64_t count) {                           \
+    /* out += scale * B[:, k] (A[k, :] x) for up to four k; the missing ones read the first. */ \
+    static void four_##NAME(float *out, const float *x, const TYPE *pool, const int64_t *a, const int64_t *b,   \
+                            int64_t ranks, float scale, int64_t features, int64_t width) {                      \
+        const TYPE *v[4], *w[4];                                                                                \
+        float f[4] = {0};                                                                                       \
+        for (int k = 0; k < 4; k++) v[k] = pool + a[k < ranks ? k : 0], w[k] = pool + b[k < ranks ? k : 0];      \
+        lanes sums[4] = {{0}};                                                                                  \
         int64_t i = 0;                                                                                          \
-        for (; i + LANES <= count; i += LANES) {                                                                \
-            lanes sum = load_f32(out + i) + factor * load_##NAME(b + i);                                        \
+        for (; i + LANES <= features; i += LANES) {                                                             \
+            lanes value = load_f32(x + i);                                                                      \
+            for (int k = 0; k < 4; k++) sums[k] += value * load_##NAME(v[k] + i);                               \
+        }                                                                                                       \
+        for (int k = 0; k < ranks; k++) f[k] = scale * sum_##NAME(sums[k], x, v[k], i, features);               \
+        for (i = 0; i + LANES <= width; i += LANES) {                                                           \
+            lanes sum = load_f32(out + i);                                                                      \
+            for (int k = 0; k < 4; k++)                                                                         \
+                if (k < ranks) sum += f[k] * load_##NAME(w[k] + i);                                             \
             memcpy(out + i, &sum, sizeof sum);                                                                  \
         }                                                                                                       \
-        for (; i < count; i++) out[i] += factor * one_##NAME(b[i]);                                             \
+        for (; i < width; i++)                                                                                  \
+            for (int k = 0; k < ranks; k++) out[i] += f[k] * one_##NAME(w[k][i]);                               \
     }                                                                                                           \
     static void row_##NAME(TYPE *out, const TYPE *x, int64_t features, const TYPE *pool, const int64_t *table,  \
                            int64_t rank, float scale, const int64_t *sites, int64_t m, float *given,            \
@@ -70,8 +81,8 @@ static inline uint16_t store_bf16(float value) {
             TYPE *own = out + sites[3 * site + 1];                                                              \
             if (a[0] < 0) continue;                                                                             \
             for (int64_t i = 0; i < width; i++) sums[i] = one_##NAME(own[i]);                                   \
-            for (int64_t k = 0; k < rank; k++)                                                                  \
-                axpy_##NAME(sums, pool + b[k], scale * dot_##NAME(given, pool + a[k], features), width);        \
+            for (int64_t k = 0; k < rank; k += 4)                                                               \
+                four_##NAME(sums, given, pool, a + k, b + k, rank - k < 4 ? rank - k : 4, scale, features, width); \
             for (int64_t i = 0; i < width; i++) own[i] = store_##NAME(sums[i]);                                 \
         }                                                                                                       \
     }                                                                                                           \

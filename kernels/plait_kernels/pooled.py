@@ -155,13 +155,14 @@ def add_by_products(
         start = columns.stop
         for first, stop, adapter in spans:
             if name in adapter.sites:
-                a, b = (
-                    storage[offsets.unsqueeze(1) + torch.arange(size, device=storage.device)]
-                    for offsets, size in zip(
-                        adapter.offsets[number], (site.in_features, site.out_features), strict=True
-                    )
-                )
+                a = _vectors(storage, adapter.offsets[number, 0], site.in_features)
+                b = _vectors(storage, adapter.offsets[number, 1], site.out_features)
                 out[first:stop, columns].addmm_(x[first:stop] @ a.T, b, alpha=adapter.scale)
+
+
+def _vectors(storage: Tensor, offsets: Tensor, size: int) -> Tensor:
+    """(rank, size): a copy of the vectors that begin at these offsets."""
+    return storage.as_strided((len(storage) - size + 1, size), (1, 1)).index_select(0, offsets)
 
 
 def _add_rows(out: Tensor, x: Tensor, names: tuple[str, ...], rows: PooledRows) -> bool:

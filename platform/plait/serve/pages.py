@@ -6,7 +6,6 @@ A seam: the reference in torch; a kernel that reads pages directly takes its pla
 from __future__ import annotations
 
 import math
-import math
 from collections.abc import Sequence
 
 import torch
