@@ -93,7 +93,7 @@ class PooledRows:
 
     @functools.cached_property
     def launched(self) -> _Launched:
-        """What the kernel is told of the single rows; made once for all layers."""
+        """The single rows as the kernel reads them; made once for all layers."""
         device = self.pool.storage[0].device
         origin = torch.zeros(1, dtype=torch.int64, device=device)
         rows = [(row, distance(each.offsets, origin), each.rank) for row, each in self.single]

@@ -1,4 +1,4 @@
-"""The pool's pages, keys and values in them, and attention over them.
+"""Keys and values in the pool's pages, and attention over them.
 
 A seam: the reference in torch; a kernel that reads pages directly takes its place.
 """

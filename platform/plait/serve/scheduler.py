@@ -47,7 +47,7 @@ class PagePool:
 
     @property
     def free(self) -> tuple[int, ...]:
-        """The pages that nobody has."""
+        """The pages that have no owner and are not shared."""
         return tuple(self._free)
 
     @property
@@ -57,7 +57,7 @@ class PagePool:
 
     def take(self, owner: int, count: int, needs: Sequence[Need] = ()) -> bool:
         """Give a new owner ``count`` pages of its own and what it shares; False, and nothing changes, if they
-        do not fit. What nobody uses makes room, the least recently needed first."""
+        do not fit. What no request uses makes room, the least recently needed first."""
         if owner in self.owned:
             raise ValueError(f"request {owner} has its pages already")
         keys = {need.key for need in needs}
