@@ -39,6 +39,7 @@ from plait.models.context import MicrobatchContext
 from plait.models.load import transformers_model
 from plait.planner.packing import pack
 from plait_kernels.bank import parts_of
+from plait_kernels.pooled import PooledRows
 
 TINY = ModelSettings(kind="tiny", dtype="float32", seed=3)
 
@@ -126,15 +127,15 @@ def test_answers_for_which_memory_runs_out_are_generated_fewer_at_a_time(
     asked = Generate(tuple(GenerateJob(job.name, (0, 1, 2)) for job in jobs), 6)
     whole = worker.execute(asked)
     at_once: list[int] = []
-    never = ""
+    never = 0  # the rank of a job
 
     logits = BaseModel.logits
 
     def short(base: BaseModel, context: MicrobatchContext, rows: torch.Tensor) -> torch.Tensor:
         at_once.append(len(rows))
-        assert context.routing is not None
-        owners = {span.block.adapter for span in context.routing.spans}
-        if len(rows) > 2 or never in owners:
+        assert isinstance(context.routing, PooledRows)
+        adapters = [each[-1] for each in (*context.routing.single, *context.routing.spans)]
+        if len(rows) > 2 or never in {each.rank for each in adapters}:
             raise torch.OutOfMemoryError("tried to allocate 20.00 GiB")
         return logits(base, context, rows)
 
@@ -144,11 +145,12 @@ def test_answers_for_which_memory_runs_out_are_generated_fewer_at_a_time(
     assert at_once[:2] == [9, 4]
     assert max(at_once[2:]) == 2
 
-    never = jobs[1].name
+    assert len({job.adapter.rank for job in jobs}) == 3
+    never = jobs[1].adapter.rank
     first, second, third = worker.execute(asked)
     assert (first.texts, third.texts) == (whole[0].texts, whole[2].texts)
     assert isinstance(second, JobFailed)
-    assert second.job == never
+    assert second.job == jobs[1].name
     assert second.reason.startswith("out of memory for a single prompt of ")
     assert second.reason.endswith(" tokens: tried to allocate 20.00 GiB")
 
