@@ -39,8 +39,12 @@ Short = tuple[str, ...]
         (["adapter.rank=1,2", "cluster=h100_llama31_8b"], ["h100_llama31_8b", "plait plan"]),
         (["adapter.rank=1,2", "cluster.pipeline=2"], ["cluster.pipeline=2", "cluster.processes=1"]),
         (
-            ["adapter.rank=1,2", "cluster.processes=2", "cluster.pipeline=2", "cluster.speeds=[1,2]"],
-            ["cluster.speeds", "cluster.pipeline=2"],
+            ["adapter.rank=1,2", "cluster.processes=2", "cluster.pipeline=2", "cluster.optimiser=sharded"],
+            ["cluster.optimiser=sharded", "stages"],
+        ),
+        (
+            ["adapter.rank=1,2", "cluster.processes=2", "cluster.deployment=[1,2]"],
+            ["cluster.deployment=[1, 2]", "cluster.processes=2"],
         ),
         (
             ["adapter.rank=1,2", "cluster.processes=2", "cluster.pipeline=2", "cluster.layer_split=[4]"],
@@ -52,9 +56,9 @@ Short = tuple[str, ...]
         ),
         (
             ["adapter.rank=1,2", "cluster.processes=2", "cluster.pipeline=2", "data.generate=true"],
-            ["data.generate=true", "cluster.pipeline=2"],
+            ["data.generate=true", "replicas of 2 processes"],
         ),
-        (["adapter.rank=1,2", "engine.schedule=gpipe"], ["engine.schedule=gpipe", "cluster.pipeline=1"]),
+        (["adapter.rank=1,2", "engine.schedule=gpipe"], ["engine.schedule=gpipe", "replicas of 1 processes"]),
         (["adapter.rank=1,2", "engine.schedule=best"], ["engine.schedule='best'", "gpipe"]),
         (["adapter.rank=1,2", "engine.device=cuda"], ["engine.device=cuda"]),
         (

@@ -63,7 +63,7 @@ from plait.distributed.channel import (
     connect,
 )
 from plait.distributed.fleet import Fleet
-from plait.distributed.launch import Launcher
+from plait.distributed.launch import Launcher, fitted
 from plait.distributed.places import (
     ADDRESS,
     LOCAL,
@@ -76,6 +76,7 @@ from plait.distributed.places import (
 )
 from plait.distributed.places import KEY as KEY_NAME
 from plait.distributed.processes import Fate, Process, Processes
+from plait.distributed.replica_stage import Piece, pieces
 from plait.distributed.start import Start, Started
 from plait.distributed.waiting import Waiting
 from plait.engine.catalogue import DataCatalogue
@@ -617,6 +618,32 @@ def test_a_resumed_jobs_tensors_and_best_weights_are_sent_to_all_processes() -> 
     (event,) = fleet.execute(Attach(JOB))
     assert event == replace(attached, seconds=3.0)
     assert processes.asked[-2:] == [(0, Share("a", best=True)), (1, Share("a", best=True))]
+
+
+@pytest.mark.parametrize(
+    ("stages", "processes", "kept"),
+    [
+        ((1, 1, 1), 2, (1, 1)),
+        ((1, 1), 3, (1, 1, 1)),
+        ((3,), 2, (2,)),
+        ((1, 2), 2, (2,)),
+        ((2, 2), 3, (3,)),
+        ((2, 1, 2), 5, (2, 1, 2)),
+        ((2, 1, 2), 4, (2, 2)),
+    ],
+)
+def test_fewer_processes_keep_the_largest_replicas(
+    stages: tuple[int, ...], processes: int, kept: tuple[int, ...]
+) -> None:
+    assert fitted(stages, processes) == kept
+
+
+def test_layers_are_exchanged_by_those_that_hold_them() -> None:
+    whole, cut = [range(4)], [range(1), range(1, 4)]
+    assert pieces([whole, cut]) == [Piece(range(1), (0, 1)), Piece(range(1, 4), (0, 2))]
+    halves = [range(2), range(2, 4)]
+    of_three = [Piece(range(1), (0, 2)), Piece(range(1, 2), (0, 3)), Piece(range(2, 4), (1, 3))]
+    assert pieces([halves, cut]) == of_three
 
 
 def test_replicas_that_step_apart_end_the_run() -> None:

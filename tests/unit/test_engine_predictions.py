@@ -287,7 +287,7 @@ def test_a_fit_that_says_nothing_of_tokens_is_shared_out_by_them(tmp_path: Path)
 
 def test_of_a_pipeline_the_whole_iteration_is_predicted_and_nothing_of_its_stages(tmp_path: Path) -> None:
     admit = admission()
-    predictions = Predictions(replace(facts(), stages=2), admit, None, tmp_path)
+    predictions = Predictions(replace(facts(), stages=(2,)), admit, None, tmp_path)
     jobs = {"a": live("a", 4, [20], admit)}
     microbatches = [Microbatch(0, 0, (Segment("a", 0, (0,), (0,), (20,), 1.0),))]
     for number in range(20):

@@ -129,9 +129,9 @@ def plan_search(
             "Choose one with cluster=NAME (`plait plan --help` lists them). cluster.processes=N is for this "
             "machine.",
         )
-    if command.settings.cluster.pipeline > 1:
+    if command.settings.cluster.staged:
         raise ConfigError(
-            f"cluster.pipeline={command.settings.cluster.pipeline}",
+            f"replicas of {', '.join(map(str, command.settings.cluster.stages))} processes",
             "The stages of a model on this machine are not planned yet.",
             "Leave it out, or plan pipelines for a described cluster with cluster=NAME.",
         )

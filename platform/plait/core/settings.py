@@ -7,6 +7,7 @@ one of them is refused. ``plait.config.build`` builds these from Hydra's DictCon
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -111,6 +112,7 @@ class ClusterSettings:
     interface: str | None = None
     key_file: str | None = None
     pipeline: Annotated[int, between(1, 1024)] = 1
+    deployment: Annotated[tuple[int, ...], each(at_least(1))] = ()
     layer_split: Annotated[tuple[int, ...], each(at_least(1))] = ()
     optimiser: Annotated[str, one_of("repeated", "sharded")] = "repeated"
     join_seconds: Annotated[float, above(0)] = 60.0
@@ -129,7 +131,6 @@ class ClusterSettings:
                 "Kinds of devices can only be set for described clusters; this machine's are detected.",
                 "Choose a described cluster with cluster=NAME, or leave cluster.kinds out.",
             )
-        self._check_pipeline()
         if self.kind != "local" and self.processes > 1:
             raise ConfigError(
                 f"cluster.processes={self.processes} with a described cluster",
@@ -137,32 +138,29 @@ class ClusterSettings:
                 "Leave cluster.processes out; `plait plan --devices N` plans for N devices.",
             )
 
-    def _check_pipeline(self) -> None:
-        """Check that the processes are the stages of one pipeline, if it has several."""
-        if self.pipeline not in (1, self.processes):
-            raise ConfigError(
-                f"cluster.pipeline={self.pipeline} with cluster.processes={self.processes}",
-                "All processes are the stages of one pipeline, or none is: each then has a whole model.",
-                f"Set cluster.pipeline={self.processes}, or leave it out.",
-            )
-        others = {"capacities": self.capacities, "speeds": self.speeds, "optimiser": self.optimiser}
-        usual = {"capacities": (), "speeds": (), "optimiser": "repeated"}
-        wrong = [key for key, value in others.items() if value != usual[key]]
-        if self.pipeline > 1 and wrong:
-            raise ConfigError(
-                f"cluster.{wrong[0]} with cluster.pipeline={self.pipeline}",
-                "The stages of a pipeline take the same microbatches, and each has its own part of adapters.",
-                f"Leave cluster.{wrong[0]} out.",
-            )
-        if len(self.layer_split) not in (0, self.pipeline):
-            raise ConfigError(
-                f"cluster.layer_split={list(self.layer_split)} with cluster.pipeline={self.pipeline}",
-                "It has the number of layers of each stage.",
-                "Leave it out: then the stages are balanced.",
-            )
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """How many processes hold each replica, in their order."""
+        return self.deployment or (self.pipeline,) * max(1, self.processes // self.pipeline)
+
+    @property
+    def staged(self) -> bool:
+        """Whether a replica is cut into stages."""
+        return max(self.stages) > 1
+
+    @property
+    def replica_capacities(self) -> tuple[int, ...]:
+        """Most tokens of a microbatch on each replica, if they are given: those of its processes together."""
+        if not self.staged:
+            return self.capacities
+        if len(self.capacities) != sum(self.stages):  # none, or a launcher has not said how many there are
+            return ()
+        left = iter(self.capacities)
+        return tuple(sum(islice(left, stages)) for stages in self.stages)
 
     def check_lists(self) -> None:
-        """Check that each list has an entry for each process; ConfigError otherwise."""
+        """Check that each list has an entry for each process, and that the replicas have all processes;
+        ConfigError otherwise."""
         for key in ("capacities", "speeds"):
             if len(given := getattr(self, key)) not in (0, self.processes):
                 raise ConfigError(
@@ -170,6 +168,32 @@ class ClusterSettings:
                     "It must have one entry for each process.",
                     f"Set {self.processes} entries, or none.",
                 )
+        self._check_deployment()
+
+    def _check_deployment(self) -> None:
+        """Check that the replicas have all processes, and that what is set beside holds for stages."""
+        if sum(self.stages) != self.processes or (self.deployment and self.pipeline > 1):
+            key, value = (
+                ("deployment", list(self.deployment)) if self.deployment else ("pipeline", self.pipeline)
+            )
+            raise ConfigError(
+                f"cluster.{key}={value} with cluster.processes={self.processes}",
+                "All processes belong to replicas: equal ones of cluster.pipeline stages, or those of "
+                "cluster.deployment.",
+                "Set cluster.processes to their sum, and one of the two keys.",
+            )
+        if self.staged and self.optimiser != "repeated":
+            raise ConfigError(
+                f"cluster.optimiser={self.optimiser} with stages",
+                "Each stage has its own part of every adapter, with its moments.",
+                "Leave cluster.optimiser out.",
+            )
+        if self.layer_split and set(self.stages) - {1} != {len(self.layer_split)}:
+            raise ConfigError(
+                f"cluster.layer_split={list(self.layer_split)} with replicas of {list(self.stages)} stages",
+                "It has the number of layers of each stage.",
+                "Leave it out: then the stages are balanced.",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,12 +351,13 @@ class RunSettings:
     search: SearchSettings = field(default_factory=SearchSettings)
 
     def __post_init__(self) -> None:
-        if not (capacities := self.cluster.capacities):
+        if not (capacities := self.cluster.replica_capacities):
             return
         if self.engine.capacity not in (None, max(capacities)):
+            given = list(self.cluster.capacities)
             raise ConfigError(
-                f"engine.capacity={self.engine.capacity} with cluster.capacities={list(capacities)}",
-                "The capacity of the run is the largest of cluster.capacities.",
+                f"engine.capacity={self.engine.capacity} with cluster.capacities={given}",
+                "The capacity of the run is the largest of cluster.capacities, which add up in a replica.",
                 "Leave engine.capacity out.",
             )
         object.__setattr__(self, "engine", replace(self.engine, capacity=max(capacities)))

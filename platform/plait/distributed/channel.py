@@ -78,13 +78,13 @@ class Build:
 
     Attributes:
         sharded: whether it keeps the moments of its own part of every adapter alone.
-        stages: of the pipeline of which this process is one; 1: it has a whole replica.
+        stages: how many processes hold each replica, in their order; empty: each process holds one.
         split: layers of each stage; empty: balanced.
     """
 
     engine: EngineSettings
     sharded: bool = False
-    stages: int = 1
+    stages: tuple[int, ...] = ()
     split: tuple[int, ...] = ()
 
 

@@ -1,12 +1,13 @@
 """What the processes of a run tell each other directly: sums of gradients and copies of adapters.
 
-A seam: stages and shards will exchange in other ways, through the same groups. Sums are added in the order of
-the processes, so their bits do not depend on who was first.
+A seam: shards will exchange in other ways, through the same groups. Sums are added in the order of the
+processes, so their bits do not depend on who was first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import TypeVar
@@ -94,27 +95,60 @@ class Exchange:
         agreed = self._thread.submit(self._any, short)
         begun, self._begun = self._begun, []
         for each in begun:
-            self._result(each)
-        return self._result(agreed)
+            self.result(each)
+        return self.result(agreed)
 
-    def _sum(self, vector: Tensor, work: Work) -> None:
+    def groups(self, holders: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
+        """Groups of these processes, which all processes make in the same order."""
+        return {own: dist.new_group(own, timeout=LONGEST) for own in dict.fromkeys(holders)}
+
+    def add_pieces(
+        self,
+        sums: Sequence[tuple[dist.ProcessGroup, Sequence[Tensor]]],
+        squares: Callable[[], Tensor],
+        work: Work,
+    ) -> Future[float]:
+        """Begin to put the sums over groups into these tensors; the norm of all of them, from ``squares`` of
+        all processes, which are asked for when this process's sums are there."""
+        self._synchronise()
+        return self._thread.submit(self._add_pieces, sums, squares, work)
+
+    def _add_pieces(
+        self,
+        sums: Sequence[tuple[dist.ProcessGroup, Sequence[Tensor]]],
+        squares: Callable[[], Tensor],
+        work: Work,
+    ) -> float:
+        for group, tensors in sums:
+            if tensors:
+                vector = torch.cat([each.flatten() for each in tensors])
+                self._sum(vector, work, group)
+                parts = torch.split(vector, [each.numel() for each in tensors])
+                for tensor, part in zip(tensors, parts, strict=True):
+                    tensor.copy_(part.view(tensor.shape))
+        of_all = (each for part in self._all(squares()) for each in part.tolist())
+        self._synchronise()
+        return math.sqrt(sum(of_all))
+
+    def _sum(self, vector: Tensor, work: Work, group: dist.ProcessGroup | None = None) -> None:
         began = self._recorder.clock()
         for piece in torch.split(vector, PIECE):
-            parts = self._all(piece.contiguous())
+            parts = self._all(piece.contiguous(), group)
             piece.copy_(parts[0])
             for part in parts[1:]:
                 piece.add_(part)
         self._synchronise()
-        self._recorder.add_beside("exchange", began, work, (self.processes - 1) * vector.nbytes)
+        received = (dist.get_world_size(group) - 1) * vector.nbytes
+        self._recorder.add_beside("exchange", began, work, received)
 
     def _any(self, own: bool) -> bool:
         said = self._all(torch.tensor([own], dtype=torch.uint8, device=self._device))
         return any(bool(each.item()) for each in said)
 
-    def _all(self, own: Tensor) -> list[Tensor]:
-        """This tensor of each process, in their order."""
-        parts = [torch.empty_like(own) for _ in range(self.processes)]
-        dist.all_gather(parts, own)
+    def _all(self, own: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
+        """This tensor of each process of a group, in their order."""
+        parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, own, group=group)
         return parts
 
     # ---- copies ------------------------------------------------------------------------------------------
@@ -126,7 +160,7 @@ class Exchange:
             LostProcessError: as :meth:`finish`.
         """
         self._synchronise()
-        self._result(self._thread.submit(self._fill, vectors))
+        self.result(self._thread.submit(self._fill, vectors))
 
     def _fill(self, vectors: Sequence[tuple[Tensor, Sequence[slice]]]) -> None:
         for vector, parts in vectors:
@@ -143,7 +177,7 @@ class Exchange:
         """
         sent = tensor.to(self._device)
         self._synchronise()
-        self._result(self._thread.submit(self._broadcast, sent))
+        self.result(self._thread.submit(self._broadcast, sent))
         if sent is not tensor:
             tensor.copy_(sent)
 
@@ -151,7 +185,12 @@ class Exchange:
         dist.broadcast(tensor, src=0)
         self._synchronise()
 
-    def _result(self, begun: Future[Result]) -> Result:
+    def result(self, begun: Future[Result]) -> Result:
+        """What was begun, once it is done.
+
+        Raises:
+            LostProcessError: another process died, or does not take part.
+        """
         try:
             return begun.result()
         except (RuntimeError, ValueError) as error:

@@ -1,16 +1,18 @@
-"""A worker that stands for several processes, each with a replica of the base model.
+"""A worker that stands for several processes, which hold replicas of the base model.
 
-A seam: it does not know how its processes were started. Every process has every adapter whole, with its
-moments. Microbatches go to the replica that they name; the processes add up a job's gradients in the order of
-the processes as soon as they are complete, and all step alike.
+A seam: it does not know how its processes were started. Every replica has every adapter, with its moments:
+whole in its one process, or in parts in its stages. Microbatches go to the replica that they name; the
+processes add up a job's gradients in the order of the replicas as soon as they are complete, and all step
+alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from statistics import median
+from typing import TypeVar
 
 from plait.core.errors import LostProcessError, ProcessError
 from plait.core.jobs import DataSpec
@@ -44,6 +46,8 @@ from plait.engine.catalogue import DataCatalogue
 from plait.engine.schedules import Round, rounds
 from plait.engine.worker import WorkerFacts
 
+Value = TypeVar("Value")
+
 
 class Fleet:
     """A :class:`~plait.engine.worker.Worker` over processes that have loaded their model.
@@ -66,19 +70,20 @@ class Fleet:
         self._provided: set[DataSpec] = set()
         self._jobs: set[str] = set()
         self._sharded = cluster.optimiser == "sharded"
-        self._staged = cluster.pipeline > 1
+        self._staged = cluster.staged
+        self._replicas = [range(*each) for each in pairwise([0, *accumulate(cluster.stages)])]  # processes
         self.facts = self._build(engine, memory_bytes, cluster)
 
     def _build(
         self, engine: EngineSettings, memory_bytes: int | None, cluster: ClusterSettings
     ) -> WorkerFacts:
         """Make all workers; the first one's choice of kernels holds for all. The facts that all share."""
-        capacities = dict(enumerate(cluster.capacities))
+        capacities = {} if self._staged else dict(enumerate(cluster.capacities))
         own = {
             number: Build(
                 replace(engine, capacity=capacities.get(number, engine.capacity)),
                 self._sharded,
-                cluster.pipeline,
+                cluster.stages,
                 cluster.layer_split,
             )
             for number in range(len(self.processes))
@@ -101,20 +106,26 @@ class Fleet:
                     "All processes must train with the same base model.",
                     "Set model.revision, or wait until the model's files no longer change.",
                 )
-        memory = tuple(memory_bytes or facts.memory_bytes for facts in built)
         kinds = tuple(kind for facts in built for kind in facts.kinds)
         devices = self._devices = tuple(device for facts in built for device in facts.devices)
-        if self._staged:
-            return _one_replica(chosen, built, memory)
+        memory = self._each([memory_bytes or facts.memory_bytes for facts in built], sum)
         return replace(
             chosen,
+            shape=replace(
+                chosen.shape, weight_bytes=sum(built[n].shape.weight_bytes for n in self._replicas[0])
+            ),
             memory_bytes=min(memory),
-            devices=devices,
+            devices=self._each(devices, " + ".join),
             kinds=kinds,
-            capacities=cluster.capacities[: len(built)],
+            capacities=self._each(cluster.capacities, sum),
             replica_bytes=memory,
-            speeds=cluster.speeds[: len(built)] or self._speeds(kinds),
+            speeds=self._each(cluster.speeds or self._speeds(kinds), min),
+            stages=cluster.stages,
         )
+
+    def _each(self, values: Sequence[Value], merged: Callable[[Sequence[Value]], Value]) -> tuple[Value, ...]:
+        """One value for each replica, from those of its processes; none if there are none."""
+        return tuple(merged(values[own.start : own.stop]) for own in self._replicas if values)
 
     def _speeds(self, kinds: tuple[str, ...]) -> tuple[float, ...]:
         """How fast the processes are, relative to the slowest; devices of one kind are alike.
@@ -161,9 +172,9 @@ class Fleet:
             case Attach():
                 return self._attach(command)
             case RunSchedule() | Evaluate() if self._staged:
-                return _of_stages(self.processes.ask_all(command))
+                return self._run_stages(command)
             case SaveCheckpoint() | Export() if self._staged:
-                answers = self.processes.ask_all(command)
+                answers = self.processes.ask(dict.fromkeys(self._replicas[0], command))
                 return [Saved(command.job, sum(answer.seconds for answer in answers.values()))]
             case RunSchedule():
                 return self._run_schedule(command)
@@ -214,6 +225,22 @@ class Fleet:
         self._provided.add(spec)
         for each in self.processes.all:
             each.contents.add(data.digest)
+
+    def _run_stages(self, command: RunSchedule | Evaluate) -> Sequence[WorkerEvent]:
+        """To the stages of each replica its own microbatches; steps to all."""
+        requests: dict[int, Command] = {}
+        for number, processes in enumerate(self._replicas):
+            own = tuple(each for each in command.microbatches if each.replica == number)
+            if isinstance(command, RunSchedule):
+                items = (e for e in command.items if isinstance(e, StepJob) or e.replica == number)
+                requests |= dict.fromkeys(processes, replace(command, items=tuple(items)))
+            elif own:
+                requests |= dict.fromkeys(processes, Evaluate(own))
+        answers = self.processes.ask(requests)
+        events: list[WorkerEvent] = []
+        for processes in self._replicas:
+            events += _of_stages({n: answers[n] for n in processes if n in answers})
+        return [*events, *_one_step(_opened(each.events) for each in answers.values())]
 
     def _run_schedule(self, command: RunSchedule) -> Sequence[WorkerEvent]:
         """Round by round, since all replicas add up at the end of each; the rest is left if memory runs
@@ -285,18 +312,6 @@ def _one_shortage(events: Sequence[WorkerEvent]) -> OutOfMemory:
     return OutOfMemory(detail, sum(event.seconds for event in short))
 
 
-def _one_replica(chosen: WorkerFacts, built: Sequence[WorkerFacts], memory: Sequence[int]) -> WorkerFacts:
-    """The facts of a pipeline: one replica with the memory of all its stages."""
-    weights = sum(facts.shape.weight_bytes for facts in built)
-    return replace(
-        chosen,
-        shape=replace(chosen.shape, weight_bytes=weights),
-        memory_bytes=sum(memory),
-        stages=len(built),
-        devices=(" + ".join(device for facts in built for device in facts.devices),),
-    )
-
-
 def _check_alike(job: str, answers: Mapping[int, Answer]) -> None:
     """Check that all stages resume a job from the same step.
 
@@ -315,18 +330,19 @@ def _check_alike(job: str, answers: Mapping[int, Answer]) -> None:
 
 
 def _of_stages(answers: Mapping[int, Answer]) -> Sequence[WorkerEvent]:
-    """The events of a pipeline: losses of the last stage, and the seconds of all."""
+    """The microbatches of one replica: losses of the last stage, and the seconds of all."""
+    if not answers:
+        return []
     own = [_opened(each.events) for each in answers.values()]
     seconds: dict[int, float] = {}
     for event in chain.from_iterable(own):
         if isinstance(event, MicrobatchDone):
             seconds[event.index] = seconds.get(event.index, 0.0) + event.seconds
-    events = [event for event in own[-1] if not isinstance(event, StepDone)]
-    whole = [
+    return [
         replace(event, seconds=seconds[event.index]) if isinstance(event, MicrobatchDone) else event
-        for event in events
+        for event in own[-1]
+        if not isinstance(event, StepDone)
     ]
-    return [*whole, *_one_step(own)]
 
 
 def _opened(events: Sequence[WorkerEvent]) -> list[WorkerEvent]:
@@ -340,7 +356,10 @@ def _one_step(answers: Iterable[Sequence[WorkerEvent]]) -> Sequence[WorkerEvent]
     Raises:
         ProcessError: they did not.
     """
-    said = [[event for event in each if isinstance(event, StepDone)] for each in answers]
+    said = [
+        sorted((event for event in each if isinstance(event, StepDone)), key=_job_and_step)
+        for each in answers
+    ]
     merged: list[WorkerEvent] = []
     for own in zip(*said, strict=True):
         if len({repr(replace(event, seconds=0.0)) for event in own}) > 1:
@@ -351,3 +370,7 @@ def _one_step(answers: Iterable[Sequence[WorkerEvent]]) -> Sequence[WorkerEvent]
             )
         merged.append(replace(own[0], seconds=sum(event.seconds for event in own)))
     return merged
+
+
+def _job_and_step(event: StepDone) -> tuple[str, int]:
+    return event.job, event.step

@@ -280,7 +280,8 @@ class Launcher:
         cluster = _remaining(settings.cluster, [each.hello.process for each in all_processes])
         if settings.cluster.layer_split != cluster.layer_split:
             given = f"cluster.layer_split={list(settings.cluster.layer_split)}"
-            self.say(f"{given} does not hold for {cluster.pipeline} stages: they are balanced instead")
+            stages = max(cluster.stages)
+            self.say(f"{given} does not hold for {stages} stages: they are balanced instead")
         return Fleet(processes, data, replace(engine, threads=threads), memory, cluster)
 
     def _join(self, number: int, processes: Sequence[Process]) -> Join:
@@ -318,15 +319,34 @@ def _remaining(cluster: ClusterSettings, numbers: Sequence[int]) -> ClusterSetti
     """The settings of the processes that have come, by the numbers that they were launched with."""
     capacities = tuple(cluster.capacities[number] for number in numbers if cluster.capacities)
     speeds = tuple(cluster.speeds[number] for number in numbers if cluster.speeds)
-    stages = len(numbers) if cluster.pipeline > 1 else 1
+    stages = fitted(cluster.stages, len(numbers))
     return replace(
         cluster,
         processes=len(numbers),
         capacities=capacities,
         speeds=speeds,
-        pipeline=stages,
-        layer_split=cluster.layer_split if stages == cluster.pipeline else (),
+        pipeline=1,
+        deployment=stages,
+        layer_split=cluster.layer_split if set(stages) - {1} == {len(cluster.layer_split)} else (),
     )
+
+
+def fitted(stages: Sequence[int], processes: int) -> tuple[int, ...]:
+    """A deployment for another number of processes: what fits into a replica is kept as long as possible.
+
+    The largest replicas stay. Those that are left join the last of them, and come as single ones where no
+    replica has stages.
+    """
+    if sum(stages) == processes:
+        return tuple(stages)
+    found: list[int] = []
+    for each in sorted(stages, reverse=True):
+        if each <= processes - sum(found):
+            found.append(each)
+    left = processes - sum(found)
+    if max(stages) == 1 or not left:
+        return (*found, *(1,) * left)
+    return (*found[:-1], (found[-1] if found else 0) + left)
 
 
 def _threads(processes: Sequence[Process]) -> int:

@@ -42,12 +42,14 @@ from plait.distributed.channel import (
 from plait.distributed.exchange import Exchange
 from plait.distributed.links import Links
 from plait.distributed.places import ADDRESS, KEY, LOCAL, NUMBER, Address, interface_of
+from plait.distributed.replica_stage import ReplicaStage
 from plait.distributed.stage_worker import StageWorker, stage_layers
 from plait.distributed.start import AGAIN
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.devices import Cores, choose_device, device_bytes, product_rate
 from plait.engine.local_worker import LocalWorker
 from plait.engine.span_recorder import SpanRecorder
+from plait.models.base import BaseModel
 from plait.models.load import load_model
 from plait.utils.paths import cache_dir
 
@@ -73,11 +75,23 @@ class Replica:
         if self._device.type == "cuda":
             self._device = torch.device("cuda", local % torch.cuda.device_count())
             torch.cuda.set_device(self._device)
-        self._model = load_model(request.model, cache=cache_dir(), device=self._device)
+        self._settings = request.model
+        self._model = self._load()
         self._data: dict[DataSpec, TokenisedData] = {}
         self._contents: dict[str, TokenisedData] = {}  # by digest
         self._made_exchange: Exchange | None = None
         self._worker: LocalWorker | None = None
+
+    def _load(self) -> BaseModel:
+        return load_model(self._settings, cache=cache_dir(), device=self._device)
+
+    def _have(self, layers: range) -> None:
+        """Load the model again if these layers, or what lies before or after them, were freed."""
+        if not set(layers) <= set(self._model.own):
+            self._worker = None
+            del self._model  # before there is another one
+            self._model = self._load()
+            self._recorder.lap("load")
 
     @property
     def _exchange(self) -> Exchange:
@@ -137,13 +151,36 @@ class Replica:
 
     def _build(self, request: Build) -> LocalWorker:
         data, engine = DataCatalogue(self._data.__getitem__), request.engine
-        exchange, recorder, model = self._exchange, self._recorder, self._model
-        if request.stages > 1:
-            layers = stage_layers(model, request.stages, request.split, engine.capacity_or_usual)
-            links = Links(self.number, self._device)
-            return StageWorker(model, data, engine, links=links, layers=layers, recorder=recorder)
+        if max(request.stages, default=1) > 1:
+            return self._build_stage(request, data)
+        self._have(range(self._model.layer_count))
+        exchange = self._exchange
         part = (self.number, exchange.processes) if request.sharded else (0, 1)
-        return LocalWorker(model, data, engine, recorder=recorder, peers=exchange, part=part)
+        return LocalWorker(self._model, data, engine, recorder=self._recorder, peers=exchange, part=part)
+
+    def _build_stage(self, request: Build, data: DataCatalogue) -> StageWorker:
+        """The worker of a stage; the model is read again where layers are missing that were freed before."""
+        engine, split = request.engine, request.split
+        layers = [
+            stage_layers(self._model, each, split if len(split) == each else (), engine.capacity_or_usual)
+            for each in request.stages
+        ]
+        own = [stage for each in layers for stage in each][self.number]
+        self._have(own)
+        if len(layers) == 1:
+            links = Links(self.number, self._device)
+            return StageWorker(
+                self._model, data, engine, links=links, layers=layers[0], recorder=self._recorder
+            )
+        return ReplicaStage(
+            self._model,
+            data,
+            engine,
+            exchange=self._exchange,
+            layers=layers,
+            process=self.number,
+            recorder=self._recorder,
+        )
 
     def _join(self, request: Join) -> Exchange:
         """Enter the group by the network that leads to the coordinator; earlier groups do not matter.

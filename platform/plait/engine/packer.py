@@ -110,13 +110,13 @@ class _Dispatcher:
     """Which replica takes which samples of a step (LobRA Eq. 3): alike ones are of one kind."""
 
     def __init__(self, replicas: Sequence[Replica], time: TimeModel) -> None:
-        alike: dict[tuple[int, float], list[int]] = {}
+        alike: dict[tuple[int, float, int], list[int]] = {}
         for each in replicas:
-            alike.setdefault((each.capacity or 0, each.speed), []).append(each.id)
+            alike.setdefault((each.capacity or 0, each.speed, each.pp), []).append(each.id)
         self._ids = [number for numbers in alike.values() for number in numbers]
         self._kinds = tuple(
-            (Configuration(1, 1, capacity, kind=f"{speed}×"), time.at_speed(speed), len(numbers))
-            for (capacity, speed), numbers in alike.items()
+            (Configuration(1, pp, capacity, kind=f"{speed}×"), time.at_speed(speed), len(numbers))
+            for (capacity, speed, pp), numbers in alike.items()
         )
 
     def parts(self, batches: Batches) -> dict[int, Batches]:

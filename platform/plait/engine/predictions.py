@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from statistics import median
 
@@ -158,7 +159,7 @@ class Predictions:
     ) -> float | None:
         if self._time is not None:
             return float(np.dot(self._time.coefficients, terms)) / self._speed(replica)
-        if self._profile is not None and self._profile.time is not None and self._facts.stages == 1:
+        if self._profile is not None and self._profile.time is not None and not self._facts.staged:
             return sum(self._profile.time.microbatch(shape) for shape in shapes) / self._speed(replica)
         return None
 
@@ -200,13 +201,15 @@ class Predictions:
         """Take in what an iteration took; the fits that came of it.
 
         Args:
-            replicas: of several, each one's own seconds count; of the stages of one, the iteration's.
+            replicas: by process; of several replicas, each one's own seconds count. Stages wait for each
+                other: of replicas with stages, the iteration's seconds count, for the busiest one.
         """
         if seconds > 0:
-            own = {each.replica: each.busy_seconds for each in replicas}
-            if len(own) == 1 or self._facts.stages > 1:  # stages have the same microbatches, and wait
-                own = {0: seconds}
-            self._take_seconds(expected, seconds, own or {0: seconds})
+            busy = [each.busy_seconds for each in replicas]
+            own = dict(enumerate(busy)) if len(busy) > 1 else {0: seconds}
+            if self._facts.staged:
+                own = {self._busiest(busy): seconds}
+            self._take_seconds(expected, seconds, own)
         if outcome.peak_bytes is not None:
             static = max(peak.static for peak in outcome.peaks.values())
             self._admission.learn_overhead(static, adapters=int(next(iter(expected.terms.values()))[-1]))
@@ -224,6 +227,12 @@ class Predictions:
             _write_peaks(self._path, self._admission.valid_for, self._peaks)
             fitted.append(self._fitted_bytes(model, iteration))
         return fitted
+
+    def _busiest(self, busy: Sequence[float]) -> int:
+        """The replica whose stages, of these seconds by process, were the busiest."""
+        left = iter(busy)
+        means = [sum(islice(left, stages)) / stages for stages in self._facts.stages]
+        return max(range(len(means)), key=means.__getitem__)
 
     def _take_seconds(self, expected: Expected, seconds: float, busy: Mapping[int, float]) -> None:
         self._seen["seconds"] += 1

@@ -22,7 +22,7 @@ def replicas_of(facts: WorkerFacts, settings: RunSettings, profile: Profile | No
     If no capacities are given, all have ``engine.capacity``; for a device with less memory than others it is
     halved until a usual job fits.
     """
-    whole, given = settings.engine.capacity_or_usual, facts.capacities or settings.cluster.capacities
+    whole, given = settings.engine.capacity_or_usual, facts.capacities or settings.cluster.replica_capacities
     most = max(facts.replica_bytes, default=0)
     found = []
     for number, device in enumerate(facts.devices):
@@ -31,7 +31,8 @@ def replicas_of(facts: WorkerFacts, settings: RunSettings, profile: Profile | No
         if not given and own < most:
             capacity = _fitting(replace(facts, memory_bytes=own, replica_bytes=()), settings, profile)
         speed = facts.speeds[number] if facts.speeds else 1.0
-        found.append(Replica(number, pp=facts.stages, devices=(device,), capacity=capacity, speed=speed))
+        stages = facts.stages[number] if facts.stages else 1
+        found.append(Replica(number, pp=stages, devices=(device,), capacity=capacity, speed=speed))
     return tuple(found)
 
 

@@ -82,7 +82,7 @@ class WorkerFacts:
         replica_bytes: what each of them has; empty: ``memory_bytes``.
         speeds: how fast they are, relative to each other; empty: all alike.
         capacities: most tokens of a microbatch of each, if they are given.
-        stages: of each replica: processes that hold it together.
+        stages: how many processes hold each replica together; empty: one.
         inputs: the linears' inputs: names of the linears that read the same one, and its features. Empty:
             none is known to be shared.
     """
@@ -100,7 +100,12 @@ class WorkerFacts:
     speeds: tuple[float, ...] = ()
     model: str = ""
     capacities: tuple[int, ...] = ()
-    stages: int = 1
+    stages: tuple[int, ...] = ()
+
+    @property
+    def staged(self) -> bool:
+        """Whether a replica is cut into stages."""
+        return max(self.stages, default=1) > 1
 
     def inputs_read(self, names: Collection[str]) -> float:
         """Share of all input features of the linears that these linears read."""

@@ -99,6 +99,28 @@ def test_stages_train_as_one_process_does(laboratory: Any, tmp_path: Path, split
         assert distance(weights[job.name], again) == 0.0
 
 
+@pytest.mark.parametrize("deployment", [(1, 2), (2, 2)])
+def test_replicas_with_stages_train_as_one_process_does(
+    laboratory: Any, tmp_path: Path, deployment: tuple[int, ...]
+) -> None:
+    lab = laboratory("llama")
+    jobs = with_one_on_the_last_layer(lab.group(dropout=0.1, steps=STEPS))
+    alone = lab.undisturbed(jobs, kernels="grouped")
+    processes = sum(deployment)
+    own: dict[str, Any] = {"deployment": deployment, "capacities": (96, 64, 96, 64)[:processes]}
+    cluster = ClusterSettings(processes=processes, **own)
+    with fleet(processes, TINY, ENGINE, tmp_path / "processes", **own) as worker:
+        first = lab.run(jobs, worker=worker, cluster=cluster)
+        weights = {job.name: stored_pairs(first.ended(job.name).adapter) for job in jobs}
+        second = lab.run(jobs, worker=worker, cluster=cluster)
+        assert worker.facts.stages == deployment
+    assert_same(first, alone, jobs)
+    for job in jobs:
+        assert first.losses(job.name) == second.losses(job.name)
+        again = stored_pairs(second.ended(job.name).adapter)
+        assert distance(weights[job.name], again) == 0.0
+
+
 def test_interrupted_and_resumed_on_another_number_of_stages(laboratory: Any, tmp_path: Path) -> None:
     lab = laboratory("llama")
     jobs = lab.group(dropout=0.1, steps=STEPS)[:4]
