@@ -1,4 +1,8 @@
-"""The one place from which Triton kernels are launched, so that launches can be counted without a device."""
+"""The one place from which Triton kernels, and the products beside them, are launched.
+
+So launches can be counted without a device, and cost the host on meta tensors what they cost on a device: the
+meta kernel of torch's `addmm` is a decomposition in Python that takes a millisecond.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,17 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **constants: 
     first = arguments[0]
     if not isinstance(first, Tensor) or not first.is_meta:
         kernel[grid](*arguments, **constants)
+
+
+class _AddProduct:
+    arg_names = ("out_", "x", "matrix")
+
+
+def add_product(out: Tensor, x: Tensor, matrix: Tensor) -> Tensor:
+    """out += x M by the vendor's library."""
+    for note in _notes:
+        note(_AddProduct, (out, x, matrix))
+    return out if out.is_meta else out.addmm_(x, matrix)
 
 
 @contextmanager

@@ -53,8 +53,8 @@ def rms(
 
     All contiguous. Without a residual the last is x itself.
     """
-    out, scales = torch.empty_like(x), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
-    total = x if residual is None else torch.empty_like(x)
+    out, scales = x.new_empty(x.shape), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
+    total = x if residual is None else x.new_empty(x.shape)
     rows = scales.numel()
     if rows:
         grid, constants = _whole_rows(rows, x.shape[-1])
@@ -72,7 +72,7 @@ def rms_back(
     grad: Tensor, x: Tensor, weight: Tensor, scales: Tensor, offset: float, more: Tensor | None = None
 ) -> Tensor:
     """The gradient of x, which was `total`; plus ``more``, that of `total` itself."""
-    dx, rows = torch.empty_like(x), scales.numel()
+    dx, rows = x.new_empty(x.shape), scales.numel()
     if rows:
         grid, constants = _whole_rows(rows, x.shape[-1])
         launch(
@@ -103,7 +103,7 @@ def gated(x: Tensor, kind: int) -> Tensor:
 
 def gated_back(grad: Tensor, x: Tensor, kind: int) -> Tensor:
     """The gradient of gate and up."""
-    dx, width = torch.empty_like(x), grad.shape[-1]
+    dx, width = x.new_empty(x.shape), grad.shape[-1]
     if grad.numel():
         rows = grad.numel() // width
         grid, constants = _blocks(rows, width)

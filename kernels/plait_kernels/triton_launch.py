@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait_kernels.launching import launch
+from plait_kernels.launching import add_product, launch
 from plait_kernels.layer import LayerCall
 from plait_kernels.tables import (
     FEW_RANKS,
@@ -118,7 +118,7 @@ class Launcher:
                 *(self.sites, table.addresses, self.bank_sites, blocks),
                 **constants,
             )
-            return out.addmm_(self.x, weight.T)
+            return add_product(out, self.x, weight.T)
         launch(
             self.forward.linear_up,
             (rows.count * blocks.shape[0],),
@@ -245,7 +245,7 @@ class Launcher:
                 *(dx, dx.stride(0), *low_rank, table.spans, *tail),
                 **{"BK": tiles.columns, **constants},
             )
-            return dx.addmm_(grad, weight)
+            return add_product(dx, grad, weight)
         blocks = _blocks(self.features, tiles.depth)
         launch(
             self.backward.dx_linear,

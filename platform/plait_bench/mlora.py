@@ -27,7 +27,7 @@ from plait_bench.benchmarks import BENCHMARKS
 from plait_bench.figures import Baseline, Figure, How, Published, Report
 from plait_bench.inputs import OPTIONS, at_least_one
 from plait_bench.progress import part
-from plait_kernels.loss import CHUNK_LOGITS
+from plait_kernels.loss import chunk_rows
 
 SECTION_3 = "mLoRA §3.2.2"
 FIGURE_8 = "mLoRA §4.2, figure 8a"
@@ -237,7 +237,7 @@ def _figures(
     how: How,
     options: MemoryOptions,
 ) -> list[Figure]:
-    model = MemoryModel.fitted(observed[:fitted], logit_rows=CHUNK_LOGITS // vocabulary)
+    model = MemoryModel.fitted(observed[:fitted], logit_rows=chunk_rows(vocabulary))
     errors = 100.0 * np.abs(model.errors(observed[fitted:]))
     simple = 100.0 * np.abs(_eq5(observed[:fitted]).errors(observed[fitted:]))
     peak = max(each.dynamic + each.static for each in observed[fitted:]) / 2**30

@@ -50,7 +50,7 @@ class ActivationShape:
     def of(cls, model: BaseModel | ModelShape, *, weight_bytes: int, element_bytes: int) -> ActivationShape:
         """The sizes of a model, loaded or not."""
         from plait.models.attention import KEEP_UP_TO  # imports torch, which the coordinator does not
-        from plait_kernels.loss import CHUNK_LOGITS
+        from plait_kernels.loss import chunk_rows
 
         return cls(
             layers=model.layer_count,
@@ -60,7 +60,7 @@ class ActivationShape:
             linear_features=sum(linear.in_features + linear.out_features for linear in model.linears),
             weight_bytes=weight_bytes,
             element_bytes=element_bytes,
-            logit_rows=max(1, CHUNK_LOGITS // model.vocabulary),
+            logit_rows=chunk_rows(model.vocabulary),
             keep_up_to=KEEP_UP_TO,
         )
 

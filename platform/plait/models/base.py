@@ -269,6 +269,7 @@ class BaseModel:
             weights,
             softcap=self._parts.softcap,
             scale=self._parts.logit_scale,
+            backend=self._binding.backend,
         )
 
     def logits(self, context: MicrobatchContext, rows: Tensor | None = None) -> Tensor:

@@ -136,13 +136,13 @@ def _observed(
     from plait.cost.fake_memory import observe_extrapolated
     from plait.cost.probes import ProbeOptions, probe_grid
     from plait.models.attention import KEEP_UP_TO
-    from plait_kernels.loss import CHUNK_LOGITS
+    from plait_kernels.loss import chunk_rows
 
     given: dict[str, Any] = {**dict(sizes), "num_hidden_layers": layers}
     config = LlamaConfig(**given, tie_word_embeddings=False)
     options = ProbeOptions(dtype=getattr(torch, dtype), checkpointing=checkpointing, targets=targets)
     observed = observe_extrapolated(config, probe_grid(PROBED), options)
-    return MemoryModel.fitted(observed, logit_rows=max(1, CHUNK_LOGITS // config.vocab_size)), KEEP_UP_TO
+    return MemoryModel.fitted(observed, logit_rows=chunk_rows(config.vocab_size)), KEEP_UP_TO
 
 
 def llama_linears(sizes: Sizes, layers: int) -> tuple[LinearInfo, ...]:

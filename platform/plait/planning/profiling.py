@@ -30,7 +30,7 @@ from plait.cost.replica import Configuration
 from plait.models.attention import KEEP_UP_TO
 from plait.planning.model_memory import ModelMemory
 from plait.simulate.forecast import PlanOptions, forecast
-from plait_kernels.loss import CHUNK_LOGITS
+from plait_kernels.loss import chunk_rows
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig
@@ -183,7 +183,7 @@ def profile_device(
     grid, held = _probes(most, model.max_length)
     say(f"Memory: {len(grid)} probes to fit, {len(held)} held out, up to {most:,} tokens ...")
     peaks = observe_device(model, [*grid, *held], options)
-    memory, memory_errors = _fit_memory(peaks, len(grid), model.vocabulary)
+    memory, memory_errors = _fit_memory(peaks, len(grid), model.vocabulary, options)
     capacities = capacities_up_to(most)
     typical = [_typical(capacity, model.max_length) for capacity in capacities]
     say(f"Time: {len(grid) + len(typical)} probes to fit, {len(held)} held out ...")
@@ -229,7 +229,7 @@ def profile_without_weights(
     grid, held = _probes(most, config.max_position_embeddings)
     say(f"Memory, without weights: {len(grid)} probes to fit, {len(held)} held out ...")
     peaks = observe_extrapolated(config, [*grid, *held], options)
-    memory, errors = _fit_memory(peaks, len(grid), config.vocab_size)
+    memory, errors = _fit_memory(peaks, len(grid), config.vocab_size, options)
     say(f"One check at full depth: {config.num_hidden_layers} layers ...")
     off = depth_error(config, grid[0], options, peaks[0])
     static = max(each.static for each in peaks)
@@ -310,9 +310,10 @@ def _typical(capacity: int, longest: int) -> Probe:
 
 
 def _fit_memory(
-    peaks: Sequence[MemoryObservation], fitted: int, vocabulary: int
+    peaks: Sequence[MemoryObservation], fitted: int, vocabulary: int, options: ProbeOptions
 ) -> tuple[MemoryModel, tuple[float, ...]]:
-    memory = MemoryModel.fitted(peaks[:fitted], logit_rows=max(1, CHUNK_LOGITS // vocabulary))
+    logit_rows = chunk_rows(vocabulary, options.backend, options.dtype.itemsize)
+    memory = MemoryModel.fitted(peaks[:fitted], logit_rows=logit_rows)
     return memory, memory.errors(peaks[fitted:])
 
 

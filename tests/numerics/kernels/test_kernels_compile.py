@@ -72,7 +72,8 @@ def test_kernels_compile_for_a_gpu_without_one(tmp_path):
 
 def test_the_passes_compile_and_fit_every_generation(tmp_path):
     found = _compiled("80,90,100", "passes", tmp_path)
-    kernels = {"rms", "rms_back", "gated", "gated_back", "rotate", "squares", "norms", "adamw"}
+    kernels = {"rms", "rms_back", "gated", "gated_back", "rotate", "cross_entropy"}
+    kernels |= {"squares", "norms", "adamw"}
     for capability in (80, 90, 100):
         assert {each["kernel"] for each in found if each["capability"] == capability} == kernels
     for binary in found:

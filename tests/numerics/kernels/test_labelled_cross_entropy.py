@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from plait_kernels import KernelError, labelled_cross_entropy, loss
+from plait_kernels.triton_backend import available
 
 
 def _case(rows=37, hidden=19, vocabulary=53, dtype=torch.float32):
@@ -17,6 +18,11 @@ def _case(rows=37, hidden=19, vocabulary=53, dtype=torch.float32):
         "targets": torch.randint(0, vocabulary, (rows,), generator=generator),
         "weights": torch.rand(rows, generator=generator),
     }
+
+
+def _needs_interpreter(backend):
+    if backend and not available(torch.device("cpu")):
+        pytest.skip("Triton runs on a CPU only in its interpreter, which is off where there is a GPU")
 
 
 def _truth(case, softcap=None, scale=None):
@@ -32,12 +38,16 @@ def _truth(case, softcap=None, scale=None):
 
 
 @pytest.mark.parametrize(("softcap", "scale"), [(None, None), (3.0, None), (None, 0.25), (2.0, 1.5)])
-@pytest.mark.parametrize("chunk", [1, 7, 37, None])
-def test_loss_and_gradient_are_exact(softcap, scale, chunk):
-    case = _case()
+@pytest.mark.parametrize(
+    ("chunk", "backend"), [(1, ""), (7, ""), (37, ""), (None, ""), (11, "triton"), (None, "triton")]
+)
+@pytest.mark.usefixtures("poisoned_memory")
+def test_loss_and_gradient_are_exact(softcap, scale, chunk, backend):
+    _needs_interpreter(backend)
+    case = _case(rows=13 if backend else 37)
     total, nll, grad = _truth(case, softcap, scale)
     hidden = case.pop("hidden").requires_grad_()
-    got, rows = labelled_cross_entropy(hidden, **case, softcap=softcap, scale=scale, chunk=chunk)
+    got, rows = labelled_cross_entropy(hidden, **case, softcap=softcap, scale=scale, chunk=chunk, backend=backend)
     (3 * got).backward()
     torch.testing.assert_close(got.double(), total, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(rows.double(), nll, rtol=1e-5, atol=1e-5)
@@ -45,8 +55,11 @@ def test_loss_and_gradient_are_exact(softcap, scale, chunk):
     assert not rows.requires_grad
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_low_precision_stays_within_twice_torchs_error(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "backend"), [(torch.bfloat16, ""), (torch.float16, ""), (torch.float16, "triton")], ids=str
+)
+def test_low_precision_stays_within_twice_torchs_error(dtype, backend):
+    _needs_interpreter(backend)
     case = _case(rows=200, dtype=dtype)
     _, _, truth = _truth(case)
     plain = case["hidden"].clone().requires_grad_()
@@ -54,7 +67,7 @@ def test_low_precision_stays_within_twice_torchs_error(dtype):
     nll = torch.nn.functional.cross_entropy(logits, case["targets"], reduction="none")
     (case["weights"] * nll).sum().backward()
     hidden = case.pop("hidden").requires_grad_()
-    labelled_cross_entropy(hidden, **case, chunk=64)[0].backward()
+    labelled_cross_entropy(hidden, **case, chunk=64, backend=backend)[0].backward()
     error, unfused = ((g.double() - truth).square().mean().sqrt() for g in (hidden.grad, plain.grad))
     assert error <= 2 * unfused
 
@@ -72,14 +85,16 @@ def test_all_logits_never_exist(monkeypatch):
     assert seen == [10, 10, 10, 7]
 
 
-def test_a_row_that_is_not_finite_hurts_itself_alone():
+@pytest.mark.parametrize("backend", ["", "triton"])
+def test_a_row_that_is_not_finite_hurts_itself_alone(backend):
+    _needs_interpreter(backend)
     case = _case()
     hidden = case.pop("hidden")
     expected = hidden.clone().requires_grad_()
-    labelled_cross_entropy(expected, **case, chunk=8)[0].backward()
+    labelled_cross_entropy(expected, **case, chunk=8, backend=backend)[0].backward()
     hidden[5] = float("nan")
     hidden.requires_grad_()
-    got, rows = labelled_cross_entropy(hidden, **case, chunk=8)
+    got, rows = labelled_cross_entropy(hidden, **case, chunk=8, backend=backend)
     got.backward()
     others = torch.arange(37) != 5
     assert rows.isnan().nonzero().flatten().tolist() == [5]

@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from plait_kernels import AdapterStep, Bank, Site, joint_adamw, passes
+from plait_kernels import AdapterStep, Bank, Site, joint_adamw, loss, passes
 from plait_kernels.layer import layer_call
 from plait_kernels.plain import GELU_TANH, SILU
 from plait_kernels.synthetic import Shape, problem
@@ -139,6 +139,16 @@ def launch_passes(dtype: torch.dtype) -> None:
     passes.rotate_(torch.zeros(4, 48 * 128, dtype=dtype).view(4, 48, 128)[:, :40], table, table)
 
 
+def launch_loss(dtype: torch.dtype) -> None:
+    """The cross-entropy of a few rows, with and without scale and softcap."""
+    hidden, head = torch.zeros(4, 64, dtype=dtype), torch.zeros(128_256, 64, dtype=dtype)
+    targets, weights = torch.zeros(4, dtype=torch.int64), torch.zeros(4)
+    for softcap, scale in ((None, None), (30.0, 2.0)):
+        for grad in (None, torch.zeros_like(hidden)):
+            whole = loss.Head(head, None, softcap, scale)
+            loss.fused_chunk(hidden, whole, targets, weights, slice(0, 4), torch.zeros(4), grad)
+
+
 def launch_adamw(dtype: torch.dtype) -> None:
     """One step of one adapter."""
     bank = Bank([Site("q", 0, 64, 64)], device="cpu", compute_dtype=dtype)
@@ -173,6 +183,7 @@ def main(capabilities: list[int], which: str) -> None:
         if which == "passes":
             current = {"dtype": torch.bfloat16}
             launch_passes(torch.bfloat16)
+            launch_loss(torch.bfloat16)
             launch_adamw(torch.bfloat16)
 
 
