@@ -112,6 +112,7 @@ class Block:
     parts: tuple[slice, ...]
     own: int = 0
     whole: Tensor | None = None
+    targets: frozenset[str] = frozenset()  # names of its sites; one object for all adapters of the same
     generation: int = 0  # counts refreshes: a graph of one generation has no backward in the next
     _views: dict[tuple[str, int], Tensors] = field(default_factory=dict)
     _diagonals: dict[tuple[tuple[str, int], ...], Tensor] = field(default_factory=dict)
@@ -256,6 +257,8 @@ class Bank:
         # Autograd records an operation only if an input needs a gradient; the input of the first layer
         # does not, so the anchor represents the adapters' own weights.
         self.anchor = torch.zeros((), device=self.device, requires_grad=True)
+        self._targets: dict[frozenset[str], frozenset[str]] = {}
+        self.placed: dict[object, tuple[tuple[Site, slice], ...]] = {}  # columns of layers' sites
         self.tables: dict[object, Tensor] = {}  # layouts of layers on the device, made by a backend
         if len(self.site_index) != len(self.sites):
             names = [site.name for site in self.sites]
@@ -296,6 +299,7 @@ class Bank:
                 variant is trained, or it claims to be plain LoRA and is not.
         """
         chosen = self._chosen(adapter, rank, dropout, sites, partly=partly)
+        targets = frozenset(site.name for site in chosen)
         layout = Layout.of(variant, chosen, rank)
         _check_variant(variant, layout, chosen, rank)
         own, count = self._part
@@ -324,6 +328,7 @@ class Bank:
             moments=moments,
             parts=parts,
             own=own,
+            targets=self._targets.setdefault(targets, targets),
         )
 
     def _local(self, offsets: dict[str, tuple[int, ...]]) -> Tensor:

@@ -67,11 +67,18 @@ def place(bank: Bank, sites: Sequence[SiteColumns], out_features: int) -> tuple[
 
 def layer_call(bank: Bank, routing: Routing, sites: Sequence[SiteColumns], out_features: int) -> LayerCall:
     """The call of one layer for one microbatch."""
-    placed = place(bank, sites, out_features)
+    key = (tuple(sites), out_features)
+    placed = bank.placed.get(key)
+    if placed is None:
+        placed = bank.placed[key] = place(bank, sites, out_features)
     owners: list[Owner] = []
     others: list[Owner] = []
+    found: dict[frozenset[str], tuple[Placed, ...]] = {}  # most adapters target the same sites
     for span in routing.spans:
-        own = tuple(pair for pair in placed if pair[0].name in span.block.layout.offsets)
+        targets = span.block.targets
+        own = found.get(targets)
+        if own is None:
+            own = found[targets] = tuple(pair for pair in placed if pair[0].name in targets)
         if own:
             (owners if span.block.variant.fused else others).append((span, own))
     return LayerCall(bank, routing, placed, tuple(owners), tuple(others))

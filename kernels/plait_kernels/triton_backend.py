@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import warnings
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -18,11 +20,13 @@ from plait_kernels.triton_launch import Launcher
 
 def available(device: torch.device) -> bool:
     """Whether Triton can run on the device: a CUDA one, meta tensors, or any in Triton's interpreter."""
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return False
-    return device.type in ("cuda", "meta") or os.environ.get("TRITON_INTERPRET") == "1"
+    interpreted = device.type not in ("cuda", "meta") and os.environ.get("TRITON_INTERPRET") == "1"
+    return (device.type in ("cuda", "meta") or interpreted) and _installed()
+
+
+@cache
+def _installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def _runs(device: torch.device, dtype: torch.dtype) -> bool:

@@ -47,7 +47,9 @@ def test_loss_and_gradient_are_exact(softcap, scale, chunk, backend):
     case = _case(rows=13 if backend else 37)
     total, nll, grad = _truth(case, softcap, scale)
     hidden = case.pop("hidden").requires_grad_()
-    got, rows = labelled_cross_entropy(hidden, **case, softcap=softcap, scale=scale, chunk=chunk, backend=backend)
+    got, rows = labelled_cross_entropy(
+        hidden, **case, softcap=softcap, scale=scale, chunk=chunk, backend=backend
+    )
     (3 * got).backward()
     torch.testing.assert_close(got.double(), total, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(rows.double(), nll, rtol=1e-5, atol=1e-5)
