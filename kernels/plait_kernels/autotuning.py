@@ -1,25 +1,29 @@
 """Chooses the tiles of each kernel: sensible defaults, or those measured on this device and kept in a file.
 
-On a CUDA device the first call with a shape measures (PLAIT_KERNELS_TUNE=0 turns that off) and writes the
-result to `tuned.json` in the cache folder, by device, versions and shape. The same file gives the same choice
-again, and so the same bits.
+They belong to a layer's shape, not to a microbatch, so the bits of an adapter's gradients do not depend on
+what shares it. `prepare` measures them before training; a layer that was not among them is measured
+when it is first called. PLAIT_KERNELS_TUNE=0 turns that off. `tuned.json` in the cache folder has what was measured,
+by device, versions, a digest of the kernels' sources and shape; the same file gives the same choice again,
+and so the same bits.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import json
 import logging
 import math
 import os
 import warnings
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from plait_kernels import grouped
 from plait_kernels.compiled import cache_folder
 from plait_kernels.errors import KernelError
 from plait_kernels.layer import LayerCall, layer_call
@@ -33,6 +37,7 @@ from plait_kernels.tiles import (
     Candidates,
     Choice,
     load,
+    made_choice,
     save,
 )
 from plait_kernels.timing import median_seconds
@@ -40,23 +45,18 @@ from plait_kernels.triton_launch import Launcher
 
 _log = logging.getLogger(__name__)
 Measure = Callable[[Choice, str], float]
+Widths = tuple[int, tuple[int, ...]]  # features of a layer's input, and outputs of each of its sites
+_RANKS, _DROPOUT = (16,) * 8, 0.1  # of the microbatch that is measured: eight adapters
+_USUAL_TOKENS = 8192
 
 
-def tune(
-    measure: Measure,
-    *,
-    start: Choice = DEFAULT,
-    candidates: Candidates = CANDIDATES,
-    single: bool = False,
-) -> Choice:
+def tune(measure: Measure, *, start: Choice = DEFAULT, candidates: Candidates = CANDIDATES) -> Choice:
     """The fastest choice, found by trying each stage's candidates in turn with the others as found so far.
 
     Args:
-        measure: returns seconds of one stage, or of "layer" as a whole, with a choice; infinity if it cannot
-            run.
+        measure: returns seconds of one stage with a choice; infinity if it cannot run.
         start: the choice to improve.
         candidates: candidates by stage.
-        single: whether there is only one adapter, for which the vendor's products may do everything.
 
     Raises:
         KernelError: no candidate of a stage runs.
@@ -65,8 +65,6 @@ def tune(
     for stage, found in candidates.items():
         changes: list[dict[str, Any]] = [{field: tiles} for field, tiles in found]
         chosen = _fastest(measure, stage, [chosen, *(replace(chosen, **change) for change in changes)])
-    if single:
-        chosen = _fastest(measure, "layer", [chosen, replace(chosen, vendor=True)])
     return chosen
 
 
@@ -81,27 +79,93 @@ def _fastest(measure: Measure, stage: str, options: list[Choice]) -> Choice:
     return options[seconds.index(min(seconds))]
 
 
-_known: dict[str, Choice] = {}
+_known: dict[tuple[Widths, torch.dtype], Choice] = {}  # of this process, whose device has one kind
 
 
 def choice(call: LayerCall, x: Tensor) -> Choice:
-    """The tiles for a layer's call: known already, from the file, or measured now."""
+    """The tiles for a layer's call."""
     if x.device.type != "cuda":
         return DEFAULT
-    small = x.dtype == torch.float32 or _shared_memory(x.device) < DEFAULT_MEMORY
+    widths = x.shape[1], tuple(site.out_features for site, _ in call.placed)
+    found = _known.get((widths, x.dtype))
+    if found is None:
+        found = _known[widths, x.dtype] = _found(widths, x.device, x.dtype, _USUAL_TOKENS)
+    return found
+
+
+def prepare(
+    layers: Iterable[Widths],
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    tokens: int,
+    recorded: str = "",
+    say: Callable[[str], None] = _log.info,
+) -> str:
+    """Have tiles for these layers before they are called.
+
+    Args:
+        tokens: rows of the microbatches that are to come.
+        recorded: what an earlier call returned, for the same bits as then.
+
+    Returns:
+        All choices as JSON, for a plan.
+    """
+    before = _recorded(recorded)
+    names: dict[str, Choice] = {}
+    for widths in dict.fromkeys(layers):
+        key, name = (widths, dtype), _name(widths)
+        if name in before:
+            _known[key] = before[name]
+        elif key not in _known:
+            say(f"Tile sizes of the kernels for {name} ...")
+            _known[key] = _found(widths, device, dtype, tokens)
+        names[name] = _known[key]
+    return json.dumps({name: asdict(each) for name, each in sorted(names.items())})
+
+
+def _recorded(text: str) -> dict[str, Choice]:
+    """Choices by layer; none if another release wrote them."""
+    try:
+        found: Mapping[str, Any] = json.loads(text or "{}")
+        return {name: made_choice(value) for name, value in found.items()}
+    except (ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _found(widths: Widths, device: torch.device, dtype: torch.dtype, tokens: int) -> Choice:
+    """From the file, or measured now."""
+    small = dtype == torch.float32 or _shared_memory(device) < DEFAULT_MEMORY
     start = SMALL if small else DEFAULT
     if os.environ.get("PLAIT_KERNELS_TUNE") == "0":
         return start
-    key = _key(call, x)
-    if key not in _known:
-        path = cache_folder() / "tuned.json"
-        found = load(path).get(key)
+    rows = _bucket(tokens)
+    kind = torch.cuda.get_device_name(device)
+    key = f"{kind} | {_versions()} | {dtype} | {_name(widths)} tokens<={rows}"
+    path = cache_folder() / "tuned.json"
+    found = load(path).get(key)
+    if found is None:
+        shape = Shape(rows, *widths, _RANKS, _DROPOUT)
+        found = _measured(shape, device, dtype, start, SMALL_CANDIDATES if small else CANDIDATES)
         if found is None:
-            found = _measured(call, x, start, SMALL_CANDIDATES if small else CANDIDATES)
-            if found is not None:
-                save(path, key, found)
-        _known[key] = found or start
-    return _known[key]
+            return start
+        save(path, key, found)
+    return found
+
+
+def _name(widths: Widths) -> str:
+    return f"{widths[0]}>{'+'.join(map(str, widths[1]))}"
+
+
+@functools.cache
+def _versions() -> str:
+    """Versions and a digest of what a kernel's speed depends on."""
+    import triton
+
+    folder = Path(__file__).parent
+    sources = sorted((*folder.glob("triton_*.py"), folder / "tables.py", folder / "tiles.py"))
+    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
+    return f"triton {triton.__version__}, torch {torch.__version__}, kernels {digest[:12]}"
 
 
 def _shared_memory(device: torch.device) -> int:
@@ -110,11 +174,12 @@ def _shared_memory(device: torch.device) -> int:
     return int(properties.shared_memory_per_block_optin)
 
 
-def _measured(call: LayerCall, x: Tensor, start: Choice, candidates: Candidates) -> Choice | None:
+def _measured(
+    shape: Shape, device: torch.device, dtype: torch.dtype, start: Choice, candidates: Candidates
+) -> Choice | None:
     """The fastest choice; None if the model leaves no memory on the device to measure in."""
-    single = len(call.routing.fused) == 1
     try:
-        return tune(_on_device(call, x), start=start, candidates=candidates, single=single)
+        return tune(_on_device(shape, device, dtype), start=start, candidates=candidates)
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
         warnings.warn(
@@ -130,35 +195,15 @@ def _bucket(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
-def _key(call: LayerCall, x: Tensor) -> str:
-    import triton
-
-    spans = call.routing.fused
-    widths = "+".join(str(site.out_features) for site, _ in call.placed)
-    shape = (
-        f"{x.shape[1]}>{widths} tokens<={_bucket(x.shape[0])} spans<={_bucket(len(spans))}"
-        f" rank<={_bucket(max(span.block.rank for span in spans))}"
-        f" dropout={any(span.threshold for span in spans)}"
-    )
-    return f"{torch.cuda.get_device_name(x.device)} | triton {triton.__version__} | {x.dtype} | {shape}"
-
-
-def _on_device(call: LayerCall, x: Tensor) -> Measure:
-    """Seconds of a stage on a copy of the call's sizes, so that no gradient of the bank is touched."""
-    spans = call.routing.fused
-    shape = Shape(
-        *(x.shape[0], x.shape[1], tuple(site.out_features for site, _ in call.placed)),
-        *(tuple(span.block.rank for span in spans), 0.1 if any(span.threshold for span in spans) else 0.0),
-    )
-    made = problem(shape, device=x.device, dtype=x.dtype)
+def _on_device(shape: Shape, device: torch.device, dtype: torch.dtype) -> Measure:
+    """Seconds of a stage on a layer of its own, so that no gradient of a bank is touched."""
+    made = problem(shape, device=device, dtype=dtype)
     own = layer_call(made.bank, made.routing, made.sites, made.weight.shape[0])
     plain = made.x.detach()
 
     def measure(chosen: Choice, stage: str) -> float:
         try:
             launcher = Launcher(own, plain, made.weight, chosen)
-            if stage == "layer":
-                return median_seconds(partial(_layer, launcher, made.grad), x.device)
             s = launcher.down()
             ds = s if stage in ("down", "up") else launcher.up_gradient(made.grad, s)
             stages: dict[str, Callable[[], object]] = {
@@ -168,7 +213,7 @@ def _on_device(call: LayerCall, x: Tensor) -> Measure:
                 "down_gradient": lambda: launcher.down_gradient(ds),
                 "dx": lambda: launcher.dx(made.grad, ds),
             }
-            return median_seconds(stages[stage], x.device)
+            return median_seconds(stages[stage], device)
         except torch.OutOfMemoryError:
             raise
         except _refusals() as refusal:
@@ -178,20 +223,6 @@ def _on_device(call: LayerCall, x: Tensor) -> Measure:
             return math.inf
 
     return measure
-
-
-def _layer(launcher: Launcher, grad: Tensor) -> None:
-    """Forward and backward with a launcher's choice."""
-    x, weight, call = launcher.x, launcher.weight, launcher.call
-    if launcher.chosen.vendor:
-        _, saved = grouped.forward(x, weight, None, call)
-        grouped.backward(grad, x, saved, weight, call, need_dx=True)
-        return
-    s = launcher.down()
-    launcher.up(s, None)
-    ds = launcher.up_gradient(grad, s)
-    launcher.down_gradient(ds)
-    launcher.dx(grad, ds)
 
 
 def _refusals() -> tuple[type[Exception], ...]:

@@ -313,13 +313,7 @@ class Bank:
             copy = torch.zeros(layout.trained, dtype=self.compute_dtype, device=self.device)
             frozen_copy = torch.zeros(layout.frozen, dtype=self.compute_dtype, device=self.device)
         self.blocks[adapter] = Block(
-            adapter=adapter,
-            variant=variant,
-            rank=rank,
-            scale=float(scale),
-            dropout=float(dropout),
-            seed=seed % 2**32,
-            layout=layout,
+            *(adapter, variant, rank, float(scale), float(dropout), seed % 2**32, layout),
             state=state,
             copy=copy,
             frozen=frozen,

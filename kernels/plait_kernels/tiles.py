@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import tempfile
 from dataclasses import asdict, dataclass
@@ -32,10 +33,7 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Choice:
-    """The tiles of every kernel of a layer; without fused tiles the vendor's product has an epilogue.
-
-    `vendor`: the vendor's products do everything (`grouped`), which may be fastest for a single adapter.
-    """
+    """The tiles of every kernel of a layer; without fused ones the vendor's product is added."""
 
     down: Tiles = Tiles(rows=64, depth=64, splits=2)
     up: Tiles = Tiles(rows=64, columns=128)
@@ -44,7 +42,6 @@ class Choice:
     dx: Tiles = Tiles(rows=64, columns=128, warps=8)
     fused_forward: Tiles | None = None
     fused_backward: Tiles | None = None
-    vendor: bool = False
 
 
 DEFAULT = Choice()
@@ -109,12 +106,13 @@ def load(path: Path) -> dict[str, Choice]:
     """The choices in a file; none if it is missing or not readable."""
     try:
         stored = json.loads(path.read_text())
-        return {key: _choice(value) for key, value in stored.items()}
+        return {key: made_choice(value) for key, value in stored.items()}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
 
 
-def _choice(value: dict[str, Any]) -> Choice:
+def made_choice(value: dict[str, Any]) -> Choice:
+    """A choice from its fields as JSON has them."""
     fields: dict[str, Any] = {
         field: Tiles(**tiles) if isinstance(tiles, dict) else tiles for field, tiles in value.items()
     }
@@ -122,11 +120,13 @@ def _choice(value: dict[str, Any]) -> Choice:
 
 
 def save(path: Path, key: str, chosen: Choice) -> None:
-    """Add a choice to the file, which is replaced atomically."""
-    known = load(path)
-    known[key] = chosen
+    """Add a choice to the file, which is replaced atomically; writers wait for each other."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    text = json.dumps({name: asdict(found) for name, found in sorted(known.items())}, indent=1)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as scratch:
-        scratch.write(text)
-    Path(scratch.name).replace(path)
+    with path.with_suffix(".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed, or the process ends
+        known = load(path)
+        known[key] = chosen
+        text = json.dumps({name: asdict(found) for name, found in sorted(known.items())}, indent=1)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as scratch:
+            scratch.write(text)
+        Path(scratch.name).replace(path)

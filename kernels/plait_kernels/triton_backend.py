@@ -10,7 +10,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from plait_kernels import grouped
 from plait_kernels.autotuning import choice
 from plait_kernels.backends import Backend, register
 from plait_kernels.launching import launch
@@ -53,8 +52,6 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, call: LayerCall) -> 
     """Output (tokens, out) and S, packed."""
     x = x if x.stride(1) == 1 else x.contiguous()
     chosen = choice(call, x)
-    if chosen.vendor:
-        return grouped.forward(x, weight, bias, call)
     launcher = Launcher(call, x, weight, chosen)
     s = launcher.down()
     return launcher.up(s, bias), [s]
@@ -67,8 +64,6 @@ def backward(
     x = x if x.stride(1) == 1 else x.contiguous()
     grad = grad if grad.stride(1) == 1 else grad.contiguous()
     chosen = choice(call, x)
-    if chosen.vendor:
-        return grouped.backward(grad, x, saved, weight, call, need_dx=need_dx)
     launcher = Launcher(call, x, weight, chosen)
     ds = launcher.up_gradient(grad, saved[0])
     launcher.down_gradient(ds)

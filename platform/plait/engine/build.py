@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -282,7 +283,9 @@ def build_coordinator(
         kernels = _same_kernels(kernels, device, dtype, folder)
     engine = replace(settings.engine, kernels=kernels)
     begun = replace(settings, engine=engine, cluster=_same_speeds(settings, folder))
-    worker = (make_worker or _local_worker)(begun, data)
+    before = {} if settings.search.fresh else _recorded_choices(folder)
+    own_worker = partial(_local_worker, tiles=str(before.get("tiles", "")))
+    worker = (make_worker or own_worker)(begun, data)
 
     def renew() -> Worker:
         assert make_worker is not None
@@ -320,13 +323,14 @@ def _same_speeds(settings: RunSettings, folder: Path) -> ClusterSettings:
     return replace(cluster, speeds=recorded)
 
 
-def _local_worker(settings: RunSettings, data: DataCatalogue) -> Worker:
+def _local_worker(settings: RunSettings, data: DataCatalogue, *, tiles: str) -> Worker:
     from plait.engine.devices import choose_device
     from plait.engine.local_worker import LocalWorker
     from plait.models.load import load_model
 
     device = choose_device(settings.engine.device)
-    return LocalWorker(load_model(settings.model, cache=cache_dir(), device=device), data, settings.engine)
+    model = load_model(settings.model, cache=cache_dir(), device=device)
+    return LocalWorker(model, data, settings.engine, tiles=tiles)
 
 
 def _same_kernels(kernels: str, device: torch.device, dtype: torch.dtype, folder: Path) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -21,7 +21,11 @@ import torch
 from plait.adapters.variants import VARIANTS
 from plait.core.errors import ConfigError, choices
 from plait_kernels import KernelError, choose_backend
+from plait_kernels.autotuning import prepare
 from plait_kernels.backends import BACKENDS, check_backend, find_backend
+
+if TYPE_CHECKING:
+    from plait.models.base import BaseModel
 
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -66,6 +70,22 @@ def choose_kernels(kernels: str, device: torch.device, dtype: torch.dtype) -> st
     """
     check_kernels(kernels, device, dtype)
     return choose_backend(device, dtype=dtype).backend if kernels == "auto" else kernels
+
+
+def prepare_tiles(model: BaseModel, backend: str, tokens: int, recorded: str) -> str:
+    """Have tiles of the kernels for all layers of a model before it trains, as JSON; "" if there are none.
+
+    Args:
+        tokens: capacity of a microbatch.
+        recorded: tiles of an earlier part of the search.
+    """
+    if model.device.type != "cuda" or backend != "triton":
+        return ""
+    layers = [
+        (group.sites[0].in_features, tuple(site.out_features for site in group.sites))
+        for group in model.groups
+    ]
+    return prepare(layers, model.device, model.dtype, tokens=tokens, recorded=recorded)
 
 
 def check_variants(kernels: str, variants: Iterable[str]) -> None:

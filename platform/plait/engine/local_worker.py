@@ -44,7 +44,7 @@ from plait.core.spans import ReplicaSpans, SpanKind
 from plait.cost.peaks import PhasePeaks
 from plait.engine.adapter_store import AdapterStore
 from plait.engine.catalogue import DataCatalogue
-from plait.engine.devices import choose_kernels, device_bytes, device_kind, usual_threads
+from plait.engine.devices import choose_kernels, device_bytes, device_kind, prepare_tiles, usual_threads
 from plait.engine.memory import SAMPLED_EVERY, PeakObserver, PeakSampler, attempt, release_unused
 from plait.engine.microbatches import LoadedMicrobatch, load_microbatch
 from plait.engine.schedules import Round, rounds
@@ -78,6 +78,7 @@ class LocalWorker:
         recorder: of the process's spans; None: one of its own.
         peers: what it adds up gradients with; None: it trains alone.
         part: its number and the count of peers, if each keeps the moments of a part of every adapter.
+        tiles: of the kernels, as its facts had them when the search was started; "": measured where needed.
     """
 
     def __init__(
@@ -90,12 +91,14 @@ class LocalWorker:
         recorder: SpanRecorder | None = None,
         peers: Peers | None = None,
         part: tuple[int, int] = (0, 1),
+        tiles: str = "",
     ) -> None:
         torch.set_num_threads(settings.threads or usual_threads())
         self.adapters = AdapterStore(model, part)
         self.bank = self.adapters.bank
         self._backend = choose_kernels(settings.kernels, model.device, model.dtype)
         model.install(backend=self._backend)
+        self._tiles = prepare_tiles(model, self._backend, settings.capacity_or_usual, tiles)
         self._model = model
         self._data = data
         self._checkpointing = settings.checkpointing
@@ -122,7 +125,8 @@ class LocalWorker:
                 "device": str(model.device),
                 "dtype": str(model.dtype).removeprefix("torch."),
             }
-            | ({"threads": str(torch.get_num_threads())} if model.device.type == "cpu" else {}),
+            | ({"threads": str(torch.get_num_threads())} if model.device.type == "cpu" else {})
+            | ({"tiles": self._tiles} if self._tiles else {}),
             inputs=model.inputs,
             outside=model.outside,
             devices=(str(model.device),),

@@ -23,7 +23,7 @@ from plait.core.jobs import DataSpec
 from plait.core.lifecycle import JobState
 from plait.core.messages import Notice
 from plait.core.plans import Plan
-from plait.core.settings import AUTO, TrackingSettings
+from plait.core.settings import AUTO, RunSettings, TrackingSettings
 from plait.engine.build import PLAN_FILE, build_coordinator, settle_dtype, write_plan
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
@@ -287,7 +287,7 @@ class _Launch:
         watch = ProcessWatch(folder, lambda: tracker.board, lambda: source.claims.own)
         if many is not None:
             many.watch, many.say = (lambda: watch.show()), self._say
-        self._say("Loading the model ...")
+        self._say(_loading(settings))
         with tracker, closing(watch):
             coordinator = build_coordinator(
                 settings,
@@ -429,6 +429,14 @@ class _Launch:
     def _say(self, *lines: str) -> None:
         for line in filter(None, lines):
             self._screen.say(line)
+
+
+def _loading(settings: RunSettings) -> str:
+    from plait.engine.devices import choose_device
+
+    if choose_device(settings.engine.device).type == "cpu":
+        return "Loading the model ..."
+    return "Loading the model; on a kind of GPU that is new, the kernels' tile sizes are measured ..."
 
 
 def _describe_engine(plan: Plan) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
 
 from plait_kernels import KernelError, Selection, autotuning, choose_backend, triton_backend
-from plait_kernels.autotuning import tune
+from plait_kernels.autotuning import prepare, tune
 from plait_kernels.backends import BACKENDS
 from plait_kernels.selection import fastest
 from plait_kernels.tiles import CANDIDATES, DEFAULT, Choice, Tiles, load, save
@@ -32,22 +33,20 @@ def test_each_stage_takes_its_fastest_and_leaves_the_others():
     assert set(asked) == set(CANDIDATES)
 
 
-@pytest.mark.parametrize(("vendor_seconds", "expected"), [(1.0, True), (3.0, False)])
-def test_a_single_adapter_may_take_the_vendors_products(vendor_seconds, expected):
-    def measure(option, stage):
-        return vendor_seconds if option.vendor and stage == "layer" else 2.0
-
-    assert tune(measure, single=True).vendor == expected
-    assert not tune(measure).vendor
-
-
 def test_choices_are_kept_in_a_file(tmp_path):
     path = tmp_path / "folder" / "tuned.json"
-    first, second = DEFAULT, Choice(down=Tiles(16), fused_backward=Tiles(32, 64), vendor=True)
+    first, second = DEFAULT, Choice(down=Tiles(16), fused_backward=Tiles(32, 64))
     save(path, "first", first)
     save(path, "second", second)
     assert load(path) == {"first": first, "second": second}
-    assert [found.name for found in path.parent.iterdir()] == ["tuned.json"]
+    assert {found.name for found in path.parent.iterdir()} == {"tuned.json", "tuned.lock"}
+
+
+def test_concurrent_writers_lose_nothing(tmp_path):
+    path = tmp_path / "tuned.json"
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda number: save(path, str(number), Choice(down=Tiles(number))), range(40)))
+    assert load(path) == {str(number): Choice(down=Tiles(number)) for number in range(40)}
 
 
 @pytest.mark.parametrize("content", [None, "", "{", '{"a": {"unknown": 1}}', '{"a": 3}', "[1]"])
@@ -76,11 +75,27 @@ def test_other_tiles_give_the_same_result(make_layer, monkeypatch, fused):
     layer.assert_accurate(layer.run("triton"))
 
 
-def test_a_vendor_choice_runs_grouped(make_layer, monkeypatch):
-    monkeypatch.setattr(triton_backend, "choice", lambda *_: replace(DEFAULT, vendor=True))
-    monkeypatch.setitem(BACKENDS, "triton", replace(BACKENDS["triton"], runs=lambda *_: True))
-    layer = make_layer(ranks=[6], lengths=[37], dropout=0.2)
-    layer.run("triton").assert_equal(layer.run("grouped"))
+def test_tiles_are_measured_once_for_a_layer_and_taken_from_a_plan(monkeypatch):
+    """Whatever the microbatch is, since an adapter's bits depend on them."""
+    asked, first, second = [], Choice(down=Tiles(16)), Choice(down=Tiles(999))
+
+    def found(widths, *_):
+        asked.append(widths)
+        return first
+
+    monkeypatch.setattr(autotuning, "_known", {})
+    monkeypatch.setattr(autotuning, "_found", found)
+    device, dtype, said = torch.device("cuda"), torch.bfloat16, []
+    layers = [(64, (32, 16)), (64, (64,)), (64, (32, 16))]
+    kept = prepare(layers, device, dtype, tokens=100, say=said.append)
+    assert asked == layers[:2]
+    assert len(said) == 2
+    monkeypatch.setattr(autotuning, "_known", {})
+    changed = kept.replace('"rows": 16', '"rows": 999')
+    assert prepare(layers, device, dtype, tokens=5000, recorded=changed) == changed
+    assert set(autotuning._known.values()) == {second}
+    assert asked == layers[:2]
+    assert prepare(layers, device, dtype, tokens=100, recorded='{"64>64": {"old": 1}}') == changed
 
 
 def test_on_a_cpu_nothing_is_measured(make_layer, monkeypatch):
