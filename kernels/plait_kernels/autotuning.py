@@ -1,8 +1,8 @@
 """Chooses the tiles of each kernel: sensible defaults, or those measured on this device and kept in a file.
 
 They belong to a layer's shape, not to a microbatch, so the bits of an adapter's gradients do not depend on
-what shares it. `prepare` measures them before training; a layer that was not among them is measured
-when it is first called. PLAIT_KERNELS_TUNE=0 turns that off. `tuned.json` in the cache folder has what was measured,
+what shares it. `prepare` measures them before training; a layer that was not among them is measured when it
+is first called. PLAIT_KERNELS_TUNE=0 turns that off. `tuned.json` in the cache folder has what was measured,
 by device, versions, a digest of the kernels' sources and shape; the same file gives the same choice again,
 and so the same bits.
 """
