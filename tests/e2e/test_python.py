@@ -1,18 +1,17 @@
 """Searches from Python: interrupted, resumed, opened again, adapters loaded; and the notebook of docs/."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import nbformat
+import openai
 import pytest
 import torch
 from mlflow_server import free_port
@@ -144,18 +143,26 @@ def _check_generated(result: Any, root: Path, capfd: pytest.CaptureFixture[str])
 
 
 def _check_served(root: Path, best: int, rows: Sequence[Any], count: int) -> None:
-    """`plait serve`, in a process of its own, answers with the same texts, and ends by Ctrl-C."""
+    """`plait serve`, in a process of its own, gives OpenAI's client the same texts, and ends by Ctrl-C."""
     port = free_port()
-    words = ["serve", "mine", "--root", str(root), "--port", str(port)]
-    process = subprocess.Popen([sys.executable, "-m", "plait", *words], stdout=subprocess.PIPE, text=True)
+    words = ["serve", "mine", "--root", str(root), "--port", str(port), "--max-new-tokens", "99"]
+    environment = os.environ | {"PLAIT_SERVE_KEY": "a secret"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "plait", *words], stdout=subprocess.PIPE, text=True, env=environment
+    )
     try:
         assert process.stdout is not None
         assert f"127.0.0.1:{port}" in process.stdout.readline()
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="a secret", max_retries=20)
         for row in rows:
             names = ["base"] if row["trial"] is None else [f"trial-{row['trial']:04d}"]
             for name in names + (["best"] if row["trial"] == best else []):
-                body = {"model": name, "prompt": row["prompt"], "max_tokens": count, "temperature": 0}
-                assert _posted(port, body)["choices"][0]["text"] == row["text"]
+                asked: Any = {"model": name, "prompt": row["prompt"], "max_tokens": count, "temperature": 0}
+                assert client.completions.create(**asked).choices[0].text == row["text"]
+                pieces = client.completions.create(**asked, stream=True)
+                assert "".join(piece.choices[0].text for piece in pieces) == row["text"]
+        assert {"base", "best"} < {model.id for model in client.models.list()}
+        _check_chat(client)
         process.send_signal(signal.SIGINT)
         assert process.wait(60) in (0, 130)
     finally:
@@ -163,18 +170,18 @@ def _check_served(root: Path, best: int, rows: Sequence[Any], count: int) -> Non
         process.communicate()
 
 
-def _posted(port: int, body: Any) -> Any:
-    address = f"http://127.0.0.1:{port}/v1/completions"
-    request = urllib.request.Request(address, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    for _ in range(100):
-        try:
-            with urllib.request.urlopen(request, timeout=60) as response:
-                return json.loads(response.read())
-        except urllib.error.HTTPError:
-            raise
-        except OSError:
-            time.sleep(0.1)  # it is said to serve just before it listens
-    raise AssertionError(f"no answer from {address}")
+def _check_chat(client: openai.OpenAI) -> None:
+    chat = client.chat.completions
+    asked: Any = {"messages": [{"role": "user", "content": "4 + 3 ="}], "max_tokens": 9, "seed": 3}
+    whole = chat.create(model="best", **asked).choices[0].message.content
+    pieces = chat.create(model="best", **asked, stream=True)
+    assert whole == "".join(piece.choices[0].delta.content or "" for piece in pieces)
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="another").models.list()
+    with pytest.raises(openai.NotFoundError, match="'other'"):
+        chat.create(model="other", **asked)
+    with pytest.raises(openai.UnprocessableEntityError, match="100 new tokens"):
+        chat.create(model="best", **asked | {"max_tokens": 100})
 
 
 def test_the_notebook_runs_and_plots_its_search(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import torch
 import uvicorn
 from mlflow_server import free_port
 
+from plait.adapters.peft_folder import export_adapter
 from plait.adapters.variants import attach
 from plait.core.jobs import AdapterSpec
 from plait.core.settings import ModelSettings
@@ -23,8 +25,9 @@ from plait.models.targets import resolve_targets
 from plait.serve.cells import BankAdapters
 from plait.serve.driver import Driver
 from plait.serve.engine import Engine, complete
+from plait.serve.folders import FolderAdapters
 from plait.serve.requests import Request, Sampling
-from plait.serve.server import Endpoint, Limits, make_app
+from plait.serve.server import Endpoint, Limits, Models, make_app
 from plait_kernels import Bank
 
 KEY = "a secret"
@@ -43,11 +46,19 @@ class Served:
         for _, b in self.bank.weights("trial-0000").values():
             b.normal_(generator=torch.Generator().manual_seed(1)).mul_(0.2)
         self.bank.refresh()
-        limits = Limits(body_bytes=4096, new_tokens=160, waiting=2)
-        self.driver = Driver(
-            Engine(self.base, BankAdapters(self.bank), pool_tokens=176), most_waiting=limits.waiting
+        self.root = folder / "adapters"
+        export_adapter(
+            self.root / "trial-0000",
+            spec,
+            self.bank.weights("trial-0000"),
+            base="tiny-llama",
+            linears=self.base.linears,
         )
-        models = {"base": None, "trial-0000": "trial-0000", "best": "trial-0000"}
+        adapters = FolderAdapters(self.base, {"trial-0000": self.root / "trial-0000"})
+        limits = Limits(body_bytes=4096, new_tokens=160, waiting=2)
+        engine = Engine(self.base, adapters, pool_tokens=176)
+        self.driver = Driver(engine, most_waiting=limits.waiting, most_seconds=100)
+        models = Models({"base": None, "best": "trial-0000"}, adapters, self.root)
         endpoint = Endpoint(self.driver, self.base, models, limits)
         app = make_app(endpoint, self.driver, key=KEY, limits=limits, local=True)
         self.port = free_port()
@@ -115,7 +126,7 @@ def stream(served: Served, path: str, body: Any) -> list[Any]:
 def test_models_are_the_adapters_and_the_base(served: Served) -> None:
     status, found = served.ask("/v1/models")
     assert status == 200
-    assert [each["id"] for each in found["data"]] == ["base", "trial-0000", "best"]
+    assert [each["id"] for each in found["data"]] == ["base", "best", "trial-0000"]
     assert served.ask("/v1/models/best")[0] == 200
     assert served.ask("/v1/models/../../etc/passwd")[0] == 404
 
@@ -275,3 +286,72 @@ def test_a_full_queue_is_refused_and_what_waits_is_answered(
         each.join(60)
     assert found == [200, 200]
     assert served.free()
+
+
+def test_adapters_come_and_go_while_the_server_runs(served: Served, tmp_path: Path) -> None:
+    shutil.copytree(served.root / "trial-0000", tmp_path / "outside")
+    (served.root / "link").symlink_to(tmp_path / "outside")
+    load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+    for path, status in (
+        (str(tmp_path / "outside"), 403),
+        ("../adapters", 403),
+        (".", 403),
+        ("link", 403),
+        ("none", 422),
+        (None, 422),
+    ):
+        assert served.ask(load, {"lora_name": "new", "lora_path": path})[0] == status
+    for name in ("best", "../new", "trial-0000"):
+        assert served.ask(load, {"lora_name": name, "lora_path": "trial-0000"})[0] == 422
+    assert served.ask("/v1/completions", GOOD | {"model": "new"})[0] == 404
+    assert served.ask(load, {"lora_name": "new", "lora_path": "trial-0000"})[0] == 200
+    body = {"prompt": "What is 2 + 2?", "max_tokens": 12, "temperature": 0}
+    texts = [
+        served.ask("/v1/completions", body | {"model": name})[1]["choices"][0]["text"]
+        for name in ("best", "new")
+    ]
+    assert texts[0] == texts[1]
+    assert served.ask(unload, {"lora_name": "new"})[0] == 200
+    assert served.ask(unload, {"lora_name": "new"})[0] == 404
+    assert served.ask("/v1/completions", GOOD | {"model": "new"})[0] == 404
+
+
+def measured(served: Served) -> dict[str, float]:
+    status, text = served.ask("/metrics")
+    assert status == 200
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+
+
+def test_metrics_count_requests_tokens_and_pages(served: Served) -> None:
+    before = measured(served)
+    status, answer = served.ask("/v1/completions", GOOD | {"max_tokens": 3})
+    assert status == 200
+    assert served.ask("/v1/completions", GOOD | {"prompt": "a" * 1100})[0] == 422
+    after = measured(served)
+    more = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    usage, reason = answer["usage"], answer["choices"][0]["finish_reason"]
+    assert more[f'plait_requests_total{{how="{reason}"}}'] == 1
+    assert more['plait_requests_total{how="failed"}'] == 1
+    assert more["plait_prompt_tokens_total"] == usage["prompt_tokens"]
+    assert more["plait_new_tokens_total"] == usage["completion_tokens"]
+    assert more["plait_first_token_seconds_count"] == 1
+    assert after["plait_pool_pages"] == after["plait_pool_pages_unused"]
+    assert (after["plait_requests_running"], after["plait_adapters"]) == (0, 1)
+
+
+def test_a_request_that_has_waited_for_too_long_is_refused(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served.driver, "_most_seconds", -1.0)
+    gate = Gate(served, monkeypatch)
+    found: list[int] = []
+    client = threading.Thread(
+        target=lambda: found.append(served.ask("/v1/completions", LONG)[0]), daemon=True
+    )
+    client.start()
+    gate.open()
+    client.join(60)
+    assert found == [503]
+    monkeypatch.setattr(served.driver, "_most_seconds", 100.0)
+    assert served.ask("/v1/completions", GOOD)[0] == 200

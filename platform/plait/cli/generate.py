@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,12 +111,14 @@ def _file_prompts(path: Path) -> list[str]:
 
 def load_base(model: ModelSettings, folders: Mapping[str, Path]) -> tuple[BaseModel, FolderAdapters]:
     """The base model on this machine's device, and the adapters of folders."""
-    from plait.engine.devices import choose_device, choose_kernels
+    from plait.core.settings import AUTO
+    from plait.engine.devices import choose_device, choose_dtype, choose_kernels
     from plait.models.load import load_model
     from plait.serve.folders import FolderAdapters
     from plait.utils.paths import cache_dir
 
     device = choose_device("auto")
+    model = replace(model, dtype=choose_dtype(device)) if model.dtype == AUTO else model
     base = load_model(model, cache=cache_dir(), device=device)
     base.install(backend=choose_kernels("auto", device, base.dtype))
     return base, FolderAdapters(base, folders)

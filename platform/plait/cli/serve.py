@@ -1,65 +1,164 @@
-"""`plait serve`: a search's adapters behind an endpoint with OpenAI's interface."""
+"""`plait serve`: adapters of a search or of folders behind an endpoint with OpenAI's interface."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from plait.cli.generate import POOL_TOKENS, load_base
 from plait.cli.parser import Parser
 from plait.cli.results import store_parser, store_settings
-from plait.core.errors import EXIT_DONE, ConfigError, SearchError
+from plait.core.errors import EXIT_DONE, ConfigError, SearchError, StorageError, choices
 from plait.core.lifecycle import JobState
+from plait.utils.paths import as_path, user_path
+
+if TYPE_CHECKING:
+    from plait.core.settings import ModelSettings
 
 KEY = "PLAIT_SERVE_KEY"  # not an argument, which every user of the machine could read
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 BASE = "base"
+CONFIG = "adapter_config.json"  # of an adapter's folder
+SHOWN = 20  # names that are printed
 BEST = "best"
 
 
+@dataclass(slots=True)
+class _Served:
+    """What is served: a base model, adapters by name, and other names of theirs."""
+
+    model: ModelSettings | None = None
+    folders: dict[str, Path] = field(default_factory=dict)
+    aliases: dict[str, str | None] = field(default_factory=lambda: {BASE: None})
+
+
 def main(arguments: Sequence[str]) -> int:
-    """Serve a search's adapters with OpenAI's interface."""
+    """Serve adapters with OpenAI's interface."""
     known = _parser().parse_args(arguments)
     key = os.environ.get(KEY) or None
     _check(known, key)
+    folders = _given_folders(known)
     address = _bound(known.host, known.port)
+    served = _of_search(known) if known.names or not (folders or known.adapters) else _Served()
+    for name, folder in folders.items():
+        if name in served.folders or name in served.aliases:
+            raise ConfigError(f"{folder}", f"There is another model named {name!r}.", "Rename the folder.")
+        served.folders[name] = folder
+    base, adapters = load_base(served.model or _base_of(known, folders), served.folders)
+    from plait.serve.driver import Driver
+    from plait.serve.engine import Engine
+    from plait.serve.folders import HOST_BYTES
+    from plait.serve.server import Endpoint, Limits, Models, make_app, run
+
+    limits = Limits(new_tokens=known.max_new_tokens, waiting=known.queue, waiting_seconds=known.wait)
+    engine = Engine(base, adapters, pool_tokens=known.pool_tokens, host_bytes=HOST_BYTES)
+    driver = Driver(engine, most_waiting=limits.waiting, most_seconds=limits.waiting_seconds)
+    models = Models(served.aliases, adapters, known.adapters)
+    app = make_app(
+        Endpoint(driver, base, models, limits), driver, key=key, limits=limits, local=known.host in LOOPBACK
+    )
+    shown = ", ".join(models.names[:SHOWN]) + (
+        f" and {len(models.names) - SHOWN} more" * (len(models.names) > SHOWN)
+    )
+    print(f"http://{known.host}:{known.port}/v1 serves {shown}; Ctrl-C stops it.", flush=True)
+    run(app, address)
+    return EXIT_DONE
+
+
+def _given_folders(known: argparse.Namespace) -> dict[str, Path]:
+    """The adapters' folders among the arguments and below --adapters by name; the other arguments stay.
+
+    Raises:
+        ConfigError: two have one name, or there is more than one search.
+    """
+    given = [user_path(as_path(word)) for word in known.what]
+    folders = [path for path in given if (path / CONFIG).is_file()]
+    known.names = [word for word, path in zip(known.what, given, strict=True) if path not in folders]
+    if len(known.names) > 1:
+        raise ConfigError(
+            f"plait serve {' '.join(known.names)}",
+            f"One search can be served, and folders of adapters, which contain {CONFIG}.",
+        )
+    if known.adapters is not None:
+        known.adapters = user_path(known.adapters)
+        if not known.adapters.is_dir():
+            raise ConfigError(f"--adapters {known.adapters}", "It is a folder of adapters' folders.")
+        folders += sorted(file.parent for file in known.adapters.glob(f"*/{CONFIG}"))
+    found: dict[str, Path] = {}
+    for folder in folders:
+        name = folder.resolve().name
+        if name in found:
+            raise ConfigError(f"{folder}", f"There is another folder named {name}.", "Rename one of them.")
+        found[name] = folder
+    return found
+
+
+def _base_of(known: argparse.Namespace, folders: Mapping[str, Path]) -> ModelSettings:
+    """The base model that folders of adapters name, or that of --model.
+
+    Raises:
+        ConfigError: there is none, or they name different ones.
+    """
+    from plait.models.load import named_model
+
+    if known.model is not None:
+        return named_model(known.model)
+    named = set()
+    for folder in folders.values():
+        try:
+            config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+            named.add((str(config["base_model_name_or_path"]), config.get("revision")))
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise StorageError(
+                f"{folder / CONFIG}: {error}", "It must name the adapter's base model."
+            ) from error
+    if len(named) != 1:
+        raise ConfigError(
+            f"base models: {choices(sorted(name for name, _ in named)) or 'none'}",
+            "All adapters of a server belong to one base model.",
+            "Name it with --model.",
+        )
+    return named_model(*named.pop())
+
+
+def _of_search(known: argparse.Namespace) -> _Served:
+    """The finished trials of a search, or those that are named."""
     from plait.tracking.results import chosen, load_search
     from plait.tracking.trained import adapter_folder, base_model
 
     settings = store_settings(known)
-    search = load_search(settings, known.name)
+    search = load_search(settings, known.names[0] if known.names else None)
     records = [record for record in search.records if record.state == JobState.FINISHED]
     if known.trial:
         records = [chosen(search, trial) for trial in dict.fromkeys(known.trial)]
     if not records:
         raise SearchError(f"search {search.name!r} has no finished trial", "Only these have an adapter.")
-    folders = {record.name: adapter_folder(search, record, settings) for record in records}
-    base, adapters = load_base(base_model(search, settings), folders)
-    models: dict[str, str | None] = {BASE: None} | {name: name for name in folders}
-    if search.best is not None and search.best.name in folders:
-        models[BEST] = search.best.name
-    from plait.serve.driver import Driver
-    from plait.serve.engine import Engine
-    from plait.serve.folders import HOST_BYTES
-    from plait.serve.server import Endpoint, Limits, make_app, run
-
-    limits = Limits(new_tokens=known.max_new_tokens, waiting=known.queue)
-    engine = Engine(base, adapters, pool_tokens=known.pool_tokens, host_bytes=HOST_BYTES)
-    driver = Driver(engine, most_waiting=limits.waiting)
-    endpoint = Endpoint(driver, base, models, limits)
-    app = make_app(endpoint, driver, key=key, limits=limits, local=known.host in LOOPBACK)
-    print(f"http://{known.host}:{known.port}/v1 serves {', '.join(models)}; Ctrl-C stops it.", flush=True)
-    run(app, address)
-    return EXIT_DONE
+    served = _Served(base_model(search, settings))
+    served.folders |= {record.name: adapter_folder(search, record, settings) for record in records}
+    if search.best is not None and search.best.name in served.folders:
+        served.aliases[BEST] = search.best.name
+    return served
 
 
 def _parser() -> Parser:
-    parser = store_parser("serve", "Serve a search's adapters with OpenAI's interface.")
+    parser = store_parser("serve", "Serve adapters with OpenAI's interface: each is a model.")
     add = parser.add_argument
     parser.epilog = f"{KEY} in the environment is the API key that clients must send."
-    add("name", nargs="?", help="name of the search; default: the newest")
+    add(
+        "what",
+        nargs="*",
+        metavar="NAME | FOLDER",
+        help="a search, and adapters' folders in PEFT's format; default: the newest search",
+    )
+    add("--adapters", type=as_path, metavar="FOLDER", help="serve the adapters in it; clients may add others")
+    add("--model", metavar="NAME", help="base model of folders; default: the one that they name")
+    add("--wait", type=float, default=60.0, metavar="SECONDS", help="longest wait for room; default: 60")
     add("--trial", type=int, action="append", metavar="N", help="may be repeated; default: all finished")
     add("--host", default="127.0.0.1", help=f"address; others than this machine's own need {KEY}")
     add("--port", type=int, default=8000, help="default: 8000")
@@ -103,6 +202,7 @@ def _check(known: argparse.Namespace, key: str | None) -> None:
         ("max_new_tokens", 1, None),
         ("queue", 1, None),
         ("pool_tokens", 1, None),
+        ("wait", 0, None),
     ):
         value = getattr(known, name)
         if value < least or (most is not None and value > most):

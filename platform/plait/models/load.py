@@ -24,7 +24,7 @@ from plait.models.base import BaseModel, Identity
 from plait.models.blocks import DECODERS, find_parts, unusable
 from plait.models.lora import find_linears, find_outside
 from plait.models.quiet import quiet
-from plait.models.sources import Source, find_source
+from plait.models.sources import SMOLLM2_NAME, Source, find_source
 from plait.models.targets import LinearInfo
 from plait.models.tiny import FAMILIES, byte_tokeniser, tiny_config
 
@@ -72,6 +72,16 @@ def load_model(settings: ModelSettings, *, cache: Path, device: torch.device | s
     found = _find(settings, cache)
     model = cast(Any, transformers_model(settings, cache=cache)).to(device)
     return BaseModel(model, load_tokeniser(settings, cache=cache), found.identity, found.max_length)
+
+
+def named_model(name: str, revision: str | None = None) -> ModelSettings:
+    """The settings of a base model by the name that adapters' folders have (``base_model_name_or_path``)."""
+    if name == SMOLLM2_NAME:
+        return ModelSettings()
+    family = name.removeprefix("tiny-")
+    if family != name and family in FAMILIES:
+        return ModelSettings(kind="tiny", family=family, dtype="float32")
+    return ModelSettings(kind="hf", id=name, revision=revision)
 
 
 def inspect_model(settings: ModelSettings, *, cache: Path) -> ModelShape:

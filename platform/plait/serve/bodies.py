@@ -125,6 +125,13 @@ class ChatBody(_Body):
         return self.top_logprobs if self.logprobs else None
 
 
+class AdapterBody(BaseModel):
+    """The body of /v1/load_lora_adapter and /v1/unload_lora_adapter, as vLLM has them."""
+
+    lora_name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
+    lora_path: str | None = None
+
+
 class Answer:
     """Forms of one answer: whole, or piece by piece."""
 

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from plait.core.errors import PlaitError
 from plait.serve.engine import Engine
+from plait.serve.metrics import Counts
 from plait.serve.requests import Request, Update
 
 
 class BusyError(Exception):
-    """The queue is full, or the server is stopping."""
+    """The queue is full, a request has waited for too long, or the server is stopping."""
 
 
 @dataclass(slots=True, eq=False)
@@ -27,6 +29,8 @@ class _Ticket:
     request: Request
     deliver: Callable[[Update | Exception], None]
     cancelled: bool = False
+    answered: bool = False
+    arrived: float = field(default_factory=time.monotonic)
 
 
 class Driver:
@@ -34,11 +38,14 @@ class Driver:
 
     Args:
         most_waiting: requests that may wait for room; more are refused.
+        most_seconds: that one may wait for; then it is refused.
     """
 
-    def __init__(self, engine: Engine, *, most_waiting: int) -> None:
+    def __init__(self, engine: Engine, *, most_waiting: int, most_seconds: float = float("inf")) -> None:
         self.engine = engine
+        self.counts = Counts()
         self._most_waiting = most_waiting
+        self._most_seconds = most_seconds
         self._changed = threading.Condition()
         self._new: list[_Ticket] = []
         self._active: dict[int, _Ticket] = {}
@@ -84,6 +91,7 @@ class Driver:
         with self._changed:
             waiting = len(self._new) + self.engine.scheduler.waiting
             if self._stopping or waiting >= self._most_waiting:
+                self.counts.end("refused")
                 raise BusyError
             self._new.append(ticket)
             self._changed.notify()
@@ -97,19 +105,31 @@ class Driver:
                     break
             for ticket in new:
                 self._add(ticket)
-            for number in [number for number, each in self._active.items() if each.cancelled]:
-                self.engine.cancel(number)
-                del self._active[number]
+            self._leave()
             self._step()
         for ticket in [*new, *self._active.values()]:
             ticket.deliver(BusyError())
+
+    def _leave(self) -> None:
+        """Cancel requests whose clients have left, and those that have waited for too long."""
+        late = time.monotonic() - self._most_seconds
+        running = set(self.engine.running)
+        for number, ticket in list(self._active.items()):
+            refused = ticket.arrived < late and number not in running
+            if ticket.cancelled or refused:
+                self.engine.cancel(number)
+                del self._active[number]
+                self.counts.end("refused" if refused else "cancelled")
+                ticket.deliver(BusyError())
 
     def _add(self, ticket: _Ticket) -> None:
         if ticket.cancelled:
             return
         try:
             self._active[self.engine.add(ticket.request)] = ticket
+            self.counts.prompt_tokens += len(ticket.request.tokens)
         except PlaitError as error:
+            self.counts.end("failed")
             ticket.deliver(error)
 
     def _step(self) -> None:
@@ -119,10 +139,25 @@ class Driver:
         except Exception as error:  # the thread must live: later requests may succeed
             for number, ticket in self._active.items():
                 self.engine.cancel(number)
+                self.counts.end("failed")
                 ticket.deliver(error)
             self._active = {}
             return
         for update in updates:
-            self._active[update.request].deliver(update.error or update)
+            ticket = self._active[update.request]
+            self._count(ticket, update)
+            ticket.deliver(update.error or update)
             if update.ended is not None or update.error is not None:
                 del self._active[update.request]
+
+    def _count(self, ticket: _Ticket, update: Update) -> None:
+        counts = self.counts
+        if not ticket.answered and update.error is None:
+            ticket.answered = True
+            counts.first_tokens += 1
+            counts.first_token_seconds += time.monotonic() - ticket.arrived
+        if update.error is not None:
+            counts.end("failed")
+        elif update.ended is not None:
+            counts.end(update.ended.reason)
+            counts.new_tokens += len(update.ended.tokens)

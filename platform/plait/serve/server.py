@@ -12,12 +12,14 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -25,15 +27,22 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from plait.core.errors import PlaitError
 from plait.models.base import BaseModel
-from plait.serve import requests
-from plait.serve.bodies import Answer, ChatBody, TextBody
+from plait.serve import metrics, requests
+from plait.serve.bodies import AdapterBody, Answer, ChatBody, TextBody
 from plait.serve.driver import BusyError, Driver
+from plait.serve.folders import FolderAdapters
 from plait.serve.requests import Completion
 
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 JSON = "application/json"
 STOPPING_SECONDS = 30
-WORDS = {401: "authentication_error", 404: "not_found_error", 503: "overloaded_error", 500: "server_error"}
+WORDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    503: "overloaded_error",
+    500: "server_error",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,23 +51,66 @@ class Limits:
 
     Attributes:
         waiting: requests that wait for room.
+        waiting_seconds: that one of them waits for.
     """
 
     body_bytes: int = 1 << 20
     new_tokens: int = 1024
     waiting: int = 256
+    waiting_seconds: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The models of a server.
+
+    Attributes:
+        named: the adapter of each fixed name; None: the base model.
+        adapters: those that come and go; each is a model under its own name.
+        root: the folder from which clients may add adapters; None: they may not.
+    """
+
+    named: Mapping[str, str | None]
+    adapters: FolderAdapters | None = None
+    root: Path | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All models."""
+        return (*self.named, *(self.adapters.names if self.adapters else ()))
+
+    def adapter(self, model: str) -> str | None:
+        """The adapter of a model; HTTPException if there is no such model."""
+        found = self.named.get(model, model)
+        if model not in self.names or (self.adapters and found not in (None, *self.adapters.names)):
+            raise HTTPException(404, f"There is no model {model[:100]!r}; /v1/models lists them.")
+        return found
+
+    def add(self, name: str, path: str) -> None:
+        """Add the adapter of a folder below the root, to which ``path`` is relative unless it is absolute."""
+        if self.adapters is None or self.root is None:
+            raise HTTPException(403, "This server takes no adapters: start it with --adapters FOLDER.")
+        root = self.root.resolve()
+        folder = (root / path).resolve()
+        if root not in folder.parents:
+            raise HTTPException(403, f"An adapter's folder lies below {self.root}.")
+        if name in self.named:
+            raise HTTPException(422, f"{name!r} is a fixed name.")
+        self.adapters.add(name, folder)
+
+    def remove(self, name: str) -> None:
+        """Remove an adapter; requests that have it end as they would."""
+        if self.adapters is None or self.root is None:
+            raise HTTPException(403, "This server's adapters are fixed: start it with --adapters FOLDER.")
+        if name not in self.adapters.names:
+            raise HTTPException(404, f"There is no adapter {name!r}.")
+        self.adapters.remove(name)
 
 
 class Endpoint:
-    """Answers requests with a driver's engine.
+    """Answers requests with a driver's engine."""
 
-    Args:
-        models: the adapter of each model's name; None: the base model.
-    """
-
-    def __init__(
-        self, driver: Driver, base: BaseModel, models: Mapping[str, str | None], limits: Limits
-    ) -> None:
+    def __init__(self, driver: Driver, base: BaseModel, models: Models, limits: Limits) -> None:
         self._driver = driver
         self._base = base
         self._models = models
@@ -67,13 +119,35 @@ class Endpoint:
 
     async def models(self) -> Any:
         """All models, in OpenAI's form."""
-        owner = {"object": "model", "created": self._started, "owned_by": "plait"}
-        return {"object": "list", "data": [{"id": name} | owner for name in self._models]}
+        return {"object": "list", "data": [self._shown(name) for name in self._models.names]}
 
     async def model(self, name: str) -> Any:
         """One model."""
-        self._adapter(name)
+        self._models.adapter(name)
+        return self._shown(name)
+
+    def _shown(self, name: str) -> Any:
         return {"id": name, "object": "model", "created": self._started, "owned_by": "plait"}
+
+    async def add_adapter(self, body: AdapterBody) -> Response:
+        """Add an adapter, as vLLM's endpoint of this name does."""
+        if body.lora_path is None:
+            raise HTTPException(422, "lora_path: it is the adapter's folder.")
+        await run_in_threadpool(self._models.add, body.lora_name, body.lora_path)
+        return Response(f"{body.lora_name} was added.")
+
+    async def remove_adapter(self, body: AdapterBody) -> Response:
+        """Remove an adapter."""
+        self._models.remove(body.lora_name)
+        return Response(f"{body.lora_name} was removed.")
+
+    async def metrics(self) -> Response:
+        """Prometheus's page."""
+        adapters = self._models.adapters
+        number = len(self._models.named) - 1 if adapters is None else len(adapters.names)
+        return Response(
+            metrics.page(self._driver.counts, self._driver.engine, number), media_type=metrics.TYPE
+        )
 
     async def text(self, body: TextBody, request: Request) -> Response:
         """Continue a text."""
@@ -83,7 +157,7 @@ class Endpoint:
     async def chat(self, body: ChatBody, request: Request) -> Response:
         """Answer a chat."""
         tokeniser = self._base.tokeniser
-        self._adapter(body.model)
+        self._models.adapter(body.model)
         if not tokeniser.chat_template:
             raise HTTPException(422, "The model's tokeniser has no chat template: use /v1/completions.")
         messages = [message.plain() for message in body.messages]
@@ -94,15 +168,10 @@ class Endpoint:
         tokens = tokeniser(text, add_special_tokens=False)["input_ids"]
         return await self._answer(body, tuple(tokens), request, chat=True)
 
-    def _adapter(self, model: str) -> str | None:
-        if model not in self._models:
-            raise HTTPException(404, f"There is no model {model[:100]!r}; /v1/models lists them.")
-        return self._models[model]
-
     async def _answer(
         self, body: TextBody | ChatBody, tokens: tuple[int, ...], request: Request, *, chat: bool
     ) -> Response:
-        adapter = self._adapter(body.model)
+        adapter = self._models.adapter(body.model)
         sampling = body.sampling(self._limits.new_tokens)
         updates = self._driver.stream(requests.Request(tokens, adapter, sampling))
         answer = Answer(body.model, chat=chat)
@@ -190,6 +259,11 @@ def make_app(endpoint: Endpoint, driver: Driver, *, key: str | None, limits: Lim
     app.add_api_route("/v1/completions", endpoint.text, methods=["POST"], response_model=None)
     app.add_api_route("/v1/chat/completions", endpoint.chat, methods=["POST"], response_model=None)
 
+    app.add_api_route("/v1/load_lora_adapter", endpoint.add_adapter, methods=["POST"], response_model=None)
+    app.add_api_route(
+        "/v1/unload_lora_adapter", endpoint.remove_adapter, methods=["POST"], response_model=None
+    )
+    app.add_api_route("/metrics", endpoint.metrics, methods=["GET"], response_model=None)
     app.add_middleware(Guard, key=key, body_bytes=limits.body_bytes)
     if local:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(LOOPBACK))
@@ -211,7 +285,7 @@ def _add_errors(app: FastAPI) -> None:
         return _error(422, str(error)[:1000])
 
     async def busy(_: Request, __: Any) -> Response:
-        return _error(503, "The queue is full.", {"Retry-After": "1"})
+        return _error(503, "The server is busy.", {"Retry-After": "1"})
 
     app.add_exception_handler(HTTPException, refused)
     app.add_exception_handler(RequestValidationError, wrong)

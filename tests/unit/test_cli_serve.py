@@ -1,0 +1,65 @@
+"""`plait serve` of adapters' folders: what is served, and what is refused before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from mlflow_server import free_port
+
+from plait.adapters.peft_folder import CONFIG, export_adapter
+from plait.cli.main import main
+from plait.core.jobs import AdapterSpec
+from plait.core.settings import ModelSettings
+from plait.models.load import inspect_model, named_model
+from plait.models.targets import resolve_targets
+from plait.serve import server
+
+
+def adapter(folder: Path) -> Path:
+    linears = inspect_model(named_model("tiny-llama"), cache=folder).linears
+    sizes = {linear.name: (linear.in_features, linear.out_features) for linear in linears}
+    spec = AdapterSpec(2, target_modules=("q_proj",))
+    weights = {
+        name: (torch.zeros(2, sizes[name][0]), torch.zeros(sizes[name][1], 2))
+        for name in resolve_targets(("q_proj",), linears)
+    }
+    export_adapter(folder, spec, weights, base="tiny-llama", linears=linears)
+    return folder
+
+
+def test_folders_are_models_of_the_base_that_they_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served = []
+    monkeypatch.setattr(server, "run", lambda app, address: (served.append(app), address.close()))
+    one, two = adapter(tmp_path / "one"), adapter(tmp_path / "many" / "two")
+    words = ["--port", str(free_port()), "--pool-tokens", "100"]
+    assert main(["serve", str(one), "--adapters", str(two.parent), *words]) == 0
+    assert len(served) == 1
+    assert "serves base, one, two;" in capsys.readouterr().out
+
+
+def test_what_cannot_be_served_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = adapter(tmp_path / "one")
+    other = adapter(tmp_path / "other")
+    config = json.loads((other / CONFIG).read_text())
+    (other / CONFIG).write_text(json.dumps(config | {"base_model_name_or_path": "another"}))
+    port = ["--port", str(free_port())]
+    for words, said in (
+        ([str(one), str(other)], "belong to one base model"),
+        ([str(one), str(adapter(tmp_path / "again" / "one"))], "another folder named one"),
+        (["--adapters", str(tmp_path / "none")], "a folder of adapters"),
+        (["a", "b"], "One search can be served"),
+        ([str(one), "--wait", "-1"], "at least 0"),
+    ):
+        assert main(["serve", *words, *port]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_a_base_model_is_found_by_the_name_in_a_folder() -> None:
+    assert named_model("HuggingFaceTB/SmolLM2-135M-Instruct") == ModelSettings()
+    assert named_model("tiny-gpt2").family == "gpt2"
+    assert named_model("a/b", "main") == ModelSettings(kind="hf", id="a/b", revision="main")
