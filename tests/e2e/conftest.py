@@ -6,13 +6,14 @@ import importlib.util
 import json
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import optuna
 import pytest
+from mlflow_server import MlflowServer
 
 from plait.cli.main import main
 from plait.search import launch
@@ -88,6 +89,15 @@ def leaderboard(capsys: pytest.CaptureFixture[str]) -> Leaderboard:
         return rows
 
     return read
+
+
+@pytest.fixture
+def server(new_store: Callable[[], Path]) -> Iterator[MlflowServer]:
+    """A running MLflow server."""
+    made = MlflowServer(new_store())
+    made.start()
+    yield made
+    made.kill()
 
 
 @pytest.fixture

@@ -88,6 +88,10 @@ def test_a_finished_search_prints_its_result(
     assert "search.fresh=true" in out
     assert f"{min(value for value in before if value is not None):.6g}" in out
     assert [item.value for item in trials(folder)] == before
+    files = set(folder.rglob("*"))
+    for changed in ("++search.prior=none", "train.steps=4"):
+        assert main(["resume", "mine", changed]) == 2
+        assert set(folder.rglob("*")) == files, "what is refused leaves nothing"
 
 
 def test_the_verbs_that_read(

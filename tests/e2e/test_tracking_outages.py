@@ -41,14 +41,6 @@ def begin() -> Iterator[Callable[..., Forked]]:
         sweep.kill()
 
 
-@pytest.fixture
-def server(new_store: Callable[[], Path]) -> Iterator[MlflowServer]:
-    made = MlflowServer(new_store())
-    made.start()
-    yield made
-    made.kill()
-
-
 def search(short: Sequence[str], address: str) -> list[str]:
     """Four trials, one after the other, with checkpoints every few steps."""
     return [

@@ -218,13 +218,26 @@ def test_code_that_comes_with_a_model_is_neither_run_nor_asked_about(
 
 
 @pytest.mark.parametrize(
-    "content", ["null", "[]", '{"model_type": 5}', '{"model_type": "llama", "hidden_size": "x"}']
+    "content",
+    [
+        *("null", "[]", '{"model_type": 5}', '{"model_type": "llama", "hidden_size": "x"}'),
+        *('{"model_type": "llama", "rope_theta": "x"}', '{"model_type": "llama", "hidden_act": "x"}'),
+        *('{"model_type": "llama", "hidden_size": 1000000000000}', '{"model_type": "gpt2", "n_head": 0}'),
+    ],
 )
 def test_a_malformed_configuration_is_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(content)
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(ModelError):
-        load_model(ModelSettings(kind="hf", id=str(tmp_path)), cache=tmp_path)
+    for read in (inspect_model, load_model):
+        with pytest.raises(ModelError):
+            read(ModelSettings(kind="hf", id=str(tmp_path), dtype="float32"), cache=tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"GGUF\x03\0\0\0" + b"\x05\0\0\0\0\0\0\0" * 2, b"x" * 100])
+def test_a_gguf_file_that_is_cut_short_is_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "cut.gguf").write_bytes(content)
+    with pytest.raises(ModelError, match=r"cut\.gguf"):
+        inspect_model(ModelSettings(kind="gguf", path=str(tmp_path / "cut.gguf")), cache=tmp_path / "cache")
 
 
 def _cut_short(folder: Path) -> None:

@@ -207,7 +207,14 @@ class Forked:
             return file.read()
 
 
-def _run_held(*given: Any) -> None:
+def _elsewhere(folder: str) -> None:
+    from plait.search import ownership
+
+    ownership.this_host = lambda: f"{Path(folder).name} of-this-boot"
+    ownership.BEAT_SECONDS = 1.0
+
+
+def _hold() -> None:
     from plait.search.orders import Orders, StudyOrders
 
     asked = itertools.count(1)
@@ -220,7 +227,33 @@ def _run_held(*given: Any) -> None:
         return orders
 
     StudyOrders.poll = read  # type: ignore[method-assign]
+
+
+def _run_elsewhere(arguments: Sequence[str], folder: str, *given: Any) -> None:
+    _elsewhere(folder)
+    _run(arguments, folder, *given)
+
+
+def _run_held(*given: Any) -> None:
+    _hold()
     _run(*given)
+
+
+def _run_held_elsewhere(*given: Any) -> None:
+    _hold()
+    _run_elsewhere(*given)
+
+
+class HostSearch(Forked):
+    """A search that takes itself to run on a host of its own, named after its folder."""
+
+    run = staticmethod(_run_elsewhere)
+
+
+class HeldHostSearch(Forked):
+    """The same, which trains a few steps of its first trials and then waits for an order."""
+
+    run = staticmethod(_run_held_elsewhere)
 
 
 class HeldSearch(Forked):

@@ -1,7 +1,9 @@
 """The Optuna study as a source of trials: draws, states, values, going on."""
 
 import math
+import sqlite3
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -352,6 +354,18 @@ def test_the_default_storage_is_a_journal_under_the_root(tmp_path: Path) -> None
 def test_a_path_with_a_database_suffix_is_sqlite(tmp_path: Path) -> None:
     source(storage=open_storage(str(tmp_path / "new" / "s.db"), tmp_path)).ask()
     assert (tmp_path / "new" / "s.db").read_bytes().startswith(b"SQLite format 3")
+
+
+def test_the_database_of_another_program_is_refused_as_it_is(tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / "other.db")) as database:
+        database.execute("CREATE TABLE people (name TEXT)")
+    before = (tmp_path / "other.db").read_bytes()
+    for storage in (str(tmp_path / "other.db"), f"sqlite:///{tmp_path / 'other.db'}"):
+        with pytest.raises(StorageError, match=r"the tables people\n"):
+            open_storage(storage, tmp_path)
+    assert (tmp_path / "other.db").read_bytes() == before
+    open_storage(str(tmp_path / "own.db"), tmp_path)
+    open_storage(str(tmp_path / "own.db"), tmp_path)
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

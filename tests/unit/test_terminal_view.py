@@ -127,9 +127,9 @@ def test_plain_progress_is_printed_by_the_clock_not_by_the_step() -> None:
             stage.clock.now += 1.0
             stage.step(0, step)
     assert stage.lines[1:-1] == [
-        "1 % done, about 1 min 39 s left · 0 of 1 ended, 1 running · 100 tokens/s · train loss 2.0000",
-        "16 % done, about 1 min 24 s left · 0 of 1 ended, 1 running · 100 tokens/s · train loss 0.1250",
-        "31 % done, about 1 min 09 s left · 0 of 1 ended, 1 running · 100 tokens/s · train loss 0.0645",
+        "1 % done, about 1 min 40 s left · 0 of 1 ended, 1 running · 100 tokens/s · train loss 2.0000",
+        "16 % done, about 1 min 25 s left · 0 of 1 ended, 1 running · 100 tokens/s · train loss 0.1250",
+        "31 % done, about 1 min 10 s left · 0 of 1 ended, 1 running · 100 tokens/s · train loss 0.0645",
     ]
 
 
@@ -198,11 +198,11 @@ def test_the_line_on_the_whole_is_broken_where_it_does_not_fit() -> None:
     whole = status_line(board, 400.0)
     assert status_rows(board, 400.0, 200) == [whole]
     assert status_rows(board, 400.0, 80) == [
-        "67 % done, about 6 min 40 s left · 8 of 12 ended, 0 running · 1 paused",
+        "67 % done, about 6 min 30 s left · 8 of 12 ended, 0 running · 1 paused",
         "4 pruned · 4 failed · rung 2: 1 of 4 arrived",
     ]
     assert status_rows(board, 400.0, 40) == [
-        "67 % done, about 6 min 40 s left",
+        "67 % done, about 6 min 30 s left",
         "8 of 12 ended, 0 running · 1 paused",
     ]
 

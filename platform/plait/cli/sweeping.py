@@ -116,14 +116,14 @@ def search_command(
         prepare()  # only now, so that bad input leaves no folder
         return composer.job(trial)
 
-    planning = composed["mode"] in ("plan", "profile", "data")
-    if not planning:
+    trains = composed["mode"] == "train"
+    if trains:
         check_folder(directory, settings.tracking.root)
     command = SearchCommand(
         settings=settings,
         space=request.space,
         base=composer.probe(),
-        make_job=composer.unwritten if planning else make_job,
+        make_job=make_job if trains else composer.unwritten,
         probes=probes,
         config=OmegaConf.to_yaml(OmegaConf.create(composed)),
         command=tuple(words),

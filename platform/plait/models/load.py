@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -118,9 +119,18 @@ def _without_weights(found: _Found) -> PreTrainedModel:
             model: PreTrainedModel = cast(Any, AutoModelForCausalLM).from_config(
                 found.config, trust_remote_code=False
             )
-    except ValueError as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # each model's code has errors of its own for values that make no sense
+        name = f"model {found.identity.name!r}"
+        if type(found.config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise ModelError(
+                f"{name}: {type(error).__name__}: {next(iter(str(error).splitlines()), '')[:200]}",
+                "Its config.json must describe a model that this transformers can make.",
+                "Correct it, or download the model again.",
+            ) from error
         raise ModelError(
-            f"model {found.identity.name!r}: a model of type {found.config.model_type!r}",
+            f"{name}: a model of type {found.config.model_type!r}",
             "transformers has no causal language model of this type.",
             DECODERS,
         ) from error

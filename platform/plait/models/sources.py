@@ -120,7 +120,9 @@ def convert_gguf(path: Path, folder: Path, dtype: str) -> None:
                 path.parent, gguf_file=path.name, dtype=torch.float32, **NO_CODE
             )
             tokeniser = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, **NO_CODE)
-    except (ValueError, OSError, KeyError, NotImplementedError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # the readers raise many kinds for a damaged file
         raise ModelError(f"{path}: {error}", "transformers must be able to read the GGUF file.") from error
     packed = [name for name, weight in model.named_parameters() if weight.dtype != torch.float32]
     if packed:

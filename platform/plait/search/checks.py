@@ -63,8 +63,7 @@ def find_search(command: SearchCommand, name: str, away: AwayError | None) -> tu
 
     Raises:
         StorageError: the storage does not answer, or cannot be made; or as for ``tracked_run``.
-        SearchError: a new search cannot learn from ``search.prior``, or one that should be restarted is
-            being trained.
+        SearchError: it cannot learn from ``search.prior``, or one that should be restarted is being trained.
     """
     quiet()
     search, root = command.settings.search, command.settings.tracking.root
@@ -73,8 +72,7 @@ def find_search(command: SearchCommand, name: str, away: AwayError | None) -> tu
     began = storage is not None and name in patience(lambda: optuna.get_all_study_names(storage))
     if storage is not None and began and search.fresh:  # before minutes of loading data
         patience(lambda: check_restart(optuna.load_study(study_name=name, storage=storage)))
-    if search.prior is not None and (search.fresh or not began):
-        patience(lambda: check_prior(name, search, command.space, storage))
+    patience(lambda: check_prior(name, search, command.space, storage))
     tracked = tracked_run(storage, name, command.settings, away)
     return began or recorded_command(root, name) is not None, tracked
 

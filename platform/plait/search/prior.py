@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution
@@ -47,10 +48,15 @@ class EarlierTrial:
 
 
 def check_prior(name: str, settings: SearchSettings, space: Space, storage: BaseStorage | None) -> None:
-    """Check that the earlier study, if one is given, suits the search that will be called ``name``; errors as
-    for :func:`earlier_trials`."""
-    if settings.prior is not None:
-        read_prior(name, settings, space, storage)
+    """Check that the earlier study, if one is given, suits the search called ``name``, unless that has stored
+    its trials; errors as for :func:`earlier_trials`."""
+    if settings.prior is None:
+        return
+    if storage is not None and not settings.fresh and name in optuna.get_all_study_names(storage):
+        kept = _kept(optuna.load_study(study_name=name, storage=storage))
+        if kept.get("name") == settings.prior:
+            return
+    read_prior(name, settings, space, storage)
 
 
 def earlier_trials(
@@ -62,7 +68,7 @@ def earlier_trials(
     Raises:
         SearchError: the study is missing, or its trials have no meaning in this search.
     """
-    kept = json.loads(study.user_attrs.get(PRIOR, "{}"))
+    kept = _kept(study)
     if kept.get("name") != settings.prior:
         found = read_prior(study.study_name, settings, space, storage)
         kept = {"name": settings.prior, "trials": [asdict(trial) for trial in found]}
@@ -70,6 +76,12 @@ def earlier_trials(
     return tuple(
         EarlierTrial(item["point"], tuple(item["values"]), item["constraints"]) for item in kept["trials"]
     )
+
+
+def _kept(study: Study) -> dict[str, Any]:
+    """The name and the trials of the earlier study that a study has stored; empty if none."""
+    kept: dict[str, Any] = json.loads(study.user_attrs.get(PRIOR, "{}"))
+    return kept
 
 
 def describe_prior(settings: SearchSettings, known: int) -> str:

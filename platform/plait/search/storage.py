@@ -25,7 +25,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from plait.core.errors import StorageError
 from plait.search.locks import advisory_lock, file_lock
-from plait.utils.addresses import check_login, redact, with_driver
+from plait.utils.addresses import check_login, foreign_tables, redact, with_driver
 from plait.utils.line_log import LineLog, check_kind
 from plait.utils.paths import user_path
 
@@ -177,6 +177,13 @@ def _journal(path: Path) -> BaseStorage:
 
 def _database(url: str) -> BaseStorage:
     check_login("search.storage", url)
+    file = _sqlite_file(url)
+    if file is not None and (tables := foreign_tables(file, "studies", "version_info")):
+        raise StorageError(
+            f"search.storage={file}: a SQLite file with the tables {tables}",
+            "It belongs to another program, and Optuna would add its own tables to it.",
+            "Name another file: search.storage=PATH.",
+        )
     arguments = {"connect_timeout": CONNECT_SECONDS} if url.startswith("postgres") else {}
     try:
         return RDBStorage(with_driver(url), engine_kwargs={"connect_args": arguments, "pool_pre_ping": True})

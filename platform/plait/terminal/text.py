@@ -81,13 +81,19 @@ def status_parts(board: Leaderboard, left: float | None, share: float | None = N
     if all_trained(board):
         done += ", evaluating"
     elif left is not None and ended < total:
-        done += f", about {duration(max(left, 1.0))} left"
+        done += f", about {duration(_rough(left))} left"
     parts = [done, f"{ended} of {total} ended, {states[JobState.RUNNING]} running"]
     parts += [f"{states[state]} {state}" for state in NAMED if states[state]]
     parts += rungs_waited_for(board)
     if board.group is not None and board.group.seconds > 0:
         parts.append(f"{board.group.tokens / board.group.seconds:,.0f} tokens/s")
     return parts
+
+
+def _rough(seconds: float) -> float:
+    """An estimate without digits that would change at every look: at least 1, rounded to a tenth or less."""
+    unit = max((each for each in (1, 5, 10, 30, 60, 300) if each * 10 <= seconds), default=1)
+    return max(1.0, round(seconds / unit) * float(unit))
 
 
 def status_line(board: Leaderboard, left: float | None, share: float | None = None) -> str:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import base64
 import http.client
 import shutil
-import sqlite3
 import ssl
 import tempfile
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from urllib.parse import quote, unquote, urlsplit, urlunsplit
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 import sqlalchemy
 from filelock import FileLock
@@ -25,11 +24,10 @@ from plait.core.errors import StorageError
 from plait.core.settings import TrackingSettings
 from plait.tracking.location import Location, locate
 from plait.tracking.mlflow_store import Store
-from plait.utils.addresses import first_line, redact
+from plait.utils.addresses import first_line, foreign_tables, redact
 from plait.utils.line_log import real_locks
 
 ANSWER_SECONDS = 5
-SHOWN_TABLES = 5
 LEAST_FREE_BYTES = 64 * 2**20
 NOT_NOW = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE")  # MLflow's codes for a server that fails or is down
 LOST = (2002, 2003, 2006, 2013)  # MySQL's codes for failed connections
@@ -268,16 +266,9 @@ def _check_tables(file: Path) -> None:
     Raises:
         StorageError: it has tables other than MLflow's.
     """
-    try:
-        with closing(sqlite3.connect(f"file:{quote(str(file))}?mode=ro", uri=True)) as database:
-            found = {
-                name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
-            }
-    except sqlite3.Error:
-        return  # MLflow's client reports what is wrong with it
-    if found and "experiments" not in found:
+    if tables := foreign_tables(file, "experiments"):
         raise StorageError(
-            f"{file}: a SQLite file with the tables {', '.join(sorted(found)[:SHOWN_TABLES])}",
+            f"{file}: a SQLite file with the tables {tables}",
             "It belongs to another program, and MLflow would add its own tables to it.",
             "Name another file: tracking.uri=sqlite:///FILE.",
         )

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from filelock import lock_descriptor
+from mlflow.entities import Run
 
 from plait.core.errors import StorageError
 from plait.core.lifecycle import STORED_AS, JobResult, JobState
@@ -435,12 +436,16 @@ def conclude(settings: TrackingSettings, search: str, study: str, results: Seque
             return None
         run_id = str(runs[0].info.run_id)
         write_final(store, run_id, results)
-        status = STORED_AS[JobState.FINISHED].mlflow
-        found = runs[0].info.status, runs[0].data.tags.get(names.TAG_STATE)
-        if found != (status, JobState.FINISHED):
-            store.update(run_id, (), {names.TAG_STATE: JobState.FINISHED, names.TAG_REASON: ""})
-            store.set_status(run_id, status, time_ms())
+        _settle(store, runs[0], JobState.FINISHED, "")
     return run_id
+
+
+def _settle(store: Store, run: Run, state: JobState, reason: str) -> None:
+    """Give a run the state in which the study says that it ended, if the store has another."""
+    status = STORED_AS[state].mlflow
+    if (run.info.status, run.data.tags.get(names.TAG_STATE)) != (status, state):
+        store.update(run.info.run_id, (), {names.TAG_STATE: state, names.TAG_REASON: reason})
+        store.set_status(run.info.run_id, status, time_ms())
 
 
 def write_final(store: Store, run_id: str, results: Sequence[JobResult]) -> Leaderboard:
@@ -458,6 +463,8 @@ def write_final(store: Store, run_id: str, results: Sequence[JobResult]) -> Lead
     board = stored_leaderboard(run, children)
     for result in results:
         board.take_result(result)
+        if result.trial in children:  # a killed host's records, if they come late, begin its run again
+            _settle(store, children[result.trial], result.state, result.reason)
     rows = board.ordered()
     for path, text in tables(board, rows).items():
         store.log_text(run_id, path, text)

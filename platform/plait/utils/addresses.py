@@ -1,16 +1,21 @@
-"""Addresses of databases and servers: adding the installed driver, and hiding secrets."""
+"""Addresses of databases and servers: adding the installed driver, hiding secrets, finding other programs'
+data."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
+import sqlite3
+from contextlib import closing
 from itertools import pairwise
-from urllib.parse import urlsplit
+from pathlib import Path
+from urllib.parse import quote, urlsplit
 
 from plait.core.errors import StorageError
 
 HIDDEN = "***"
 SERVERS = ("http", "https")
+SHOWN_TABLES = 5
 LONGEST = 200  # most characters of a password with blanks, and of a name in a query
 # The rest of an address after ://, up to a blank, or a quote that closes the address.
 _REST = re.compile(r"""(?:[^\s"'<>]|["'](?=["']{0,8}[^\s"'<>,;)\]}]))*""")
@@ -36,6 +41,18 @@ def with_driver(url: str) -> str:
         return url
     drivers = [name for name in ("psycopg", "psycopg2") if importlib.util.find_spec(name) is not None]
     return f"postgresql+{drivers[0]}{mark}{rest}" if drivers else f"postgresql{mark}{rest}"
+
+
+def foreign_tables(file: Path, *own: str) -> str:
+    """Some tables of a SQLite file, if it has tables and none of ``own``, so that it is another program's;
+    else ""."""
+    try:
+        with closing(sqlite3.connect(f"file:{quote(str(file))}?mode=ro", uri=True)) as database:
+            rows = database.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
+    except sqlite3.Error:
+        return ""  # who uses it reports what is wrong with it
+    found = {name for (name,) in rows}
+    return "" if found & {*own} else ", ".join(sorted(found)[:SHOWN_TABLES])
 
 
 def check_login(key: str, url: str) -> None:
