@@ -7,7 +7,7 @@ from plait_kernels.dropout import RowCounters, dropout_mask
 from plait_kernels.errors import KernelError
 from plait_kernels.linear import multi_lora_linear
 from plait_kernels.lora import LORA, Lora
-from plait_kernels.loss import labelled_cross_entropy
+from plait_kernels.loss import VocabularySlice, labelled_cross_entropy
 from plait_kernels.optimiser import adamw_step
 from plait_kernels.routing import RoutedSegment, Routing
 from plait_kernels.selection import Selection, choose_backend
@@ -31,6 +31,7 @@ __all__ = [
     "StepResult",
     "TensorSpec",
     "Variant",
+    "VocabularySlice",
     "adamw_step",
     "check_backend",
     "choose_backend",

@@ -37,12 +37,14 @@ class Site:
         module: the layer's dropout key; q, k and v of one attention have their own.
         in_features: columns of A.
         out_features: rows of B.
+        first_feature: of the whole layer's inputs, where others have those before; a multiple of 8.
     """
 
     name: str
     module: int
     in_features: int
     out_features: int
+    first_feature: int = 0
 
 
 @dataclass(frozen=True)
@@ -267,6 +269,10 @@ class Bank:
         for site in self.sites:
             if min(site.in_features, site.out_features) < 1:
                 raise KernelError(f"{site}", "a site has at least one input and one output feature")
+            if site.first_feature % 8:
+                raise KernelError(
+                    f"{site}", "a mask is made for 8 features at a time, beginning at a multiple"
+                )
 
     def attach(
         self,

@@ -129,12 +129,12 @@ def dropout_library() -> ctypes.CDLL | None:
         )
         return None
     pointer, long, word, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32, ctypes.c_float
-    library.keep.argtypes = [pointer, pointer, long, long, word, word, word, ctypes.c_int]
+    library.keep.argtypes = [pointer, pointer, long, long, long, word, word, word, ctypes.c_int]
     library.keep.restype = None
     for function in (library.drop_f32, library.drop_bf16):
         function.argtypes = [
             *(pointer, pointer, long, pointer, long, pointer, pointer),
-            *(long, long, long, pointer, word, word, real, real, ctypes.c_int),
+            *(long, long, long, long, pointer, word, word, real, real, ctypes.c_int),
         ]
         function.restype = None
     return library

@@ -65,15 +65,15 @@ static inline uint16_t store_bf16(float value) {
     return value != value ? (uint16_t)0x7FC0 : (uint16_t)rounded;
 }
 
-/* keep[row, f]: 1 where the feature is kept. */
-void keep(uint8_t *out, const int64_t *counters, int64_t rows, int64_t features, uint32_t seed, uint32_t module,
-          uint32_t threshold, int threads) {
+/* keep[row, f]: 1 where the feature is kept; `first` is that of all of the layer at which these begin. */
+void keep(uint8_t *out, const int64_t *counters, int64_t rows, int64_t features, int64_t first, uint32_t seed,
+          uint32_t module, uint32_t threshold, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t row = 0; row < rows; row++) {
         philox_row state = row_of(counters, row, seed, module);
         uint16_t halves[BLOCK];
         for (int64_t start = 0; start < features; start += BLOCK) {
-            philox_block(state, (uint32_t)(start / 8), halves);
+            philox_block(state, (uint32_t)((first + start) / 8), halves);
             int64_t count = features - start < BLOCK ? features - start : BLOCK;
             for (int64_t f = 0; f < count; f++) out[row * features + start + f] = halves[f] >= threshold;
         }
@@ -97,8 +97,8 @@ void keep(uint8_t *out, const int64_t *counters, int64_t rows, int64_t features,
         for (int64_t f = 0; f < count; f++) sum[f] += halves[f] >= threshold ? load_##NAME(part[f]) * scale : 0.0f; \
     }                                                                                                          \
     void drop_##NAME(TYPE *dropped, const TYPE *x, int64_t x_stride, TYPE *total, int64_t total_stride,        \
-                     const TYPE *part, const int64_t *counters, int64_t rows, int64_t features, int64_t sites, \
-                     const uint32_t *modules, uint32_t seed, uint32_t threshold, float scale,          \
+                     const TYPE *part, const int64_t *counters, int64_t rows, int64_t features, int64_t first, \
+                     int64_t sites, const uint32_t *modules, uint32_t seed, uint32_t threshold, float scale,   \
                      float part_scale, int threads) {                                                          \
         _Pragma("omp parallel for num_threads(threads) schedule(static)")                                      \
         for (int64_t row = 0; row < rows; row++) {                                                             \
@@ -111,7 +111,8 @@ void keep(uint8_t *out, const int64_t *counters, int64_t rows, int64_t features,
                         sum[f] = load_##NAME(total[row * total_stride + start + f]);                           \
                 for (int64_t site = 0; site < sites; site++) {                                                 \
                     int64_t offset = (site * rows + row) * features + start;                                   \
-                    philox_block(row_of(counters, row, seed, modules[site]), (uint32_t)(start / 8), halves);   \
+                    philox_block(row_of(counters, row, seed, modules[site]), (uint32_t)((first + start) / 8),  \
+                                 halves);                                                                      \
                     drop_##NAME##_block(dropped + offset, x + row * x_stride + start, halves, count,           \
                                         threshold, scale);                                                     \
                     if (total) add_##NAME##_block(sum, part + offset, halves, count, threshold, part_scale);   \

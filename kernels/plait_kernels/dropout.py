@@ -78,10 +78,13 @@ def philox(key: tuple[int, int], counter: tuple[Tensor, Tensor, Tensor, Tensor])
     return even[0], odd[1], even[1], odd[0]
 
 
-def keep_mask(key: tuple[int, int], words: Tensor, features: int, threshold: int) -> Tensor:
-    """(rows, features) bool from (rows, 3) counter words, by eager int64 arithmetic."""
+def keep_mask(key: tuple[int, int], words: Tensor, features: int, threshold: int, first: int = 0) -> Tensor:
+    """(rows, features) bool from (rows, 3) counter words, by eager int64 arithmetic.
+
+    ``first``: of the features, of all of the layer; a multiple of 8.
+    """
     calls = -(-features // 8)
-    column = torch.arange(calls, dtype=torch.int64, device=words.device)
+    column = first // 8 + torch.arange(calls, dtype=torch.int64, device=words.device)
     four = torch.stack(philox(key, (words[:, 0:1], words[:, 1:2], words[:, 2:3], column)), dim=2)
     halves = torch.stack((four & 0xFFFF, four >> 16), dim=3)
     return halves.reshape(words.shape[0], 8 * calls)[:, :features] >= threshold

@@ -22,24 +22,29 @@ def _has_memory(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and type(tensor) in (Tensor, torch.nn.Parameter)
 
 
-def _eager_mask(seed: int, module: int, counters: Tensor, features: int, threshold: int) -> Tensor:
+def _eager_mask(
+    seed: int, module: int, counters: Tensor, features: int, threshold: int, first: int
+) -> Tensor:
     elements = _EAGER_ELEMENTS.get(counters.device.type, _EAGER_ELEMENTS_ELSEWHERE)
     chunks = [
-        keep_mask((seed, module), rows, features, threshold)
+        keep_mask((seed, module), rows, features, threshold, first)
         for rows in torch.split(counters, max(1, elements // features))
     ]
     return torch.cat(chunks)
 
 
-def keep(seed: int, module: int, counters: Tensor, features: int, threshold: int) -> Tensor:
-    """The mask (rows, features), True if a feature is kept, from (rows, 3) counter words."""
+def keep(seed: int, module: int, counters: Tensor, features: int, threshold: int, first: int = 0) -> Tensor:
+    """The mask (rows, features), True if a feature is kept, from (rows, 3) counter words.
+
+    ``first``: of the features, of all of the layer.
+    """
     library = dropout_library() if _has_memory(counters) else None
     if library is None:
-        return _eager_mask(seed, module, counters, features, threshold)
+        return _eager_mask(seed, module, counters, features, threshold, first)
     out = torch.empty(counters.shape[0], features, dtype=torch.bool)
     library.keep(
         *(out.data_ptr(), counters.data_ptr(), counters.shape[0], features),
-        *(seed, module % 2**32, threshold, torch.get_num_threads()),
+        *(first, seed, module % 2**32, threshold, torch.get_num_threads()),
     )
     return out
 
@@ -50,6 +55,7 @@ def drop(
     modules: Sequence[int],
     counters: Tensor,
     threshold: int,
+    first: int = 0,
     *,
     total: Tensor | None = None,
     part: Tensor | None = None,
@@ -63,6 +69,7 @@ def drop(
         modules: second word of the key, one for each site.
         counters: (rows, 3) int64 counter words, contiguous.
         threshold: round(p·65536).
+        first: of the features, of all of the layer.
         total: (rows, features), or None.
         part: (modules, rows, features), contiguous, if `total` is given.
         factor: factor of `part`.
@@ -74,14 +81,16 @@ def drop(
     compiled = _has_memory(x) and x.dtype in (torch.float32, torch.bfloat16)
     library = dropout_library() if compiled else None
     if library is None or x.stride(1) != 1 or (total is not None and total.stride(1) != 1):
-        return _drop_by_masks(x, seed, modules, counters, threshold, total=total, part=part, factor=factor)
+        return _drop_by_masks(
+            x, seed, modules, counters, threshold, first, total=total, part=part, factor=factor
+        )
     out = x.new_empty(len(modules), rows, features)
     function = library.drop_f32 if x.dtype == torch.float32 else library.drop_bf16
     function(
         *(out.data_ptr(), x.data_ptr(), x.stride(0)),
         *(None, 0) if total is None else (total.data_ptr(), total.stride(0)),
         None if part is None else part.data_ptr(),
-        *(counters.data_ptr(), rows, features, len(modules)),
+        *(counters.data_ptr(), rows, features, first, len(modules)),
         (c_uint32 * len(modules))(*(module % 2**32 for module in modules)),
         *(seed, threshold, keep_scale(threshold), factor * keep_scale(threshold), torch.get_num_threads()),
     )
@@ -94,6 +103,7 @@ def _drop_by_masks(
     modules: Sequence[int],
     counters: Tensor,
     threshold: int,
+    first: int,
     *,
     total: Tensor | None,
     part: Tensor | None,
@@ -101,7 +111,7 @@ def _drop_by_masks(
 ) -> Tensor:
     out = x.new_empty(len(modules), *x.shape)
     for index, module in enumerate(modules):
-        kept = keep(seed, module, counters, x.shape[1], threshold)
+        kept = keep(seed, module, counters, x.shape[1], threshold, first)
         out[index] = drop_by(kept, x, threshold)
         if total is not None and part is not None:
             total += torch.where(kept, part[index] * (factor * keep_scale(threshold)), 0.0)

@@ -51,8 +51,10 @@ def _dropped(
 ) -> Tensor:
     modules = [site.module for site, _ in placed]
     rows = call.routing.counters[span.start : span.stop]
+    first = placed[0][0].first_feature  # of their common input
+    factor = span.block.scale
     return drop(
-        x, span.block.seed, modules, rows, span.threshold, total=total, part=part, factor=span.block.scale
+        x, span.block.seed, modules, rows, span.threshold, first, total=total, part=part, factor=factor
     )
 
 

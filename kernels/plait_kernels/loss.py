@@ -7,6 +7,7 @@ times as many, and chunks are larger: the head is read once for each.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -22,13 +23,33 @@ FUSED_CHUNK_BYTES = 2**27  # of one whose gradient is made in place
 _BLOCK = 4096  # logits of a row at once
 
 
+@dataclass(frozen=True)
+class VocabularySlice:
+    """The rows of the head that this process has, where others have the rest.
+
+    Args:
+        first: its first token.
+        gather: this tensor of each process, in their order.
+        add: put the sum over all processes into a tensor.
+    """
+
+    first: int
+    gather: Callable[[Tensor], list[Tensor]]
+    add: Callable[[Tensor], None]
+
+
 class Head:
     """The frozen head: logits = scale·(h Wᵀ + b), then softcap·tanh(logits / softcap) if there is one."""
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None, softcap: float | None, scale: float | None
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        softcap: float | None,
+        scale: float | None,
+        own: VocabularySlice | None,
     ) -> None:
-        self.weight, self.bias, self.softcap, self.scale = weight, bias, softcap, scale
+        self.weight, self.bias, self.softcap, self.scale, self.own = weight, bias, softcap, scale, own
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(rows, vocabulary) float32."""
@@ -38,6 +59,21 @@ class Head:
         if self.softcap is not None:
             logits = logits.div_(self.softcap).tanh_().mul_(self.softcap)
         return logits
+
+    def normalised(
+        self, logits: Tensor, targets: Tensor, share: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The logarithm of each row's sum over all tokens and the logit of its target; that target's column
+        here, and its share of the loss, which is 0 where another process has it."""
+        normaliser = logits.logsumexp(dim=1)
+        if self.own is None:
+            index = targets[:, None]
+            return normaliser, logits.gather(1, index)[:, 0], index, share
+        here = (targets >= self.own.first) & (targets < self.own.first + logits.shape[1])
+        index = torch.where(here, targets - self.own.first, 0)[:, None]
+        chosen = torch.where(here, logits.gather(1, index)[:, 0], 0.0)
+        parts = torch.stack(self.own.gather(torch.stack((normaliser, chosen))))
+        return parts[:, 0].logsumexp(dim=0), parts[:, 1].sum(dim=0), index, torch.where(here, share, 0.0)
 
     def hidden_gradient(self, grad: Tensor, logits: Tensor, dtype: torch.dtype) -> Tensor:
         """The gradient of the hidden rows from that of the logits, which is overwritten."""
@@ -59,13 +95,11 @@ def _chunk(
 ) -> None:
     """Fill ``rows`` of nll and of the hidden rows' gradient; its logits are freed before the next chunk."""
     logits = head.logits(hidden[rows])
-    normaliser = logits.logsumexp(dim=1)
-    index = targets[rows, None]
-    nll[rows] = normaliser - logits.gather(1, index)[:, 0]
+    normaliser, chosen, index, taken = head.normalised(logits, targets[rows], weights[rows])
+    nll[rows] = normaliser - chosen
     if grad_hidden is not None:
-        share = weights[rows, None]
-        grad = torch.exp(logits - normaliser[:, None]).mul_(share)
-        grad.scatter_add_(1, index, -share)
+        grad = torch.exp(logits - normaliser[:, None]).mul_(weights[rows, None])
+        grad.scatter_add_(1, index, -taken[:, None])
         grad_hidden[rows] = head.hidden_gradient(grad, logits, hidden.dtype)
 
 
@@ -105,6 +139,8 @@ class _LabelledCrossEntropy(torch.autograd.Function):
         nll = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         for start in range(0, hidden.shape[0], chunk):
             run(hidden, head, targets, weights, slice(start, start + chunk), nll, grad_hidden)
+        if grad_hidden is not None and head.own is not None:
+            head.own.add(grad_hidden)
         ctx.save_for_backward(grad_hidden)
         ctx.mark_non_differentiable(nll)
         return (weights * nll).sum(), nll
@@ -137,6 +173,7 @@ def labelled_cross_entropy(
     scale: float | None = None,
     chunk: int | None = None,
     backend: str = "",
+    own: VocabularySlice | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Weighted cross-entropy of labelled rows through a frozen output head.
 
@@ -151,8 +188,9 @@ def labelled_cross_entropy(
         weights: (rows,) float32, each row's share of its job's loss (1 / labelled tokens of its batch).
         softcap: logits become softcap·tanh(logits / softcap), after `scale` (Gemma 2).
         scale: logits are multiplied by it.
-        chunk: rows at once; by default as many as `chunk_rows` says.
+        chunk: rows at once, the same in all processes; by default as many as `chunk_rows` says.
         backend: the backend of the model's kernels; `triton` makes the gradient in place of the logits.
+        own: which tokens the head here has, if other processes have the others; None: all.
 
     Returns:
         loss = Σ weights·nll, a float32 scalar, and nll (rows,) float32, detached.
@@ -166,10 +204,10 @@ def labelled_cross_entropy(
             f"targets {tuple(targets.shape)}, weights {tuple(weights.shape)} for {rows} hidden rows",
             "each labelled row has one target and one weight",
         )
-    fused = backend == TRITON.name and TRITON.runs(hidden.device, hidden.dtype)
+    fused = backend == TRITON.name and TRITON.runs(hidden.device, hidden.dtype) and own is None
     if chunk is None:
         chunk = chunk_rows(head_weight.shape[0], backend, hidden.element_size())
-    head = Head(head_weight, head_bias, softcap, scale)
+    head = Head(head_weight, head_bias, softcap, scale, own)
     return _apply(hidden, head, targets, weights.float(), chunk, fused)
 
 

@@ -22,7 +22,14 @@ def _drop(call: LayerCall, span: Span, site: Site) -> Callable[[Tensor], Tensor]
         return lambda values: values
     counters = call.routing.counters[span.start : span.stop]
     keep = cache(
-        partial(keep_mask, (span.block.seed, site.module % 2**32), counters, site.in_features, span.threshold)
+        partial(
+            keep_mask,
+            (span.block.seed, site.module % 2**32),
+            counters,
+            site.in_features,
+            span.threshold,
+            site.first_feature,
+        )
     )
     return lambda values: drop_by(keep(), values, span.threshold)
 

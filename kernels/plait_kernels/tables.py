@@ -220,13 +220,16 @@ def _layer_key(call: LayerCall) -> tuple[object, ...]:
 
 
 def site_table(call: LayerCall) -> Tensor:
-    """(sites, 5) int64: index in the bank, dropout module, first column, columns, features."""
+    """(sites, 5) int64: index in the bank, dropout module, first column, columns, features.
+
+    Above the 32 bits of the module: how many times 8 features of the layer come before those here.
+    """
     key = ("sites", _layer_key(call))
     found = call.bank.tables.get(key)
     if found is None:
         rows = [
             (
-                *(call.bank.site_index[site.name], site.module % 2**32),
+                *(call.bank.site_index[site.name], site.module % 2**32 + (site.first_feature // 8 << 32)),
                 *(columns.start, site.out_features, site.in_features),
             )
             for site, columns in call.placed

@@ -42,6 +42,7 @@ def test_a_loss_that_is_not_finite_stops_the_step_of_a_stage_without_the_job() -
     worker: Any = object.__new__(StageWorker)
     worker._clock, worker._recorder = (lambda: 0.0), SimpleNamespace(lap=lambda *_, **__: None)
     worker.bank, worker._failed = SimpleNamespace(block=lambda _: block), set()
+    worker._shared = None
     losses = (JobLoss("a", 1, math.inf, 2, 2), JobLoss("b", 1, 1.0, 2, 2))
     worker._running = {
         0: SimpleNamespace(

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from plait.adapters.slices import AdapterSlices
 from plait.core.jobs import AdapterSpec
 from plait.models.targets import LinearInfo
 from plait.utils.registry import Registry
@@ -21,6 +22,7 @@ from plait_kernels.bank import parts_of
 
 PREFIX = "base_model.model."  # begins every tensor's name in a PEFT folder
 MASTER_BYTES = 4  # float32
+WHOLE = AdapterSlices()
 
 
 class AdapterVariant(Variant, Protocol):
@@ -74,8 +76,14 @@ def attach(
     seed: int,
     weight_of: Callable[[str], Tensor],
     partly: bool = False,
+    slices: AdapterSlices = WHOLE,
 ) -> None:
-    """Add an adapter to the bank with its initial weights; ``partly``: other banks have its other sites."""
+    """Add an adapter to the bank with its initial weights.
+
+    Args:
+        partly: whether other banks have its other sites.
+        slices: what the bank has of each tensor.
+    """
     variant = VARIANTS.get(spec.variant)
     bank.attach(
         adapter,
@@ -91,7 +99,10 @@ def attach(
         for module, tensors in bank.weights(adapter).items():
             specs = bank.block(adapter).layout.specs[module]
             for tensor, each in zip(tensors, specs, strict=True):
-                tensor.copy_(variant.initial(each, seed, module, partial(weight_of, module)))
+                name = f"{PREFIX}{module}.{each.name}"
+                whole = slices.whole_spec(name, each)
+                initial = variant.initial(whole, seed, module, partial(weight_of, module))
+                tensor.copy_(slices.own(name, initial))
     bank.refresh([adapter])
 
 

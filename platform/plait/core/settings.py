@@ -113,6 +113,7 @@ class ClusterSettings:
     key_file: str | None = None
     pipeline: Annotated[int, between(1, 1024)] = 1
     deployment: Annotated[tuple[int, ...], each(at_least(1))] = ()
+    tensor: Annotated[int, between(1, 1024)] = 1
     layer_split: Annotated[tuple[int, ...], each(at_least(1))] = ()
     optimiser: Annotated[str, one_of("repeated", "sharded")] = "repeated"
     join_seconds: Annotated[float, above(0)] = 60.0
@@ -141,11 +142,12 @@ class ClusterSettings:
     @property
     def stages(self) -> tuple[int, ...]:
         """How many processes hold each replica, in their order."""
-        return self.deployment or (self.pipeline,) * max(1, self.processes // self.pipeline)
+        together = self.pipeline * self.tensor
+        return self.deployment or (together,) * max(1, self.processes // together)
 
     @property
     def staged(self) -> bool:
-        """Whether a replica is cut into stages."""
+        """Whether several processes hold a replica, as stages or with slices of each layer."""
         return max(self.stages) > 1
 
     @property
@@ -188,9 +190,16 @@ class ClusterSettings:
                 "Each stage has its own part of every adapter, with its moments.",
                 "Leave cluster.optimiser out.",
             )
-        if self.layer_split and set(self.stages) - {1} != {len(self.layer_split)}:
+        if self.tensor > 1 and (len(self.stages) > 1 or self.stages[0] % self.tensor):
             raise ConfigError(
-                f"cluster.layer_split={list(self.layer_split)} with replicas of {list(self.stages)} stages",
+                f"cluster.tensor={self.tensor} with replicas of {list(self.stages)} processes",
+                "With slices of each layer there is one replica, of cluster.pipeline stages for now.",
+                f"Set cluster.processes={self.pipeline * self.tensor}, or leave cluster.tensor out.",
+            )
+        stages = [each // self.tensor for each in self.stages]
+        if self.layer_split and set(stages) - {1} != {len(self.layer_split)}:
+            raise ConfigError(
+                f"cluster.layer_split={list(self.layer_split)} with replicas of {stages} stages",
                 "It has the number of layers of each stage.",
                 "Leave it out: then the stages are balanced.",
             )

@@ -74,18 +74,27 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """Make the engine's worker: with kernels that the first process has chosen, so that all have the same.
+    """Make the engine's worker, together with all others; with kernels that the first process has chosen.
 
     Attributes:
         sharded: whether it keeps the moments of its own part of every adapter alone.
         stages: how many processes hold each replica, in their order; empty: each process holds one.
         split: layers of each stage; empty: balanced.
+        tensor: how many processes hold each stage together, each a slice of every layer.
     """
 
     engine: EngineSettings
     sharded: bool = False
     stages: tuple[int, ...] = ()
     split: tuple[int, ...] = ()
+    tensor: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Choose:
+    """Choose kernels as the settings say: asked of the first process, for all."""
+
+    kernels: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +168,7 @@ class Answer:
         seconds: by the clock, waiting for other processes included.
         facts: of a worker that was built.
         rate: matrix products a second, if that was asked.
+        kernels: that it has chosen, if that was asked.
         model: digest of the model that was loaded.
         began, ended: when the process took the request and was done, by its own clock.
         spans: what it did since its answer before.
@@ -168,6 +178,7 @@ class Answer:
     seconds: float = 0.0
     facts: WorkerFacts | None = None
     rate: float = 0.0
+    kernels: str = ""
     model: str = ""
     began: float = 0.0
     ended: float = 0.0

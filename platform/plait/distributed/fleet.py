@@ -40,7 +40,7 @@ from plait.core.messages import (
 from plait.core.plans import Microbatch
 from plait.core.settings import ClusterSettings, EngineSettings
 from plait.core.spans import ProcessState, ReplicaSpans
-from plait.distributed.channel import Answer, Build, Measure, Provide, Share
+from plait.distributed.channel import Answer, Build, Choose, Measure, Provide, Share
 from plait.distributed.processes import Processes
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.schedules import Round, rounds
@@ -79,26 +79,21 @@ class Fleet:
     ) -> WorkerFacts:
         """Make all workers; the first one's choice of kernels holds for all. The facts that all share."""
         capacities = {} if self._staged else dict(enumerate(cluster.capacities))
+        chosen_first = self.processes.ask({0: Choose(engine.kernels)})
+        engine = replace(engine, kernels=chosen_first[0].kernels)
         own = {
             number: Build(
                 replace(engine, capacity=capacities.get(number, engine.capacity)),
                 self._sharded,
                 cluster.stages,
                 cluster.layer_split,
+                cluster.tensor,
             )
             for number in range(len(self.processes))
         }
-        answers = self.processes.ask({0: own.pop(0)})
-        chosen = answers[0].facts
-        assert chosen is not None
-        kernels = chosen.chosen["kernels"]
-        answers |= self.processes.ask(
-            {
-                number: replace(each, engine=replace(each.engine, kernels=kernels))
-                for number, each in own.items()
-            }
-        )
+        answers = self.processes.ask(own)
         built = [answer.facts for answer in answers.values() if answer.facts is not None]
+        chosen = built[0]
         for process, facts in zip(self.processes.all, built, strict=True):
             if facts.model != chosen.model:
                 raise ProcessError(
@@ -108,11 +103,15 @@ class Fleet:
                 )
         kinds = tuple(kind for facts in built for kind in facts.kinds)
         devices = self._devices = tuple(device for facts in built for device in facts.devices)
-        memory = self._each([memory_bytes or facts.memory_bytes for facts in built], sum)
+        tensor = cluster.tensor  # each slice has its own part of activations, so the memory of one counts
+        memory = self._each(
+            [memory_bytes or facts.memory_bytes for facts in built], lambda own: sum(own[::tensor])
+        )
         return replace(
             chosen,
             shape=replace(
-                chosen.shape, weight_bytes=sum(built[n].shape.weight_bytes for n in self._replicas[0])
+                chosen.shape,
+                weight_bytes=sum(built[n].shape.weight_bytes for n in self._replicas[0][::tensor]),
             ),
             memory_bytes=min(memory),
             devices=self._each(devices, " + ".join),
@@ -121,6 +120,7 @@ class Fleet:
             replica_bytes=memory,
             speeds=self._each(cluster.speeds or self._speeds(kinds), min),
             stages=cluster.stages,
+            tensor=tensor,
         )
 
     def _each(self, values: Sequence[Value], merged: Callable[[Sequence[Value]], Value]) -> tuple[Value, ...]:

@@ -320,6 +320,7 @@ def _remaining(cluster: ClusterSettings, numbers: Sequence[int]) -> ClusterSetti
     capacities = tuple(cluster.capacities[number] for number in numbers if cluster.capacities)
     speeds = tuple(cluster.speeds[number] for number in numbers if cluster.speeds)
     stages = fitted(cluster.stages, len(numbers))
+    tensor = cluster.tensor if stages == cluster.stages else 1
     return replace(
         cluster,
         processes=len(numbers),
@@ -327,7 +328,10 @@ def _remaining(cluster: ClusterSettings, numbers: Sequence[int]) -> ClusterSetti
         speeds=speeds,
         pipeline=1,
         deployment=stages,
-        layer_split=cluster.layer_split if set(stages) - {1} == {len(cluster.layer_split)} else (),
+        tensor=tensor,
+        layer_split=cluster.layer_split
+        if {each // tensor for each in stages} - {1} == {len(cluster.layer_split)}
+        else (),
     )
 
 

@@ -29,11 +29,13 @@ class Links:
 
     Args:
         process: of this stage; its neighbours are the processes before and after it.
+        ranks: of the stages' processes in the group of all; None: their own numbers.
     """
 
-    def __init__(self, process: int, device: torch.device) -> None:
+    def __init__(self, process: int, device: torch.device, ranks: Sequence[int] | None = None) -> None:
         self.process = process
         self._device = device
+        self._ranks = ranks
         self._due: dict[int, Iterator[Due]] = {}  # what is still to be posted, by process
         self._posted: dict[int, deque[tuple[str, dist.Work, Tensor]]] = {}
         self._aside: dict[tuple[int, str], deque[Tensor]] = {}  # received before it was asked for
@@ -53,7 +55,7 @@ class Links:
             return False
         what, size = due
         room = torch.empty(size, dtype=torch.uint8, device=self._device)
-        self._posted[process].append((what, _begun(lambda: dist.irecv(room, process)), room))
+        self._posted[process].append((what, _begun(lambda: dist.irecv(room, self._rank(process))), room))
         return True
 
     def receive(self, process: int, what: str = "rows") -> Tensor:
@@ -74,7 +76,7 @@ class Links:
 
     def send(self, process: int, message: Tensor) -> None:
         """Send a message, which must not change any more."""
-        work = _begun(lambda: dist.isend(message, process))
+        work = _begun(lambda: dist.isend(message, self._rank(process)))
         thread = self._threads.setdefault(process, ThreadPoolExecutor(1, "sent"))
         self._sent[process] = thread.submit(self._keep, work, message)
 
@@ -83,6 +85,9 @@ class Links:
         work.wait()
         if message.is_cuda:
             torch.cuda.current_stream(self._device).synchronize()
+
+    def _rank(self, process: int) -> int:
+        return process if self._ranks is None else self._ranks[process]
 
     def finish(self) -> None:
         """Wait until all that was sent is received.

@@ -28,6 +28,7 @@ from plait.distributed.channel import (
     Beat,
     Build,
     Channel,
+    Choose,
     Goodbye,
     Hello,
     Join,
@@ -45,8 +46,9 @@ from plait.distributed.places import ADDRESS, KEY, LOCAL, NUMBER, Address, inter
 from plait.distributed.replica_stage import ReplicaStage
 from plait.distributed.stage_worker import StageWorker, stage_layers
 from plait.distributed.start import AGAIN
+from plait.distributed.tensor import TensorGroup
 from plait.engine.catalogue import DataCatalogue
-from plait.engine.devices import Cores, choose_device, device_bytes, product_rate
+from plait.engine.devices import Cores, choose_device, choose_kernels, device_bytes, product_rate
 from plait.engine.local_worker import LocalWorker
 from plait.engine.span_recorder import SpanRecorder
 from plait.models.base import BaseModel
@@ -56,7 +58,7 @@ from plait.utils.paths import cache_dir
 BEATS = 1.0  # seconds between two signs of life
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
-Request = Load | Join | Build | Measure | Provide | Share | Command
+Request = Load | Join | Choose | Build | Measure | Provide | Share | Command
 
 
 class Replica:
@@ -87,7 +89,7 @@ class Replica:
 
     def _have(self, layers: range) -> None:
         """Load the model again if these layers, or what lies before or after them, were freed."""
-        if not set(layers) <= set(self._model.own):
+        if not set(layers) <= set(self._model.own) or self._model.slicing is not None:
             self._worker = None
             del self._model  # before there is another one
             self._model = self._load()
@@ -122,6 +124,8 @@ class Replica:
                 self.number, self._worker = request.number, None
                 self._made_exchange = self._join(request)
                 return Answer()
+            case Choose(kernels):
+                return Answer(kernels=choose_kernels(kernels, self._device, self._model.dtype))
             case Build():
                 self._worker = self._build(request)
                 return Answer(facts=self.worker.facts)
@@ -160,17 +164,29 @@ class Replica:
 
     def _build_stage(self, request: Build, data: DataCatalogue) -> StageWorker:
         """The worker of a stage; the model is read again where layers are missing that were freed before."""
-        engine, split = request.engine, request.split
+        engine, split, tensor = request.engine, request.split, request.tensor
         layers = [
             stage_layers(self._model, each, split if len(split) == each else (), engine.capacity_or_usual)
-            for each in request.stages
+            for each in (processes // tensor for processes in request.stages)
         ]
-        own = [stage for each in layers for stage in each][self.number]
+        stage, number = divmod(self.number, tensor)
+        own = [stage for each in layers for stage in each][stage]
         self._have(own)
         if len(layers) == 1:
-            links = Links(self.number, self._device)
+            ranks = range(number, request.stages[0], tensor)
+            links = Links(stage, self._device, ranks)
+            group = None
+            if tensor > 1:
+                same = range(stage * tensor, (stage + 1) * tensor)
+                group = TensorGroup(same, number, self._device)
             return StageWorker(
-                self._model, data, engine, links=links, layers=layers[0], recorder=self._recorder
+                self._model,
+                data,
+                engine,
+                links=links,
+                layers=layers[0],
+                recorder=self._recorder,
+                group=group,
             )
         return ReplicaStage(
             self._model,

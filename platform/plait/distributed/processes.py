@@ -23,7 +23,8 @@ TURN = 1.0  # seconds of one wait
 DOING = {
     "Load": "loading the model",
     "Join": "joining the others",
-    "Build": "choosing kernels",
+    "Choose": "choosing kernels",
+    "Build": "taking its part of the model",
     "Measure": "measuring its speed",
     "Provide": "receiving data",
     "Attach": "attaching a job",

@@ -39,6 +39,7 @@ from plait.cost.replica import balanced_split
 from plait.cost.time import MicrobatchShape, arithmetic_time
 from plait.distributed.links import Links
 from plait.distributed.stage_run import Messages, StageRun
+from plait.distributed.tensor import SharedSides, TensorGroup
 from plait.engine.adapter_store import AdapterStore
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.local_worker import LocalWorker
@@ -102,6 +103,7 @@ class StageWorker(LocalWorker):
 
     Args:
         layers: of every stage.
+        group: the processes that hold the stage's layers together; None: this one alone.
     """
 
     def __init__(
@@ -113,8 +115,11 @@ class StageWorker(LocalWorker):
         links: Links,
         layers: Sequence[range],
         recorder: SpanRecorder,
+        group: TensorGroup | None = None,
     ) -> None:
         model.keep(layers[links.process])
+        if group is not None:
+            model.take_slice(group)
         super().__init__(model, data, settings, recorder=recorder)
         self._links = links
         self._layers = layers
@@ -126,6 +131,7 @@ class StageWorker(LocalWorker):
         self._of_number: dict[int, _Schedule] = {}  # by microbatch
         self._of_key: dict[Key, _Schedule] = {}
         self._failed: set[str] = set()  # jobs that do not step any more
+        self._shared = None if group is None else SharedSides(group, model.slices, self.bank.sites)
 
     def _execute(self, command: Command) -> Sequence[WorkerEvent]:
         match command:
@@ -213,8 +219,10 @@ class StageWorker(LocalWorker):
         finite, so that no stage steps it any more."""
         if key[0] in self._failed:
             return math.nan
-        gradients = self.bank.block(key[0]).state[GRADIENTS]
-        return float(gradients.double().square().sum())
+        block = self.bank.block(key[0])
+        if self._shared is not None:
+            return self._shared.complete(block)
+        return float(block.state[GRADIENTS].double().square().sum())
 
     def step(self, keys: Sequence[Key], norms: Sequence[float]) -> None:
         """Step these jobs by the norms over all stages."""

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from plait.adapters.peft_folder import export_adapter
-from plait.adapters.variants import attach, checkpoint_tensors, named_tensors
+from plait.adapters.slices import AdapterSlices
+from plait.adapters.variants import PREFIX, attach, checkpoint_tensors, named_tensors
 from plait.core.errors import CheckpointError
 from plait.core.jobs import AdapterSpec, JobSpec
 from plait.core.messages import Cursor
@@ -42,6 +43,7 @@ class AdapterStore:
         here = model.own if layers is None else layers
         self.bank = Bank(model.sites_of(here), device=model.device, compute_dtype=model.dtype, part=part)
         self._partial = len(here) < model.layer_count
+        self._slices = AdapterSlices(model.slices, model.slicing)
         self._model = model
         self._specs: dict[str, AdapterSpec] = {}
         self._origins: dict[str, Origin] = {}
@@ -68,7 +70,7 @@ class AdapterStore:
         if found.directory is not None:
             self._restore(job.name, found)
         elif warm_from is not None:
-            warm_start(warm_from, named_tensors(self.bank, job.name))
+            warm_start(warm_from, named_tensors(self.bank, job.name), self._slices)
         self.bank.refresh([job.name])
         return found
 
@@ -89,6 +91,7 @@ class AdapterStore:
             seed=job.train.seed,
             weight_of=weight_of,
             partly=self._partial,
+            slices=self._slices,
         )
 
     def detach(self, job: str) -> None:
@@ -107,9 +110,11 @@ class AdapterStore:
         """
         tensors: dict[str, Tensor] = {}
         for store in (self, *others):
-            tensors |= {name: each.cpu() for name, each in checkpoint_tensors(store.bank, job).items()}
+            tensors |= checkpoint_tensors(store.bank, job)
             tensors |= {BEST + name: tensor for name, tensor in store._best.get(job, {}).items()}
-        write_checkpoint(directory, self._origins[job], cursor, tensors)
+        whole = {name: self._slices.joined(name, each) for name, each in tensors.items()}
+        if self._slices.writes:
+            write_checkpoint(directory, self._origins[job], cursor, whole)
 
     def export(
         self, job: str, directory: Path, kept_step: int | None, others: Sequence[AdapterStore] = ()
@@ -124,16 +129,28 @@ class AdapterStore:
             weights: dict[str, tuple[Tensor, ...]] = {}
             for store in (self, *others):
                 stack.enter_context(store.at_best([job]))
-                weights |= store.bank.weights(job)
-            export_adapter(
-                directory,
-                self._specs[job],
-                weights,
-                base=self._model.identity.name,
-                linears=self._model.linears,
-                revision=self._model.identity.revision,
-                kept_step=kept_step,
+                weights |= self._whole_weights(store.bank, job)
+            if self._slices.writes:
+                export_adapter(
+                    directory,
+                    self._specs[job],
+                    weights,
+                    base=self._model.identity.name,
+                    linears=self._model.linears,
+                    revision=self._model.identity.revision,
+                    kept_step=kept_step,
+                )
+
+    def _whole_weights(self, bank: Bank, job: str) -> dict[str, tuple[Tensor, ...]]:
+        """The tensors of each site, joined with those of the processes that have the rest of them."""
+        specs = bank.block(job).layout.specs
+        return {
+            site: tuple(
+                self._slices.joined(f"{PREFIX}{site}.{spec.name}", tensor)
+                for spec, tensor in zip(specs[site], own, strict=True)
             )
+            for site, own in bank.weights(job).items()
+        }
 
     def keep(self, job: str) -> None:
         """Copy a job's present weights as its best."""
@@ -173,7 +190,11 @@ class AdapterStore:
             CheckpointError: the tensors are not those of this adapter, or of its best weights.
         """
         trained = checkpoint_tensors(self.bank, job)
-        own = {name: each for name, each in found.tensors.items() if not self._elsewhere(name, trained)}
+        own = {
+            name: self._slices.own(name, each)
+            for name, each in found.tensors.items()
+            if not self._elsewhere(name, trained)
+        }
         names = [name for name in own if name.startswith(BEST)]
         best = {name.removeprefix(BEST): own[name] for name in names}
         expected = _shapes(named_tensors(self.bank, job)) if found.cursor.best_step is not None else {}

@@ -23,6 +23,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from plait.adapters.peft_folder import WEIGHTS
+from plait.adapters.slices import AdapterSlices
+from plait.adapters.variants import WHOLE
 from plait.core.errors import CheckpointError, StorageError
 from plait.core.jobs import JobSpec
 from plait.core.messages import Cursor
@@ -142,18 +144,19 @@ def newest_checkpoint(path: Path | None, origin: Origin) -> Found:
     return Found(None, Cursor(), {}, tuple(troubles))
 
 
-def warm_start(path: Path, weights: Mapping[str, Tensor]) -> None:
+def warm_start(path: Path, weights: Mapping[str, Tensor], slices: AdapterSlices = WHOLE) -> None:
     """Fill an adapter's weights from a saved adapter or checkpoint.
 
     Args:
         weights: the adapter's weights by PEFT's names, to be filled in place.
+        slices: what they are of the whole ones.
 
     Raises:
         CheckpointError: it cannot be read, or its adapter has other modules or another rank.
     """
     file = next((path / name for name in (WEIGHTS, TENSORS) if (path / name).exists()), path / WEIGHTS)
     try:
-        found = load_file(file)
+        found = {name: slices.own(name, whole) for name, whole in load_file(file).items()}
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"{file}: {error}", "A warm start needs the weights of a saved adapter."

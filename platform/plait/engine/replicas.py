@@ -31,8 +31,8 @@ def replicas_of(facts: WorkerFacts, settings: RunSettings, profile: Profile | No
         if not given and own < most:
             capacity = _fitting(replace(facts, memory_bytes=own, replica_bytes=()), settings, profile)
         speed = facts.speeds[number] if facts.speeds else 1.0
-        stages = facts.stages[number] if facts.stages else 1
-        found.append(Replica(number, pp=stages, devices=(device,), capacity=capacity, speed=speed))
+        pp = (facts.stages[number] if facts.stages else 1) // facts.tensor
+        found.append(Replica(number, facts.tensor, pp, (), (device,), capacity, speed))
     return tuple(found)
 
 

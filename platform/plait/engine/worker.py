@@ -83,6 +83,7 @@ class WorkerFacts:
         speeds: how fast they are, relative to each other; empty: all alike.
         capacities: most tokens of a microbatch of each, if they are given.
         stages: how many processes hold each replica together; empty: one.
+        tensor: how many of them hold the same layers together, each a slice of every one.
         inputs: the linears' inputs: names of the linears that read the same one, and its features. Empty:
             none is known to be shared.
     """
@@ -101,6 +102,7 @@ class WorkerFacts:
     model: str = ""
     capacities: tuple[int, ...] = ()
     stages: tuple[int, ...] = ()
+    tensor: int = 1
 
     @property
     def staged(self) -> bool:

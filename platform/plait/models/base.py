@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +24,20 @@ from plait.models.blocks import (
     windows,
 )
 from plait.models.context import MicrobatchContext, Rotation, Running, running
-from plait.models.fuse import fuse_attentions, fuse_mlps, fuse_norms
-from plait.models.lora import Binding, LinearGroup, find_linears, find_outside, merge_siblings
+from plait.models.fuse import RotaryAttention, fuse_attentions, fuse_mlps, fuse_norms
+from plait.models.lora import (
+    Binding,
+    GroupedLinear,
+    LinearGroup,
+    find_linears,
+    find_outside,
+    local_site,
+    merge_siblings,
+)
+from plait.models.slices import LayerSlice, Slicing, layer_slices, vocabulary_slice
 from plait.models.targets import LinearInfo
-from plait_kernels import Site, labelled_cross_entropy
+from plait_kernels import Site, VocabularySlice, labelled_cross_entropy
+from plait_kernels.loss import chunk_rows
 
 # Largest ‖block − whole‖ / ‖whole‖ of what a block adds, at load. Rounding gives about 1e-6 in float32
 # and 1e-2 in bfloat16; a missing scale, a wrong position or a wrong mask gives more than 0.1.
@@ -52,11 +62,15 @@ class Identity:
 class BaseModel:
     """A frozen causal language model, run block by block over packed samples.
 
-    It has all layers until :meth:`keep` leaves one stage of a pipeline.
+    It has all layers until :meth:`keep` leaves one stage of a pipeline, and all of each until
+    :meth:`take_slice` leaves one process's part.
 
     Args:
         model: a model of transformers with dense weights; it is changed in place.
         max_length: longest sample in tokens.
+
+    Attributes:
+        vocabulary: number of logits of a row, of all processes together.
 
     Raises:
         ModelError: the model cannot be run as blocks, or its blocks give logits other than the whole model's.
@@ -78,6 +92,10 @@ class BaseModel:
         self._device: torch.device | None = None  # of a stage, which may have no head
         self._sites: list[list[tuple[Site, ...]]] = []  # of a stage, whose other layers are freed
         self.own = range(len(self._parts.layers))  # the layers that are here
+        self.slicing: Slicing | None = None  # the processes that have parts of these
+        self.slices: Mapping[str, LayerSlice] = {}  # what is here of each linear layer; empty: all
+        self.vocabulary = int(self._parts.head.weight.shape[0])
+        self._tokens = slice(0, self.vocabulary)  # that are here
         self._binding = Binding()
         self.linears: tuple[LinearInfo, ...] = find_linears(model, self._parts.prefix)
         self.outside = find_outside(model, self.linears)
@@ -107,11 +125,6 @@ class BaseModel:
     def heads(self) -> int:
         """Number of attention heads."""
         return int(self._model.config.num_attention_heads)
-
-    @property
-    def vocabulary(self) -> int:
-        """Number of logits of a row."""
-        return int(self._parts.head.weight.shape[0])
 
     def tensors(self) -> Iterator[Tensor]:
         """All frozen weights and buffers that are here."""
@@ -218,16 +231,66 @@ class BaseModel:
         if not self.is_last:
             _free(parts.head)
 
+    # ---- slices ---------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def take_slice(self, slicing: Slicing) -> None:
+        """Keep this process's part of every layer that is here, of embedding and head; all processes do so
+        together, and check that they compute what one did.
+
+        Raises:
+            ModelError: the model cannot be sliced so, or gives other results.
+        """
+        slices = layer_slices(self.linears, self._model.config, slicing.number, slicing.count)
+        trial = _Trial(self)
+        self._sites = [
+            [tuple(local_site(site, slices[site.name]) for site in sites) for sites in own]
+            for own in self._all_sites
+        ]
+        for group in self.groups:
+            group.take_slice(slices, slicing)
+        for index in self.own:
+            for module in self._parts.layers[index].modules():
+                if isinstance(module, GroupedLinear):
+                    module.bind()
+                if isinstance(module.forward, RotaryAttention):
+                    module.forward = module.forward.sliced(slicing.count)
+        self.slicing, self.slices = slicing, slices
+        self._tokens = vocabulary_slice(self.vocabulary, slicing.number, slicing.count)
+        self._slice_vocabulary()
+        trial.check()
+
+    def _slice_vocabulary(self) -> None:
+        """Keep the rows of this process's tokens; embedding and head may be one."""
+        parts, kept = self._parts, dict[int, nn.Parameter]()
+        for module in (parts.embedding, parts.head):
+            weight = cast(nn.Parameter, module.weight)
+            if id(weight) not in kept:
+                kept[id(weight)] = nn.Parameter(weight[self._tokens].clone(), requires_grad=False)
+            module.weight = kept[id(weight)]
+        if parts.head.bias is not None:
+            parts.head.bias = nn.Parameter(parts.head.bias[self._tokens].clone(), requires_grad=False)
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        """The embedding's rows of tokens."""
+        if self.slicing is None:
+            return cast(Tensor, self._parts.embedding(tokens))
+        here = (tokens >= self._tokens.start) & (tokens < self._tokens.stop)
+        rows: Tensor = self._parts.embedding(torch.where(here, tokens - self._tokens.start, 0))
+        rows = torch.where(here.unsqueeze(1), rows, 0.0).to(rows.dtype)
+        self.slicing.add(rows)
+        return rows
+
     # ---- running --------------------------------------------------------------------------------------
 
     def embed(self, context: MicrobatchContext) -> Tensor:
         """Hidden states (tokens, hidden) of the microbatch's tokens."""
-        hidden = self._parts.embedding(context.token_ids)
+        hidden = self._embedded(context.token_ids)
         if self._parts.embedding_scale is not None:
             hidden = hidden * self._parts.embedding_scale
         if self._parts.positions is not None:
             hidden = hidden + self._parts.positions(context.position_ids)
-        return cast(Tensor, hidden)
+        return hidden
 
     def layer(self, index: int, hidden: Tensor, context: MicrobatchContext) -> Tensor:
         """One decoder layer: (tokens, hidden) to (tokens, hidden)."""
@@ -270,7 +333,17 @@ class BaseModel:
             softcap=self._parts.softcap,
             scale=self._parts.logit_scale,
             backend=self._binding.backend,
+            **self._whose_logits,
         )
+
+    @property
+    def _whose_logits(self) -> dict[str, Any]:
+        """How the loss is computed where each process has some tokens: in chunks that all have alike."""
+        if self.slicing is None:
+            return {}
+        most = vocabulary_slice(self.vocabulary, 0, self.slicing.count).stop
+        own = VocabularySlice(self._tokens.start, self.slicing.gather, self.slicing.add)
+        return {"chunk": chunk_rows(most), "own": own}
 
     def logits(self, context: MicrobatchContext, rows: Tensor | None = None) -> Tensor:
         """Logits (rows, vocabulary) of chosen rows, or of all rows, block by block."""
@@ -353,11 +426,13 @@ class BaseModel:
 
     def _check(self, context: MicrobatchContext, observed: Observed, where: str = "") -> None:
         """Check that each block returns what it returned in the whole model, given the same input."""
-        self._compare(f"{where}embed", self.embed(context), observed.inputs[0])
+        self.compare(f"{where}embed", self.embed(context), observed.inputs[0].repeat(2, 1))
         for index, (given, returned) in enumerate(zip(observed.inputs, observed.outputs, strict=True)):
             hidden = self.layer(index, given.repeat(2, 1), context)
-            self._compare(f"{where}layer {index}", hidden - given.repeat(2, 1), returned - given)
-        self._compare(f"{where}head", self.head(observed.outputs[-1].repeat(2, 1)), observed.logits)
+            added = hidden - given.repeat(2, 1)
+            self.compare(f"{where}layer {index}", added, (returned - given).repeat(2, 1))
+        logits = self.head(observed.outputs[-1].repeat(2, 1))
+        self.compare(f"{where}head", logits, observed.logits.repeat(2, 1))
 
     @torch.enable_grad()
     def _try_gradients(self, context: MicrobatchContext, observed: Observed) -> None:
@@ -374,11 +449,47 @@ class BaseModel:
                     if separate:
                         raise
 
-    def _compare(self, block: str, found: Tensor, expected: Tensor) -> None:
-        wanted = expected.float().repeat(2, 1)
+    def compare(self, block: str, found: Tensor, expected: Tensor) -> None:
+        """Check what a block makes.
+
+        Raises:
+            ModelError: it differs by more than rounding.
+        """
+        wanted = expected.float()
         error = float((found.float() - wanted).norm() / wanted.norm())
         if not error <= TOLERANCE[self.dtype]:
             raise unusable(self._model, f"{block} differs from the whole model's (by {error:.1e})")
+
+
+class _Trial:
+    """What the layers that are here make of random hidden states, and the head of theirs, before the model
+    is sliced."""
+
+    def __init__(self, model: BaseModel) -> None:
+        self.model = model
+        generator = torch.Generator().manual_seed(0)
+        offsets = (0, 5, 16)
+        tokens = torch.randint(0, model.vocabulary, (offsets[-1],), generator=generator).to(model.device)
+        self.context = MicrobatchContext.of(tokens, offsets)
+        noise = torch.randn(offsets[-1], model.hidden_size, generator=generator)
+        self.hidden = noise.to(model.device, model.dtype)
+        self.expected = self._results()
+
+    def _results(self) -> list[tuple[str, Tensor]]:
+        model, hidden = self.model, self.hidden
+        found = [(f"layer {index}", model.layer(index, hidden, self.context) - hidden) for index in model.own]
+        if model.is_first:
+            found.append(("embedding", model.embed(self.context)))
+        if model.is_last:
+            rows = torch.arange(len(hidden), device=model.device)
+            weights = torch.ones(len(hidden), device=model.device)
+            found.append(("head", model.loss(hidden, rows, self.context.token_ids, weights)[1]))
+        return found
+
+    def check(self) -> None:
+        """Compare with what the slices make of them together."""
+        for (name, expected), (_, found) in zip(self.expected, self._results(), strict=True):
+            self.model.compare(f"{name} in slices", found, expected)
 
 
 def _free(module: nn.Module) -> None:

@@ -151,6 +151,11 @@ class RotaryAttention:
             out = packed.cache.attend(self.layer, rotated, self.heads, self.rule, packed)
         return self.output(out).unsqueeze(0), None
 
+    def sliced(self, count: int) -> RotaryAttention:
+        """The same in one of so many processes, each with some of the heads."""
+        heads = Heads(self.heads.query // count, max(1, self.heads.shared // count))
+        return replace(self, heads=heads)
+
     def rotated(self, qkv: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
         """Rotate q and k row by row, for rows whose positions do not start from 0."""
         cos, sin = (table.view(len(qkv), 1, -1) for table in position_embeddings)

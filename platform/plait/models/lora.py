@@ -6,14 +6,15 @@ stay in place, and each returns its columns. Sibling layers are found by observa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from plait.models.slices import LayerSlice, Slicing, enter, leave
 from plait.models.targets import LinearInfo
 from plait_kernels import Routing, Site, multi_lora_linear
 from plait_kernels.pooled import PooledRows, pooled_linear
@@ -45,11 +46,21 @@ class LinearGroup:
         self.weight = weight
         self.bias = bias
         self.binding = binding
+        self._slicing: Slicing | None = None
+        self._reads_slice = False  # its input is one, and its output is added up
         self._input: Tensor | None = None
         self._outputs: dict[int, Tensor] = {}
 
     def merged(self, x: Tensor) -> Tensor:
         """All siblings' outputs side by side: (..., in) to (..., sum of out)."""
+        if self._slicing is None:
+            return self._own(x)
+        if self._reads_slice:
+            return leave(self._own(x), self._slicing)
+        return self._own(enter(x, self._slicing))
+
+    def _own(self, x: Tensor) -> Tensor:
+        """The part of the outputs that this process computes."""
         routing = self.binding.routing
         if routing is None:
             return nn.functional.linear(x, self.weight, self.bias)
@@ -62,6 +73,22 @@ class LinearGroup:
                 rows, self.weight, self.bias, self.names, routing.bank, routing, backend=backend
             )
         return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[-1])
+
+    def take_slice(self, slices: Mapping[str, LayerSlice], slicing: Slicing) -> None:
+        """Keep one process's part of all siblings; their modules must be bound again."""
+        own = [slices[site.name] for site in self.sites]
+        weights = torch.split(self.weight, self.widths)
+        biases = [None] * len(own) if self.bias is None else torch.split(self.bias, self.widths)
+        self._slicing, self._reads_slice = slicing, own[0].side == "in"
+        if self._reads_slice:  # siblings read the same features
+            self.weight = self.weight[:, own[0].own].clone()
+            self.bias = self.bias if slicing.number == 0 else None  # added once
+        else:
+            self.weight = torch.cat([weight[part.own] for weight, part in zip(weights, own, strict=True)])
+            kept = [bias[part.own] for bias, part in zip(biases, own, strict=True) if bias is not None]
+            self.bias = torch.cat(kept) if kept else None
+        self.sites = tuple(local_site(site, part) for site, part in zip(self.sites, own, strict=True))
+        self.widths = [site.out_features for site in self.sites]
 
     def take(self, member: int, x: Tensor) -> Tensor:
         """One sibling's output; the first sibling to call computes the product, the last one frees it."""
@@ -91,6 +118,11 @@ class GroupedLinear(nn.Module):
         super().__init__()
         self.group = group
         self.member = member
+        self.bind()
+
+    def bind(self) -> None:
+        """Take the views of what the group has now."""
+        group, member = self.group, self.member
         start = sum(group.widths[:member])
         stop = start + group.widths[member]
         self.out_features, self.in_features = group.widths[member], group.weight.shape[1]
@@ -101,6 +133,13 @@ class GroupedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) to (..., out)."""
         return self.group.take(self.member, x)
+
+
+def local_site(site: Site, part: LayerSlice) -> Site:
+    """A site of a whole layer as the process with this part of it has it."""
+    if part.side == "out":
+        return replace(site, out_features=part.stop - part.start)
+    return replace(site, in_features=part.stop - part.start, first_feature=part.start)
 
 
 def linear_info(name: str, module: nn.Module) -> LinearInfo | None:

@@ -446,6 +446,8 @@ def _describe_engine(plan: Plan) -> str:
         words += ", {processes} processes"
         if any(each.pp > 1 for each in plan.replicas):
             words += f" as the stages of {'a pipeline' if replicas == 1 else f'{replicas} pipelines'}"
+        slices = max(each.tp for each in plan.replicas)
+        words += f", {slices} with slices of the same layers" if slices > 1 else ""
         words += ", engine.threads={threads} each" if "threads" in choices else ""
     return words.format(**choices)
 

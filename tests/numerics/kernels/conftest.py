@@ -81,8 +81,9 @@ class Layer:
                 kept = x[rows]
                 if self.training and block.dropout:
                     p = round(block.dropout * 65536) / 65536
-                    mask = dropout_mask(block.seed, site.module, own, x.shape[1], block.dropout)
-                    kept = torch.where(mask, kept / (1 - p), 0.0)
+                    stop = site.first_feature + x.shape[1]
+                    mask = dropout_mask(block.seed, site.module, own, stop, block.dropout)
+                    kept = torch.where(mask[:, site.first_feature :], kept / (1 - p), 0.0)
                 low = block.scale * (kept @ a.T @ b.T)
                 out = out + torch.nn.functional.pad(
                     low, (columns.start, out.shape[1] - columns.stop, rows.start, out.shape[0] - rows.stop)
@@ -180,6 +181,7 @@ def _make_layer(
     gap: int = 2,
     seed: int = 0,
     absent: bool = True,
+    first_feature: int = 0,
 ) -> Layer:
     """Segments of `lengths` in turn for each adapter, every third followed by `gap` rows of the base.
 
@@ -190,7 +192,7 @@ def _make_layer(
     def normal(*size: int) -> Tensor:
         return torch.randn(*size, generator=generator).to(device)
 
-    sites = [Site(f"site{i}", 3 * i + 1, in_features, width) for i, width in enumerate(widths)]
+    sites = [Site(f"site{i}", 3 * i + 1, in_features, width, first_feature) for i, width in enumerate(widths)]
     bank = Bank(sites, device=device, compute_dtype=dtype)
     drops = [dropout] * len(ranks) if isinstance(dropout, float) else dropout
     for index, rank in enumerate(ranks):

@@ -34,6 +34,13 @@ def test_mixed_ranks_and_sites(place, make_layer, dtype, dropout):
     layer.assert_accurate(layer.run(place[1]))
 
 
+def test_a_slice_of_the_features_has_its_part_of_the_mask(place, make_layer):
+    layer = make_layer(
+        ranks=[3, 16, 70], lengths=[33, 1, 30], dropout=0.3, device=place[0], first_feature=8 * 5
+    )
+    layer.assert_accurate(layer.run(place[1]))
+
+
 @pytest.mark.parametrize("rank", [1, 3, 16, 17, 100, 256])
 def test_every_rank_is_accurate(place, make_layer, rank):
     layer = make_layer(ranks=[rank], lengths=[21], widths=[19], dropout=0.2, device=place[0])

@@ -1,0 +1,104 @@
+"""Promise 1 over tensor parallelism: adapters trained by processes that hold each layer together end where
+one process leaves them, whatever the number of slices and stages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from laboratory import History, distance
+from peft_folders import stored_pairs
+from peft_runs import PeftRun
+from processes import fleet
+
+from plait.core.jobs import JobSpec
+from plait.core.settings import ClusterSettings, EngineSettings, ModelSettings
+from plait.engine.coordinator import INTERRUPTED, Coordinator
+from plait.models.load import transformers_model
+from plait.models.targets import resolve_targets
+
+TINY = ModelSettings(kind="tiny", dtype="float32", seed=3)
+STEPS = 6
+LOSS_TOLERANCE = 1e-5  # relative, every step
+WEIGHT_TOLERANCE = 1e-4  # of the norm of the adapter's update
+ENGINE = EngineSettings(kernels="grouped", capacity=160, threads=1)
+
+
+def shape(tensor: int, pipeline: int = 1) -> dict[str, int]:
+    return {"tensor": tensor, "pipeline": pipeline}
+
+
+def cluster(tensor: int, pipeline: int = 1) -> ClusterSettings:
+    return ClusterSettings(processes=tensor * pipeline, **shape(tensor, pipeline))
+
+
+def assert_same(found: History, alone: History, jobs: list[JobSpec]) -> None:
+    for job in jobs:
+        assert found.losses(job.name) == pytest.approx(alone.losses(job.name), rel=LOSS_TOLERANCE)
+        assert found.norms(job.name) == pytest.approx(alone.norms(job.name), rel=1e-4)
+        assert found.evaluations(job.name) == pytest.approx(alone.evaluations(job.name), rel=LOSS_TOLERANCE)
+        weights = stored_pairs(found.ended(job.name).adapter)
+        assert alone.difference_from(weights, job.name) <= WEIGHT_TOLERANCE
+
+
+@pytest.mark.parametrize(("family", "own", "first_job"), [("llama", (2, 2), 0), ("gemma2", (4, 1), 1)])
+def test_slices_and_stages_train_as_one_process_does(
+    laboratory: Any, tmp_path: Path, family: str, own: tuple[int, int], first_job: int
+) -> None:
+    lab = laboratory(family)
+    jobs = lab.group(dropout=0.1)[first_job::3]  # after few steps an update is small beside its rounding
+    alone = lab.undisturbed(jobs, kernels="grouped")
+    model = replace(TINY, family=family)
+    with fleet(own[0] * own[1], model, ENGINE, tmp_path / "processes", **shape(*own)) as worker:
+        first = lab.run(jobs, worker=worker, cluster=cluster(*own))
+        weights = stored_pairs(first.ended(jobs[0].name).adapter)
+        second = lab.run(jobs, worker=worker, cluster=cluster(*own)) if own[1] > 1 else first
+    assert_same(first, alone, jobs)
+    for job in jobs:
+        assert first.losses(job.name) == second.losses(job.name)
+    assert distance(weights, stored_pairs(second.ended(jobs[0].name).adapter)) == 0.0
+
+
+def test_slices_train_as_solo_and_as_peft(laboratory: Any, tmp_path: Path) -> None:
+    lab = laboratory("gemma2")
+    jobs = lab.group()[1:4:2]  # after few steps an update is small, and PEFT's own rounding counts for more
+    model = replace(TINY, family="gemma2")
+    with fleet(2, model, ENGINE, tmp_path / "processes", **shape(2)) as worker:
+        found = lab.run(jobs, worker=worker, cluster=cluster(2))
+    solo = lab.solo(jobs, kernels="grouped")
+    for job in jobs:
+        assert_same(found, solo[job.name], [job])
+        weights = stored_pairs(found.ended(job.name).adapter)
+        base = transformers_model(model, cache=tmp_path)
+        peft = PeftRun(base, job, resolve_targets(job.adapter.target_modules, lab.model.linears))
+        peft.load(solo[job.name].start[job.name])
+        assert found.losses(job.name) == pytest.approx(peft.train(lab.data(job).train), rel=LOSS_TOLERANCE)
+        update = distance(peft.weights(), solo[job.name].start[job.name])
+        assert distance(weights, peft.weights()) <= WEIGHT_TOLERANCE * update
+
+
+def test_interrupted_and_resumed_with_another_number_of_slices(laboratory: Any, tmp_path: Path) -> None:
+    lab = laboratory("llama")
+    jobs = lab.group(dropout=0.1, steps=STEPS)[1:3]
+    alone = lab.run(jobs, kernels="grouped", folder=tmp_path / "alone")
+    parts: list[History] = []
+    resume: dict[str, Path] = {}
+
+    def between(now: int, coordinator: Coordinator) -> None:
+        if now == 2 and len(parts) < 2:
+            coordinator.stop()
+
+    for turn, own in enumerate([(2, 1), (4, 1), (1, 2)]):
+        with fleet(own[0] * own[1], TINY, ENGINE, tmp_path / str(turn), **shape(*own)) as worker:
+            options: dict[str, Any] = {"resume_from": resume, "between": between, "cluster": cluster(*own)}
+            parts.append(lab.run(jobs, worker=worker, **options))
+        ends = {job.name: parts[-1].ended(job.name) for job in jobs}
+        resume = {name: end.checkpoint for name, end in ends.items() if end.reason == INTERRUPTED}
+    for job in jobs:
+        found = [loss for part in parts for loss in part.losses(job.name)]
+        assert [len(part.losses(job.name)) for part in parts] == [2, 2, STEPS - 4]
+        assert found == pytest.approx(alone.losses(job.name), rel=LOSS_TOLERANCE)
+        weights = stored_pairs(parts[-1].ended(job.name).adapter)
+        assert alone.difference_from(weights, job.name) <= WEIGHT_TOLERANCE
