@@ -47,7 +47,7 @@ class Head:
         bias: Tensor | None,
         softcap: float | None,
         scale: float | None,
-        own: VocabularySlice | None,
+        own: VocabularySlice | None = None,
     ) -> None:
         self.weight, self.bias, self.softcap, self.scale, self.own = weight, bias, softcap, scale, own
 
