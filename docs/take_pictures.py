@@ -327,16 +327,9 @@ def main() -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     with pages(settings) as address, browser(address) as seen:
         jobs = [f"{result.name}/{item.trial:04d}" for item in result.records][:MOST_JOBS]
-        show_search(seen, result.experiment_id, result.name, jobs)
-        seen.picture(given.out / "mlflow-search.png")
         show_curves(seen, result.experiment_id, result.name, jobs, "train/")
         seen.wait_for_curves(lambda curves: len(curves) > 1)
         seen.picture(given.out / "mlflow-curves.png")
-        show_job(seen, result.experiment_id, result.best.run_id, "train/")
-        seen.wait_for_curves(lambda curves: len(curves) == 1)
-        seen.picture(given.out / "mlflow-job.png")
-        show_leaderboard(seen, result.experiment_id, result.run_id)
-        seen.picture(given.out / "mlflow-leaderboard.png")
         show_figures(seen, result.experiment_id, result.run_id)
         scroll_to_figures(seen)
         seen.driver.execute_script(HIDE_PATH)

@@ -20,12 +20,13 @@ PY
 
 if [ ! -x "$VENV/bin/python" ]; then
     echo "Making the virtual environment $VENV"
-    "$PYTHON" -m venv "$VENV" || {
+    "$PYTHON" -P -m venv "$VENV" || {
         echo "python3 -m venv failed: on Debian, venv is a package of its own (apt-get install python3-venv)." >&2
         exit 2
     }
 fi
-PIP="$VENV/bin/python -m pip --disable-pip-version-check"
+# -P: a file pip.py or venv.py of the current folder must not run.
+PIP="$VENV/bin/python -P -m pip --disable-pip-version-check"
 
 has_gpu() { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; }
 has_torch() { "$VENV/bin/python" -c "import importlib.metadata as m; m.version('torch')" 2>/dev/null; }

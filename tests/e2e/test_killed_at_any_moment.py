@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from forked import Forked
+from forked import Forked, HeldHostSearch, HostSearch
+from mlflow_server import MlflowServer
 from optuna.trial import TrialState
 from twins import compare, runs_of, study_of
 
@@ -172,3 +173,29 @@ def test_two_workers_share_the_trials_and_one_adopts_those_of_the_other(place: C
         r"^process \d+ on \S+ is dead: its trials \d \(from step \d+\), \d ", said["two"], re.M
     ), said
     compare(shared, whole)
+
+
+@pytest.mark.slow
+@pytest.mark.postgres
+def test_hosts_that_share_no_folder_lose_and_double_no_point(
+    place: Callable[[str], Path], new_database: Callable[[], str], server: MlflowServer
+) -> None:
+    """With the study in PostgreSQL and the runs behind an MLflow server; the host that writes the search's
+    own curves is killed, and the other trains its trials again. What the killed one left in its folder comes
+    last."""
+    study = new_database()
+    whole, hosts = place("whole"), [place("one"), place("other")]
+    short = ("search.trials=4", "train.steps=8")
+    whole_life(command(*short), whole)
+    shared = command(*short, f"search.storage={study}", f"tracking.uri={server.url}")
+    one = HeldHostSearch(shared, hosts[0])
+    steps = hosts[0] / "plait-runs" / "searches" / "mine" / "group_steps.jsonl"
+    one.until(lambda: steps.exists() and steps.read_text().count("\n") >= 3)
+    other = HostSearch(shared, hosts[1])
+    other.until("started")
+    assert one.kill() == KILLED
+    assert other.end() == 0, other.output
+    assert "on one is dead" in other.output
+    again = HostSearch(shared, hosts[0])
+    assert again.end() == 0, "it sends what the killed one could not send"
+    compare(hosts[1], whole, elsewhere=(study, server.url))

@@ -14,6 +14,8 @@ from plait.core.errors import ConfigError
 from plait.core.settings import TrackingSettings
 from plait.tracking.ui import UiCommand, check_port, run_ui, ui_command
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 def command(folder: Path, port: object) -> UiCommand:
     return ui_command(TrackingSettings(root=folder), ["--port", str(port)])
@@ -41,6 +43,26 @@ def test_a_file_of_the_current_folder_does_not_run(tmp_path: Path, monkeypatch: 
         check=True,
     )
     assert str(tmp_path) not in done.stdout
+
+
+def test_nor_does_the_installer_run_one(tmp_path: Path) -> None:
+    (tmp_path / "pip.py").write_text("open('ran', 'w')")
+    python = tmp_path / "own" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    done = subprocess.run(
+        ["sh", str(ROOT / "scripts" / "install.sh")],
+        cwd=tmp_path,
+        env=os.environ | {"VENV": "own", "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "Installing Plait" in done.stdout
+    assert "ERROR" in done.stderr, "pip has found no project here"
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_free_port_passes(tmp_path: Path) -> None:
