@@ -20,7 +20,6 @@ def die(tracker: Tracker) -> None:
         writer._condition.notify_all()
     writer._thread.join()
     started.log.close()
-    started.run.clock.close()
 
 
 def wait_for_threads(patience: float = 30.0) -> list[str]:

@@ -6,6 +6,7 @@ import io
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,8 @@ from plait.core.spans import ProcessState, ReplicaSpans, ReplicaTotals, Span
 from plait.terminal.text import processes_line
 from plait.terminal.view import Terminal, processes_table
 from plait.tracking import processes as kept
-from plait.tracking.leaderboard import Leaderboard
-from plait.tracking.processes import JobNow, ProcessFile, ProcessRow, process_rows, read_jobs, read_processes
+from plait.tracking.leaderboard import JobRecord, Leaderboard
+from plait.tracking.processes import JobNow, ProcessRow, ProcessWatch, process_rows, read_jobs, read_processes
 
 TRAINS = ProcessState(0, "here", 10, "cuda:0", "training", 3.0, 0.5, 60.0)
 WAITS = replace(TRAINS, replica=1, pid=11, doing="", seconds=2.0, silent=0.0)
@@ -104,10 +105,17 @@ def test_another_terminal_reads_them_older_by_the_time_since(
     times: dict[str, Any] = {"time": 1000.0}
     monkeypatch.setattr(kept.time, "time", lambda: times["time"])
     monkeypatch.setattr(kept.os, "getpid", lambda: 77)
-    file = ProcessFile(tmp_path)
+    board = Leaderboard("minimize", 3, replicas=TOTALS)
+    board.add(JobRecord("trial-0003", 3, step=12, steps=40, loss=1.25))
+    board.add(JobRecord("trial-0004", 4, steps=40))
+    board.add(JobRecord("trial-0005", 5, steps=40))  # another process trains it
+    watch = ProcessWatch(tmp_path, lambda: board, lambda: {3, 4})
+    fleet = SimpleNamespace(states=lambda: [TRAINS, WAITS], processes=SimpleNamespace())
+    watch.following(lambda *_: fleet)(None, None)  # type: ignore[arg-type,return-value]
+    watch.keep()
+    board.jobs.clear()
+    watch.keep()  # it is not due
     jobs = {"trial-0003": JobNow(12, 40, 1.25), "trial-0004": JobNow(0, 40, None)}
-    file.write(lambda: process_rows([TRAINS, WAITS], TOTALS), lambda: jobs)
-    file.write(lambda: pytest.fail("it is not due"), dict)
     times["time"] += 7.0
     trains, waits = read_processes(tmp_path, ["77"])
     assert trains.state == replace(TRAINS, seconds=10.0, silent=7.5)
@@ -119,7 +127,7 @@ def test_another_terminal_reads_them_older_by_the_time_since(
     assert read_jobs(tmp_path, ["77", "78"]) == jobs
     assert [str(job) for job in jobs.values()] == ["step 12 of 40  train loss 1.2500", "step 0 of 40"]
     assert read_processes(tmp_path, ["78"]) == []
-    file.close()
+    watch.close()
     assert read_processes(tmp_path, ["77"]) == []
 
 

@@ -1,6 +1,5 @@
 """How often a search reads its study, which takes milliseconds of the thread that trains."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +9,7 @@ from curve_worker import step_fault
 from rung_bench import Bench, halving
 
 from plait.core.messages import GroupStep
-from plait.core.settings import SearchSettings
 from plait.search.orders import Orders
-from plait.search.run import Suggestions
 from plait.search.study import StudyTrials
 
 
@@ -63,44 +60,3 @@ def test_a_point_enqueued_here_is_suggested_at_the_next_iteration(
     bench.run()
     assert seen[3] == ["running", "queued"]
     assert seen[4] == ["running", "running"]
-
-
-class Source:
-    """A trial source that has nothing and counts who asks."""
-
-    def __init__(self) -> None:
-        self.revision = 0
-        self.asked: list[bool] = []
-        self.totals = 0
-        self.failed = 1
-
-    @property
-    def total(self) -> int:
-        self.totals += 1
-        return 4
-
-    def ask(self, *, new: bool = True) -> None:
-        self.asked.append(new)
-
-
-CHANGES: dict[str, Callable[[Suggestions, Source], None]] = {
-    "forgotten": lambda suggestions, _: suggestions.forget(),
-    "changed here": lambda _, source: setattr(source, "revision", 1),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_answers_are_kept_until_something_changes(change: Callable[[Suggestions, Source], None]) -> None:
-    source = Source()
-    suggestions = Suggestions(source, SearchSettings(max_failure_rate=0.25))  # type: ignore[arg-type]
-    for _ in range(3):
-        assert suggestions.suggest(new=True) is None
-        assert not suggestions.failure_limit_exceeded
-    assert (source.asked, source.totals) == ([True], 1)
-    assert suggestions.suggest(new=False) is None
-    assert source.asked == [True, False], "another question"
-    source.failed = 2
-    change(suggestions, source)
-    assert suggestions.suggest(new=False) is None
-    assert suggestions.failure_limit_exceeded
-    assert (source.asked, source.totals) == ([True, False, False], 2)

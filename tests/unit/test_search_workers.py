@@ -282,24 +282,21 @@ def test_looking_often_does_not_make_a_worker_older(tmp_path: Path) -> None:
     beats.workers.close()
 
 
-def test_the_processes_of_one_folder_write_the_searchs_own_curves(tmp_path: Path) -> None:
+def test_one_worker_writes_the_searchs_own_curves_until_it_leaves_or_dies(tmp_path: Path) -> None:
     def worker(folder: str) -> StudyTrials:
         space, settings = space_of("adapter.rank=1,2"), SearchSettings(name="s", sampler="grid")
         storage = open_storage(None, tmp_path)
         return study_of(space, settings, storage, folder=lambda _: tmp_path / folder)
 
     first, second, elsewhere = worker("a"), worker("a"), worker("b")
-    assert [each.claims.writes_curves() for each in (first, second, elsewhere)] == [True, True, False]
-    first.close()  # it leaves them to the second
-    assert not elsewhere.claims.writes_curves()
-    assert second.claims.writes_curves()
-    second.close()  # nobody is left in the folder
+    assert [each.claims.writes_curves() for each in (first, second, elsewhere)] == [True, False, False]
+    first.close()  # it leaves them to the next that asks
     assert elsewhere.claims.writes_curves()
-    third = worker("a")
-    assert not third.claims.writes_curves()
+    assert not second.claims.writes_curves()
     assert elsewhere._workers is not None
     elsewhere._workers.close()  # as if it had been killed
-    assert third.claims.writes_curves()
+    assert second.claims.writes_curves()
+    second.close()
 
 
 def test_beats_rise_outlive_a_storage_that_was_away_and_end_with_their_worker(

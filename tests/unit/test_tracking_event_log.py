@@ -33,7 +33,7 @@ from plait.tracking.records import (
     decode,
     encode,
 )
-from plait.tracking.search_run import FoundRun, SearchClock, SearchRun
+from plait.tracking.search_run import SearchClock, SearchRun
 from plait.tracking.spans import SpanLog
 from plait.tracking.tables import SearchTables
 from plait.tracking.tracker import Tracker, _Started
@@ -454,8 +454,7 @@ class Life:
 
 def started(tracker: Tracker, log: EventLog) -> Tracker:
     """The tracker with its search begun, without a store."""
-    clock = SearchClock(log.path.with_name("totals"), FoundRun("parent"), lambda: 0.0)
-    run = SearchRun(log, tracker.board, clock, 100)
+    run = SearchRun(log, tracker.board, SearchClock(lambda: 0.0), 100)
     tables = SearchTables(log.path.parent, run.write_table)
     spans = SpanLog(log.path.parent, "me")
     tracker._started = _Started("demo", (), log, Writer(Nowhere(), log, 3600.0), run, tables, spans)
@@ -488,28 +487,33 @@ def test_killed_at_any_moment_every_point_is_written_once(
         assert (length, DEVICE_SECONDS, True, 0.5 * length + 5.0) in whole.points()
 
 
-@pytest.mark.parametrize("killed", ["before it is written", "before it is noted", "later"])
-def test_the_searchs_own_curves_have_every_step_once_whenever_a_process_is_killed(
-    tmp_path: Path, killed: str
-) -> None:
-    def process(dies: bool) -> None:
-        log = open_event_log(tmp_path, HEAD)
-        clock = SearchClock(tmp_path / "totals", FoundRun("parent", made=True), lambda: 0.0)
-        run = SearchRun(log, Leaderboard("minimize", 1), clock, 100)
-        run.write_point({})
-        if dies and killed == "before it is written":
-            clock.next(1)
-        if dies and killed == "before it is noted":
-            clock.note = lambda: None  # type: ignore[method-assign]
-            run.write_point({})
-        clock.close()
-        log.close()
+def search_run(log: EventLog, board: Leaderboard, points: int = 100) -> SearchRun:
+    """The search's run in a process that resumes the search."""
+    clock = SearchClock(lambda: 0.0)
+    if (newest := log.newest(HEAD.parent)) is not None:
+        clock.follow(newest)
+    return SearchRun(log, board, clock, points)
 
-    process(dies=True)
-    process(dies=False)
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_the_searchs_own_curves_continue_after_the_last_point_of_a_killed_process(
+    tmp_path: Path, committed: bool
+) -> None:
+    """A step that thinning left out is known if it was committed."""
+    for _ in range(2):
+        log = open_event_log(tmp_path, HEAD)
+        run = search_run(log, Leaderboard("minimize", 1), points=4)
+        for _ in range(3):
+            run.write_point({"group/jobs": 1.0})
+        if committed:
+            run.keep_newest()
+        log.close()
     log = open_event_log(tmp_path, HEAD)
     steps = [item.step for item in log.peek(99) if isinstance(item, LogPoints)]
-    assert steps == list(range(1, 4 if killed == "before it is noted" else 3))
+    assert steps == [1, 2, 4]
+    newest = log.newest(HEAD.parent)
+    assert newest is not None
+    assert newest.step == (6 if committed else 4)
     log.close()
 
 
@@ -521,11 +525,9 @@ def test_the_searchs_sums_do_not_fall_where_a_killed_process_is_resumed(tmp_path
         (120, 6.25),
     ):  # back to a checkpoint, and on
         log = open_event_log(tmp_path, HEAD)
-        clock = SearchClock(tmp_path / "totals", FoundRun("parent", made=True), lambda: 0.0)
         board = Leaderboard("minimize", 1)
         board.add(JobRecord("a", 0, tokens=tokens, device_seconds=seconds))
-        SearchRun(log, board, clock, 100).write_point({})
-        clock.close()
+        search_run(log, board).write_point({})
         log.close()
     log = open_event_log(tmp_path, HEAD)
     points = [item.values for item in log.peek(99) if isinstance(item, LogPoints)]

@@ -37,7 +37,7 @@ ADAPTER = "adapter_model.safetensors"
 WARM_WEIGHTS = "warm"  # folder of a search with the weights that its warm clones start with
 PROBLEM = "plait.problem"  # study: what is searched, as JSON
 MATERIAL = "plait.material"  # study: digests of data and model, as JSON
-CURVES = "plait.curves"  # study: a worker of the folder whose processes write the search's own curves
+CURVES = "plait.curves"  # study: the worker that writes the search's own curves
 TOKEN = "plait.study"  # study: distinguishes it from an earlier one of the same name
 
 

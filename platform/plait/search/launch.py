@@ -32,7 +32,6 @@ from plait.search.identity import Identity, identify
 from plait.search.orders import Orders
 from plait.search.points import too_few_points
 from plait.search.prior import describe_prior
-from plait.search.process_watch import ProcessWatch
 from plait.search.recorded import RecordedCommand, recorded_command, write_command
 from plait.search.results import (
     TRY_ALL,
@@ -52,7 +51,7 @@ from plait.tracking.facts import DataFacts, SearchFacts, data_facts
 from plait.tracking.figures import Figures
 from plait.tracking.leaderboard import Leaderboard, orphan
 from plait.tracking.location import locate, sqlite_in, store_elsewhere
-from plait.tracking.processes import ProcessRow
+from plait.tracking.processes import ProcessRow, ProcessWatch
 from plait.tracking.search_run import Begun
 from plait.tracking.tracker import Peers, Tracker
 from plait.utils.addresses import redact

@@ -124,20 +124,6 @@ class Workers:
         self._ended.set()
         self._lock.release()
 
-    def shares_folder(self, owner: Owner) -> bool:
-        """Whether a worker has its file in this one's folder."""
-        if owner.name == self.own.name:  # signed by a worker of another host that uses the same folder
-            return True
-        return owner.host == self.own.host and Path(owner.file).parent == self._lock.path.parent
-
-    def heir(self) -> Owner | None:
-        """Another living worker of this folder; None if there is none."""
-        for path in sorted(self._lock.path.parent.glob("*")):
-            with suppress(FileNotFoundError):
-                if path != self._lock.path and holder_lives(path):
-                    return Owner(path.name.partition("-")[2], self.own.host, str(path))
-        return None
-
     def dead(self, owner: Owner | None, attributes: Mapping[str, Any]) -> bool:
         """Whether this worker is dead, so that its trials are orphaned.
 
@@ -272,33 +258,29 @@ class Claims:
     # ---- the search's own curves ---------------------------------------------------------------------------
 
     def writes_curves(self) -> bool:
-        """Whether processes of this folder write the search's own curves. Only those of one folder do, and
-        they agree by a lock in it. Those of another folder adopt the curves when the worker named in the
-        study is dead. Does not wait for the storage.
+        """Whether this process writes the search's own curves: the study names one that does; when that is
+        dead or has left, the first one that asks takes its place. Does not wait for the storage.
         """
         workers, study = self._workers, self._shared.study
         if workers is None:
             return True
         attributes = study.user_attrs
-        holder = owner_of(attributes.get(CURVES))
-        if holder is None or workers.dead(holder, attributes):
+        named = owner_of(attributes.get(CURVES))
+        if named is None or workers.dead(named, attributes):
             with self._shared.exclusive():
                 found = owner_of(study.user_attrs.get(CURVES))
-                if found == holder:  # no other process was faster
+                if found == named:  # no other process was faster
                     found = workers.own
                     study.set_user_attr(CURVES, found.to_json())
-            holder = found
-        return holder is not None and workers.shares_folder(holder)
+            named = found
+        return named == workers.own
 
     def leave_curves(self) -> None:
-        """Leave the search's own curves to another process of this folder, or else to any, if the storage
-        answers."""
+        """Leave the search's own curves to another process, if the storage answers."""
         workers, study = self._workers, self._shared.study
         with suppress(Exception):
-            owner = owner_of(study.user_attrs.get(CURVES))
-            if workers is not None and owner is not None and owner.name == workers.own.name:
-                heir = workers.heir()
-                study.set_user_attr(CURVES, "" if heir is None else heir.to_json())
+            if workers is not None and owner_of(study.user_attrs.get(CURVES)) == workers.own:
+                study.set_user_attr(CURVES, "")
 
     # ---- under the study's lock ----------------------------------------------------------------------------
 

@@ -157,48 +157,6 @@ class RunningTrial:
             self.state = JobState.RUNNING
 
 
-class Suggestions:
-    """Whether there is another trial to suggest, and whether too many have failed.
-
-    Answers of the trial source are cached while nothing changes, because each one reads all trials of the
-    study in the training thread, which takes milliseconds, or tens of them over a network. What other workers
-    did is seen only after :meth:`forget`.
-    """
-
-    def __init__(self, source: StudyTrials, settings: SearchSettings) -> None:
-        self._source = source
-        self._settings = settings
-        self._none_left: tuple[int, bool] | None = None  # the last request without a trial: revision, new
-        self._decided: tuple[int, str] | None = None  # at which revision, and why no more are suggested
-
-    def forget(self) -> None:
-        """Ask the source again, even if nothing changed here."""
-        self._none_left = self._decided = None
-
-    @property
-    def failure_limit_exceeded(self) -> str:
-        """The message that too many trials failed; "" if they did not. Started trials are then ended, and no
-        more are suggested."""
-        if self._settings.max_failure_rate >= 1:
-            return ""
-        revision = self._source.revision
-        if self._decided is None or self._decided[0] != revision:
-            source = self._source
-            self._decided = revision, failure_limit(source.failed, source.total, self._settings)
-        return self._decided[1]
-
-    def suggest(self, *, new: bool) -> Trial | None:
-        """The next trial, as from ``StudyTrials.ask``; None if there was none and nothing has changed
-        since."""
-        question = self._source.revision, new
-        if question == self._none_left:
-            return None
-        trial = self._source.ask(new=new)
-        if trial is None:
-            self._none_left = question
-        return trial
-
-
 class SearchLoop:
     """Runs a search to its end.
 
@@ -233,10 +191,11 @@ class SearchLoop:
         self._view = view
         self._trials: dict[str, RunningTrial] = {}  # by name of the job
         self._orders = Orders()
-        self._suggestions = Suggestions(source, settings)
         self._observed = Observed()
         self._next_look = -math.inf
         self._none_left = False  # no trial was suggested the last time
+        self._nothing_for: tuple[int, bool] | None = None  # the last question without a trial
+        self._limit: tuple[int, str] | None = None  # the revision at which it was computed, and the message
         self._reported_end = False  # the stopper knows that no more trials will come
         self._waited = False
 
@@ -246,7 +205,7 @@ class SearchLoop:
             self._obey()
             look = self._look_due()
             if look or not self._in_slots:  # a search must not end by outdated information
-                self._suggestions.forget()
+                self._nothing_for = self._limit = None
             if look:
                 self._drop_adopted()
             self._decide(ask_again=look)
@@ -277,7 +236,20 @@ class SearchLoop:
 
     @property
     def _begins_trials(self) -> bool:
-        return self._orders.mode == "running" and not self._suggestions.failure_limit_exceeded
+        return self._orders.mode == "running" and not self._failure_limit
+
+    @property
+    def _failure_limit(self) -> str:
+        """The message that too many trials failed; "" if they did not. Started trials are then ended, and no
+        more are suggested. Kept while nothing changes here, because it reads all trials of the study in the
+        training thread, which takes milliseconds, or tens of them over a network."""
+        if self._settings.max_failure_rate >= 1:
+            return ""
+        revision = self._source.revision
+        if self._limit is None or self._limit[0] != revision:
+            message = failure_limit(self._source.failed, self._source.total, self._settings)
+            self._limit = revision, message
+        return self._limit[1]
 
     # ---- orders and other workers ------------------------------------------------------------------------
 
@@ -330,9 +302,10 @@ class SearchLoop:
             if (released := self._released) is not None:
                 self._resume(released)
                 continue
-            new = self._suggestions.suggest(new=self._begins_trials)
+            question = self._source.revision, self._begins_trials
+            new = None if question == self._nothing_for else self._source.ask(new=question[1])
             if new is None:
-                self._none_left = True
+                self._none_left, self._nothing_for = True, question
                 return
             self._start(new)
 
@@ -409,7 +382,7 @@ class SearchLoop:
             return False
         decided = False
         while True:
-            ends = self._none_left or bool(self._suggestions.failure_limit_exceeded)
+            ends = self._none_left or bool(self._failure_limit)
             ends = ends or self._orders.mode in ENDING
             ask_again, self._reported_end = ask_again or ends != self._reported_end, ends
             decisions = self._stopper.decisions(self._expected, ask_again=ask_again)
@@ -535,7 +508,7 @@ class SearchLoop:
         left = self._source.over < self._source.total
         if self._orders.mode != "running":  # where nothing is left, there is nothing to resume
             return SearchEnd(finished, ended_by=self._orders.mode if left else "", why=ORDERED)
-        why = self._suggestions.failure_limit_exceeded
+        why = self._failure_limit
         if why and left:
             return SearchEnd(finished, ended_by="failing", why=why)
         end = SearchEnd(finished)

@@ -137,6 +137,10 @@ class EventLog:
         if before is None or before.step != step:
             self._write(NewestStep(run, step, self.now(), finite(values)))
 
+    def newest(self, run: str) -> NewestStep | None:
+        """The newest step that was kept for a run or, of the search's own, written."""
+        return self._newest.get(run)
+
     def write_newest(self, run: str) -> None:
         """Append the step that was kept for a run, unless a later one was written since."""
         if (kept := self._newest.get(run)) is not None:
@@ -226,6 +230,9 @@ class EventLog:
                 steps = self._steps.setdefault(line.run, {})
                 for key in line.values:
                     steps[f"{key}{LATE}" if line.late else key] = line.step
+                newest = self._newest.get(line.run)
+                if line.run == self.head.parent and (newest is None or line.step > newest.step):
+                    self._newest[line.run] = NewestStep(line.run, line.step, line.time_ms, line.values)
             case Written():
                 self._count(line.run, line.device_seconds)
                 steps = self._steps.setdefault(line.run, {})

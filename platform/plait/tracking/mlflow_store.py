@@ -12,7 +12,7 @@ import logging
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import assert_never
 
@@ -31,6 +31,7 @@ from plait.tracking.records import (
     LogFolder,
     LogPoints,
     LogText,
+    NewestStep,
     OpenRun,
     SetStatus,
     UseData,
@@ -132,10 +133,6 @@ class Store:
     def run(self, run_id: str) -> Run | None:
         """The run with this id, if it exists in this experiment."""
         return next(self._runs({}, f"attributes.run_id = '{run_id}'"), None)
-
-    def times(self, run_id: str, metric: str) -> dict[int, int]:
-        """When each step of a metric was written, in milliseconds since 1970."""
-        return {point.step: point.timestamp for point in self.client.get_metric_history(run_id, metric)}
 
     # ---- writing ---------------------------------------------------------------------------------------
 
@@ -300,37 +297,32 @@ class StoreSender:
         return kept
 
     def _not_anothers(self, store: Store, request: UpdateRun) -> list[LogPoints]:
-        """The points of the search's own curves without those whose step a process of another folder has
-        written: it may have continued the curves while this one had the store out of reach, or was dead."""
-        points = list(request.points)
-        first = min((point.step for point in points if names.SEARCH_SECONDS in point.values), default=None)
-        if first is None:
-            return points
-        newest = newest_point(store.client.get_run(self._parent_id), names.SEARCH_SECONDS)
-        if newest.step < first:
-            return points
-        times = store.times(self._parent_id, names.SEARCH_SECONDS)
-        return [point for point in points if times.get(point.step, point.time_ms) == point.time_ms]
+        """The points of the search's own curves that come after what is there: a process that had the store
+        out of reach, or was dead, may send its points after another one has continued the curves."""
+        newest = newest_point(store.client.get_run(self._parent_id))
+        step, seconds = newest.step, newest.values.get(names.SEARCH_SECONDS, 0.0)
+        kept = []
+        for point in request.points:
+            now = point.values.get(names.SEARCH_SECONDS, seconds)
+            if point.step > step and now >= seconds:
+                step, seconds = point.step, now
+                kept.append(point)
+            elif point.time_ms == newest.time_ms:  # it may be there in part
+                kept.append(point)
+        return kept
 
 
-@dataclass(frozen=True, slots=True)
-class NewestPoint:
-    """The last step of a metric of a run, its value, and when it was written; step 0 if there is none."""
-
-    step: int = 0
-    value: float = 0.0
-    time_ms: int = 0
+NO_POINT = NewestStep("", 0, 0, {})
 
 
-NO_POINT = NewestPoint()
-
-
-def newest_point(run: Run, metric: str) -> NewestPoint:
-    """What a run, as it was read, says of a metric."""
+def newest_point(run: Run) -> NewestStep:
+    """The last point of a search's own curves in its run, as it was read."""
     # Only the protobuf message has the steps of the newest points, without reading whole histories.
-    points = run.data.to_proto().metrics
-    found = (NewestPoint(int(each.step), each.value, each.timestamp) for each in points if each.key == metric)
-    return next(found, NO_POINT)
+    points = (each for each in run.data.to_proto().metrics if each.key == names.SEARCH_SECONDS)
+    last = next(points, None)
+    if last is None:
+        return NO_POINT
+    return NewestStep(run.info.run_id, int(last.step), last.timestamp, dict(run.data.metrics))
 
 
 def last_steps(run: Run) -> dict[str, int]:

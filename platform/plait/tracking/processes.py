@@ -9,15 +9,23 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from plait.core.spans import ProcessState, ReplicaTotals
+from plait.tracking.leaderboard import Leaderboard
 from plait.utils.durations import duration
 from plait.utils.files import write_text
+
+if TYPE_CHECKING:
+    from plait.core.settings import RunSettings
+    from plait.distributed.fleet import Fleet
+    from plait.engine.catalogue import DataCatalogue
+
+    MakeFleet = Callable[[RunSettings, DataCatalogue], Fleet]
 
 FOLDER = "processes"  # below the search's folder
 SUFFIX = "-now.json"
@@ -78,31 +86,65 @@ class JobNow:
         return f"step {self.step} of {self.steps}{loss}"
 
 
-class ProcessFile:
-    """Keeps the rows of this process's run, and how far its jobs are, below the search's ``folder``."""
+class ProcessWatch:
+    """Follows the jobs and processes of a run, also while it waits for them: for views here and, in a file,
+    for other terminals.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: of the search.
+        board: knows what each replica has done so far, and the jobs.
+        own: numbers of the trials of this process.
+
+    Attributes:
+        show: called every second or so while processes are waited for; in the thread that trains.
+    """
+
+    def __init__(
+        self, folder: Path, board: Callable[[], Leaderboard], own: Callable[[], Collection[int]]
+    ) -> None:
+        self.show: Callable[[], None] = lambda: None
+        self._board, self._own = board, own
         self._path = folder / FOLDER / f"{os.getpid()}{SUFFIX}"
         self._next = 0.0
+        self._fleet: Fleet | None = None
 
-    def write(
-        self, rows: Callable[[], Sequence[ProcessRow]], jobs: Callable[[], Mapping[str, JobNow]]
-    ) -> None:
-        """Write them, if that is due. A disk that is full does not matter."""
+    def following(self, make: MakeFleet) -> MakeFleet:
+        """The same, with every fleet that it makes followed."""
+
+        def made(settings: RunSettings, data: DataCatalogue) -> Fleet:
+            self._fleet = make(settings, data)
+            self._fleet.processes.watch = self._look
+            return self._fleet
+
+        return made
+
+    def rows(self) -> tuple[ProcessRow, ...]:
+        """A row for each of several processes; none for a single one."""
+        return () if self._fleet is None else process_rows(self._fleet.states(), self._board().replicas)
+
+    def keep(self) -> None:
+        """Write the file, if that is due. A disk that is full does not matter."""
         now = time.monotonic()
-        if now >= self._next:
-            self._next = now + WRITE_SECONDS
-            facts = {
-                "at": time.time(),
-                "processes": [row.facts() for row in rows()],
-                "jobs": {name: asdict(job) for name, job in jobs().items()},
-            }
-            text = json.dumps(facts)
-            with suppress(OSError):
-                write_text(self._path, text, durable=False)
+        if now < self._next:
+            return
+        self._next = now + WRITE_SECONDS
+        own = self._own()
+        records = (each for each in self._board().jobs.values() if each.trial in own and each.steps)
+        facts = {
+            "at": time.time(),
+            "processes": [row.facts() for row in self.rows()],
+            "jobs": {each.name: asdict(JobNow(each.step, each.steps, each.loss)) for each in records},
+        }
+        with suppress(OSError):
+            write_text(self._path, json.dumps(facts), durable=False)
+
+    def _look(self) -> None:
+        self.keep()
+        self.show()
 
     def close(self) -> None:
-        """Remove the file."""
+        """Follow them no more."""
+        self.show = lambda: None
         with suppress(OSError):
             self._path.unlink(missing_ok=True)
 

@@ -124,8 +124,9 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class NewestStep:
-    """The newest step of a job at a commit, if its curve leaves it out; not sent. It becomes a point if the
-    job ends without further training, as when its process is killed and the job is cancelled.
+    """The newest step of a run at a commit, if its curve leaves it out; not sent. A job's becomes a point if
+    the job ends without further training, as when its process is killed and the job is cancelled. The
+    search's own says where the next process continues its curves.
     """
 
     run: str

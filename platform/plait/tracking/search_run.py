@@ -8,18 +8,13 @@ final state from the study, which knows them all.
 from __future__ import annotations
 
 import json
-import math
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from filelock import lock_descriptor
 from mlflow.entities import Run
 
-from plait.core.errors import StorageError
 from plait.core.lifecycle import STORED_AS, JobResult, JobState
 from plait.core.settings import TrackingSettings
 from plait.tracking import names
@@ -30,25 +25,20 @@ from plait.tracking.leaderboard import JobRecord, Leaderboard, to_split_json, va
 from plait.tracking.location import locate
 from plait.tracking.mlflow_store import (
     NO_POINT,
-    NewestPoint,
     Store,
     StoreSender,
     newest_point,
     stored_leaderboard,
 )
-from plait.tracking.records import LogPoints, run_reference
+from plait.tracking.records import LogPoints, NewestStep, run_reference
 from plait.tracking.ui import page_settings
 from plait.tracking.values import finite, grown_stride, is_kept
 from plait.tracking.writer import BATCH, RefusedError, describe_refused, gather
 from plait.utils.addresses import redact
-from plait.utils.line_log import real_locks
 
 REFRESH_SECONDS = 10.0  # interval between two leaderboards of a running search
 REFRESH_SHARE = 0.005  # share of the time that may be spent on making them
-SKIPPED_SECONDS = 120.0  # steps of this many seconds are skipped if another host wrote the curves so far
-DIGITS = 20  # of each number in the file of the search's curves: step, microseconds, and RISING
-# Sums that fall back to checkpoints after a kill, and into how many parts of one they are counted.
-RISING = {names.TRAIN_TOKENS: 1, names.DEVICE_SECONDS: 1_000_000_000}
+RISING = {names.TRAIN_TOKENS, names.DEVICE_SECONDS}  # sums that fall back to checkpoints after a kill
 SUMS = (  # over all jobs, including those of earlier processes
     names.TRAIN_TOKENS,
     names.DEVICE_SECONDS,
@@ -87,7 +77,7 @@ class FoundRun:
 
     run_id: str
     made: bool = False
-    newest: NewestPoint = NO_POINT
+    newest: NewestStep = NO_POINT
     jobs: Sequence[JobRecord] = ()
     notices: Sequence[str] = ()
     away: AwayError | None = None
@@ -127,8 +117,7 @@ def find_or_make(store: Store, search: SearchFacts, tags: Mapping[str, str], now
         store.set_experiment_tag(*page_settings(run_id, search.settings.search, search.searched))
         return FoundRun(run_id, made=True)
     run_id = str(runs[0].info.run_id)
-    newest = newest_point(runs[0], names.SEARCH_SECONDS)
-    return FoundRun(run_id, newest=newest, jobs=store.jobs(run_id))
+    return FoundRun(run_id, newest=newest_point(runs[0]), jobs=store.jobs(run_id))
 
 
 # ---- what ended processes left ------------------------------------------------------------------------
@@ -198,112 +187,41 @@ def _send(store: Store, log: EventLog) -> list[str]:
 
 
 class SearchClock:
-    """Steps and seconds of the search's curves, which only one process writes at a time.
-
-    That process holds a lock until it ends; then another one continues where it stopped. If processes do not
-    share a folder, only those of one folder write.
-
-    The lock is on the file ``path``, which contains the last step and seconds.
+    """Steps and seconds of the search's own curves, which one process at a time writes, whichever the study
+    names; the next one continues after the last point that it knows of.
 
     Attributes:
-        here: whether processes of this folder write the curves.
-        behind: another folder's processes may have written them since.
-
-    Raises:
-        StorageError: the folder cannot be written.
+        writes: whether this process writes them.
     """
 
-    def __init__(
-        self, path: Path, found: FoundRun, rising: Callable[[], float], *, here: bool = True
-    ) -> None:
-        self._path, self._rising, self.here = path, rising, here
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise StorageError(
-                f"{path}: {error.strerror or error}",
-                "The processes of a search use this file to agree on which of them writes its curves.",
-                "Free some space, or make the folder writable.",
-            ) from error
-        self._mine = False
-        self._sums = dict.fromkeys(RISING, 0)  # largest that were written
-        step, seconds, *_ = self._noted()
-        # one step may be written and not noted
-        self.behind = found.newest.step > step + 1 or not (found.made or step)
-        self._step, self._before = max(found.newest.step, step), max(found.newest.value, seconds)
-        self._started = rising()
+    def __init__(self, rising: Callable[[], float], *, writes: bool = True) -> None:
+        self.writes = writes
+        self._rising, self._started = rising, rising()
+        self._step, self._before = 0, 0.0
+        self._sums = dict.fromkeys(RISING, 0.0)
 
     @property
     def seconds(self) -> float:
         """Wall-clock seconds of the search, including those of earlier processes."""
         return self._before + self._rising() - self._started
 
-    def next(self, written: int = 0) -> tuple[int, float] | None:
-        """The next step and its seconds, if this process writes it; ``written``: the last step in its log."""
-        if not self.here or self._file is None or not self._take(self._file):
-            return None
-        self._step = max(self._step, written) + 1
-        microseconds = round(self.seconds * 1_000_000)
-        self._write(self._file, microseconds, DIGITS)
-        return self._step, microseconds / 1_000_000
+    def follow(self, point: NewestStep) -> None:
+        """Continue after a point, unless a later one is known: time and sums only increase."""
+        self._step = max(self._step, point.step)
+        self._before += max(point.values.get(names.SEARCH_SECONDS, 0.0) - self.seconds, 0.0)
+        self.risen(point.values)
 
-    def rising(self, values: Mapping[str, float]) -> dict[str, float]:
+    def next(self) -> tuple[int, float]:
+        """The next step and its seconds."""
+        self._step += 1
+        return self._step, self.seconds
+
+    def risen(self, values: Mapping[str, float]) -> dict[str, float]:
         """The values of a point, with sums that do not fall: what a kill took back is trained again, and
         until then such a curve stays where it was."""
-        assert self._file is not None
-        found = dict(values)
-        for place, (name, parts) in enumerate(RISING.items(), 2):
-            if name in found:
-                counted = max(round(found[name] * parts), self._sums[name])
-                self._sums[name], found[name] = counted, counted / parts
-                self._write(self._file, counted, place * DIGITS)
-        return found
-
-    def note(self) -> None:
-        """Note that the step is in the log: a process that is killed in between leaves out none."""
-        if self._file is not None:
-            self._write(self._file, self._step, 0)
-
-    @staticmethod
-    def _write(file: int, number: int, at: int) -> None:
-        with suppress(OSError):  # the disk is full: then others start from what the store has
-            os.pwrite(file, b"%0*d" % (DIGITS, number), at)
-
-    def adopt(self, newest: NewestPoint, now: int) -> None:
-        """Write the curves from here on, after the last point in the store; ``now`` in milliseconds since
-        1970. What another host's process has not sent since that point is sent some day: steps of twice as
-        long are skipped, but no more than there are so far if that is minutes."""
-        self._before += max(newest.value - self.seconds, 0.0)
-        rate = newest.step / max(self.seconds, 1.0)
-        since = max((now - newest.time_ms) / 1000.0, 0.0)
-        skipped = max(min(2.0 * since * rate, float(newest.step)), SKIPPED_SECONDS * rate)
-        self._step = max(self._step, newest.step + math.ceil(skipped))
-        self.behind = False
-
-    def close(self) -> None:
-        """Leave the curves to others."""
-        if self._file is not None:
-            os.close(self._file)
-        self._file, self._mine = None, False
-
-    def _take(self, file: int) -> bool:
-        with real_locks(self._path):
-            taken = not self._mine and lock_descriptor(file, blocking=False)
-        if taken:
-            step, seconds, *sums = self._noted()
-            self._step = max(self._step, step)
-            self._sums = dict(zip(RISING, sums, strict=True))
-            self._before += max(seconds - self.seconds, 0.0)  # time only increases
-            self._mine = True
-        return self._mine
-
-    def _noted(self) -> tuple[int, float, int, int]:
-        """Step, seconds and sums of the last point written by a process of this host."""
-        text = b"" if self._file is None else os.pread(self._file, 4 * DIGITS, 0)
-        parts = [text[at * DIGITS : (at + 1) * DIGITS] for at in range(4)]
-        step, microseconds, *sums = [int(part) if part.isdigit() else 0 for part in parts]
-        return step, microseconds / 1_000_000, sums[0], sums[1]
+        for name in RISING & values.keys():
+            self._sums[name] = max(self._sums[name], values[name])
+        return {name: self._sums.get(name, value) for name, value in values.items()}
 
 
 class SearchRun:
@@ -324,20 +242,27 @@ class SearchRun:
         self._most = most
         self._next = 0.0  # time at which the leaderboard is written again
         self._tables = [*([names.PARETO_FILE] if board.others else []), names.LEADERBOARD_FILE]
+        self._left_out: tuple[int, dict[str, float]] | None = None  # the last point, if it was not written
 
     def write_point(self, more: Mapping[str, float]) -> None:
         """Write one point of the search's curves, with ``more`` values; the last point, without any, is
         always written. Sums over jobs that are not known yet are left out."""
-        written = self._log.last_step(self._key, names.SEARCH_SECONDS) or 0
-        if (point := self.clock.next(written)) is None:
+        if not self.clock.writes:
             return
-        step, seconds = point
+        step, seconds = self.clock.next()
+        values = self.clock.risen(dict(more) | search_values(self._board, seconds))
+        unknown = () if self.whole else SUMS
+        known = {key: value for key, value in values.items() if key not in unknown}
         if not more or is_kept(step, grown_stride(step, self._most)):
-            values = dict(more) | search_values(self._board, seconds)
-            unknown = () if self.whole else SUMS
-            known = {key: value for key, value in values.items() if key not in unknown}
-            self._log.points(self._key, step, self.clock.rising(known))
-        self.clock.note()
+            self._log.points(self._key, step, known)
+            self._left_out = None
+        else:
+            self._left_out = step, known
+
+    def keep_newest(self) -> None:
+        """Keep the last point for the next process, if it was not written."""
+        if self._left_out is not None:
+            self._log.keep_newest(self._key, *self._left_out)
 
     def write_table(self, path: str, text: str) -> None:
         """Write an artifact that MLflow shows as a table: JSON with ``columns`` and ``data``."""
@@ -472,8 +397,8 @@ def write_final(store: Store, run_id: str, results: Sequence[JobResult]) -> Lead
         was = row.trial in children and children[row.trial].data.tags.get(names.TAG_PARETO) == "true"
         if row.run_id and was != row.on_front:
             store.update(row.run_id, (), {names.TAG_PARETO: str(row.on_front).lower()})
-    newest = newest_point(run, names.SEARCH_SECONDS)
-    values = finite(search_values(board, newest.value))
+    newest = newest_point(run)
+    values = finite(search_values(board, newest.values.get(names.SEARCH_SECONDS, 0.0)))
     last = (
         []
         if values.items() <= run.data.metrics.items()

@@ -53,7 +53,7 @@ from plait.utils.addresses import redact
 
 LAST_SECONDS = 1.0  # time for the store to accept the last records of a process that ends immediately
 READ_PAUSE = 15.0  # least seconds between two reads of what other processes train
-WATCH_PAUSE = 5.0  # seconds between two checks of which folder writes the search's own curves
+WATCH_PAUSE = 5.0  # seconds between two checks of which process writes the search's own curves
 READ_SHARE = 0.005  # share of the time that may be spent on them
 
 
@@ -189,8 +189,10 @@ class Tracker:
         head = Head(found.run_id, f"search {search.name}", str(self.location))
         self._ids[head.parent] = self._connection.run_id = found.run_id
         log = open_event_log(folder, head, self._now)
-        totals = folder.parent / f"totals-{found.run_id}"
-        clock = SearchClock(totals, found, self._rising, here=False)
+        clock = SearchClock(self._rising, writes=False)
+        for point in (found.newest, log.newest(head.parent)):
+            if point is not None:
+                clock.follow(point)
         run = SearchRun(log, self.board, clock, self._settings.points)
         sender = StoreSender(self._connection.store, found.run_id, self._ids)
         writer = Writer(sender, log, self._settings.flush_seconds, between=self._between)
@@ -243,7 +245,7 @@ class Tracker:
                 self._take_others(self._stored_jobs())
         self._started.tables.finish()
         run.refresh(self.run_id, now=True)
-        if not run.clock.here:  # the last process writes the last point, wherever it is
+        if not run.clock.writes:  # the last process writes the last point, wherever it is
             with suppress(Exception):
                 self._settle_curves(self._started)
         run.write_point({})
@@ -259,8 +261,8 @@ class Tracker:
         self._read_others()
 
     def _watch_curves(self) -> None:
-        """Check now and then which folder writes the search's own curves, and adopt them if it should be this
-        one."""
+        """Check now and then which process writes the search's own curves, and adopt them if it should be
+        this one."""
         now, started = time.monotonic(), self._started
         if started is None or now < self._next_watch:
             return
@@ -268,12 +270,11 @@ class Tracker:
         self._settle_curves(started)
 
     def _settle_curves(self, started: _Started) -> None:
-        clock, here = started.run.clock, self._writes_curves()
-        if here and clock.behind:
-            run = self._connection.store().client.get_run(started.log.head.parent_id)
-            clock.adopt(newest_point(run, names.SEARCH_SECONDS), self._now())
-        clock.here = here
-        clock.behind |= not here
+        clock, writes = started.run.clock, self._writes_curves()
+        if writes and not clock.writes and (store := self._connection.opened) is not None:
+            run = store.client.get_run(started.log.head.parent_id)
+            clock.follow(newest_point(run))  # another process may have written them until now
+        clock.writes = writes
 
     def _read_others(self) -> None:
         """Read now and then what other processes train, in the writer's thread, so that training does not
@@ -478,6 +479,7 @@ class Tracker:
         for job, curve in self._curves.items():
             if (event := curve.left_out) is not None:
                 log.keep_newest(job, event.step, step_values(event))
+        self._started.run.keep_newest()
         log.commit()
 
     def flush(self) -> None:
@@ -508,7 +510,6 @@ class Tracker:
         if started is None:
             return
         log = started.log
-        started.run.clock.close()
         started.spans.close()
         closed = started.writer.close(patience)
         self.notices += started.writer.troubles()
