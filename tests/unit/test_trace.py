@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from contextlib import closing
 from pathlib import Path
-from threading import Thread
 
 import pytest
 from trace_files import overlaps, tracks_of
@@ -75,25 +74,6 @@ def test_the_newest_spans_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (track,) = tracks_of(text or "").values()
     assert [span["args"]["jobs"] for span in track] == [[f"a#{at}"] for at in range(93, 100)]
     assert json.loads(text or "")["otherData"]["left_out"] > 0
-
-
-def test_only_one_of_two_workers_rotates_a_full_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keep(tmp_path, taken(0, Span("microbatch", 1.0, 2.0, WORK)))
-    full = (tmp_path / SPANS_FILE).read_bytes()
-    other = Thread(target=keep, args=(tmp_path, taken(0)), kwargs={"worker": "other"})
-    rename = Path.replace
-
-    def meanwhile(path: Path, target: Path) -> Path:
-        if other.ident is None:
-            other.start()
-            other.join(0.3)  # it comes through if nothing keeps it out
-        return rename(path, target)
-
-    monkeypatch.setattr(Path, "replace", meanwhile)
-    monkeypatch.setattr(kept, "MOST_BYTES", len(full) - 1)
-    keep(tmp_path, taken(0))
-    other.join()
-    assert (tmp_path / BEFORE_FILE).read_bytes() == full
 
 
 def test_a_full_disk_ends_no_search(tmp_path: Path) -> None:

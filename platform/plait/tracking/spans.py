@@ -20,7 +20,7 @@ from typing import Any
 from plait.core.errors import StorageError
 from plait.core.messages import SpansTaken
 from plait.core.spans import Span
-from plait.utils.line_log import append_line
+from plait.utils.files import append_line
 from plait.utils.trace_events import TraceEvents
 
 SPANS_FILE = "spans.jsonl"  # below the search's folder
@@ -30,7 +30,6 @@ MOST_BYTES = 32 * 2**20  # of each file
 MOST_SPANS = 200_000  # newest ones in a trace: viewers take as many well
 MOST_WAITING = 64  # events that the disk has not taken yet
 MOST_NAMED = 3  # jobs in the name of a span; its arguments have all
-BEGINS = b'{"spans": '
 DIGITS = 6  # of seconds
 
 
@@ -66,9 +65,10 @@ class SpanLog:
             for each in event.replicas
         ]
         line = {"spans": rows, "jobs": list(jobs), "worker": self._worker, "zero": self._zero}
-        with suppress(OSError, StorageError):
-            text = json.dumps(line).encode() + b"\n"
-            append_line(self._path, BEGINS, text, before=self._before, most=MOST_BYTES)
+        with suppress(OSError):
+            if self._path.exists() and self._path.stat().st_size > MOST_BYTES:
+                self._path.replace(self._before)
+            append_line(self._path, json.dumps(line).encode() + b"\n")
 
 
 _HEAD = ("replica", "host", "pid", "device", "offset", "error")

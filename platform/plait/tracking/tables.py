@@ -1,23 +1,23 @@
 """Tables that grow with a search: one row for each group step and one for each fit of a model.
 
-They are JSON-lines logs in the search's folder, to which restarts and several processes at once append. The
+They are JSON lines in the search's folder, to which restarts and several processes at once append. The
 search's run in MLflow has the same table, thinned evenly if it is long. A step that is trained again after a
-crash has a second row, because both took time.
+crash has a second row, because both took time. No search depends on them: what a full disk does not take is
+left out.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from plait.core.errors import StorageError
 from plait.core.messages import GroupStep, ModelFitted
-from plait.utils.line_log import append_line
+from plait.utils.files import append_line
 
 GROUP_STEPS_FILE = "group_steps.jsonl"  # below the search's folder
 GROUP_STEPS_ARTIFACT = "group_steps.json"  # of the search's run
@@ -68,19 +68,13 @@ class LineTable:
         columns: on disk, and as MLflow shows them. If the first column is "iteration", it is the row's
             number.
         most: most rows that MLflow shows.
-
-    Raises:
-        StorageError: from every method, if the file cannot be read or written, or is another table.
     """
 
     def __init__(self, path: Path, columns: Sequence[str], most: int) -> None:
         self.path = path
         self._columns, self._most = columns, most
-        with _table_errors(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._count = _count_lines(path)
-            for each in islice(_numbered_rows(path), 1):
-                self._cells(*each)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._count = _count_lines(path)
         self._shown = 0
 
     def add(self, event: GroupStep | ModelFitted) -> None:
@@ -90,9 +84,8 @@ class LineTable:
             row["iteration"] = self._count + 1
         else:
             row["coefficients"] = json.dumps(dict(event.coefficients))
-        begins = f'{{"{self._columns[0]}":'.encode()
-        with _table_errors(self.path):
-            append_line(self.path, begins, json.dumps(row).encode() + b"\n")
+        with suppress(OSError):
+            append_line(self.path, json.dumps(row).encode() + b"\n")
         self._count += 1
 
     @property
@@ -106,10 +99,16 @@ class LineTable:
         return self._count > self._shown
 
     def artifact(self) -> str:
-        """The table in the form that MLflow shows, including the newest row."""
+        """The table in the form that MLflow shows, including the newest row. If there are more than ``most``
+        rows, every k-th is parsed. A line that a crash left partial is ignored."""
         self._shown = self._count
-        with _table_errors(self.path):
-            data = [self._cells(*each) for each in _numbered_rows(self.path, self._most)]
+        data, count = [], _count_lines(self.path)
+        every = -(-count // self._most)
+        with suppress(OSError), self.path.open("rb") as file:
+            for number, line in enumerate(islice(file, count), 1):
+                if (count - number) % every == 0:
+                    with suppress(ValueError, KeyError):
+                        data.append(self._cells(number, json.loads(line)))
         return json.dumps({"columns": self._columns, "data": data})
 
     def _cells(self, number: int, row: Mapping[str, Any]) -> list[Any]:
@@ -154,41 +153,10 @@ def group_step_row(cells: Mapping[str, Any]) -> GroupStepRow:
     return GroupStepRow(**{**cells, "jobs": tuple(cells["jobs"]), "job_tokens": tuple(cells["job_tokens"])})
 
 
-def _numbered_rows(path: Path, most: int | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The rows of a table with their numbers from 1, oldest first; if there are more than ``most``, every
-    k-th is parsed, up to the newest. A partial line left by a crash is ignored."""
-    if (count := _count_lines(path)) == 0:
-        return
-    every = 1 if most is None else -(-count // most)
-    with path.open("rb") as file:
-        for number, line in enumerate(islice(file, count), 1):
-            if (count - number) % every == 0:
-                yield number, json.loads(line)
-
-
 def _count_lines(path: Path) -> int:
     """Number of complete lines of a file; 0 if there is no file."""
     try:
         with path.open("rb") as file:
             return sum(block.count(b"\n") for block in iter(lambda: file.read(BLOCK), b""))
-    except FileNotFoundError:
+    except OSError:
         return 0
-
-
-@contextmanager
-def _table_errors(path: Path) -> Iterator[None]:
-    """Turn errors of a table into a StorageError that names its file."""
-    try:
-        yield
-    except StorageError:
-        raise
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        said = (
-            error.strerror if isinstance(error, OSError) else f"a row has missing or unknown fields: {error}"
-        )
-        raise StorageError(
-            f"{path}: {said or error}",
-            "Plait keeps tables of the search's iterations and fits there.",
-            "Free some space or make the folder writable, or move the file away to start a new table; then "
-            "run the same command again, which resumes the search.",
-        ) from error

@@ -67,6 +67,19 @@ def write_text(path: Path, text: str, *, mode: int = 0o666, durable: bool = True
         file.write(text.encode())
 
 
+def append_line(path: Path, line: bytes) -> None:
+    """Add a line to a file that several processes extend. A partial line that a crash left spoils no other.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with path.open("ab+", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(end - 1, 0))
+        torn = file.read(1) not in (b"", b"\n")
+        file.write(b"\n" + line if torn else line)  # in one call, so that lines of two processes do not mix
+
+
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """Make a folder to fill, which replaces ``path`` and is synced to the disk when the context ends.

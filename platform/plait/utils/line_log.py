@@ -93,14 +93,6 @@ class LineLog:
         """The offset at which the next line begins; known while the lock is held."""
         return self._end
 
-    @property
-    def in_place(self) -> bool:
-        """Whether the file still has its name."""
-        try:
-            return os.path.samestat(os.fstat(self._file), self.path.stat())
-        except FileNotFoundError:
-            return False
-
     def append(self, lines: bytes) -> None:
         """Add whole lines, all or none."""
         try:
@@ -187,26 +179,6 @@ class LineLog:
         except ValueError:
             return False
         return line.startswith(self._begins)
-
-
-def append_line(path: Path, begins: bytes, line: bytes, *, before: Path | None = None, most: int = 0) -> None:
-    """Add a line to a log that no process keeps open.
-
-    Args:
-        before: what the log becomes once it has more than ``most`` bytes; None: it may grow.
-
-    Raises:
-        StorageError, OSError: as :class:`LineLog`.
-    """
-    while True:
-        with LineLog(path, begins) as log:
-            if not log.lock():  # the file was removed between its opening and its lock
-                continue
-            if before is None or log.end <= most:
-                log.append(line)
-                return
-            if log.in_place:  # else another process has just renamed it
-                path.replace(before)
 
 
 def check_kind(path: Path, begins: bytes) -> None:
