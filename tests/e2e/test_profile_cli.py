@@ -85,6 +85,12 @@ def test_memory_without_weights_is_at_least_the_measured(
         assert 1.0 <= more <= 1.4
 
 
+def test_a_described_cluster_is_not_profiled(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "cluster=h100_llama31_8b"]) == 2
+    assert "Run `plait plan` with the same arguments" in capsys.readouterr().err
+    assert not list(cache.glob("profiles/*"))
+
+
 def test_profiling_is_refused_if_no_capacity_fits(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", *TINY, "--without-weights", "planner.memory_share=1e-9"]) == 2
     assert "may be used" in capsys.readouterr().err

@@ -198,7 +198,7 @@ def plan(arguments: Sequence[str]) -> int:
 
 
 def profile(arguments: Sequence[str]) -> int:
-    """Measure a model's memory and time here, or compare the configurations of a described cluster."""
+    """Measure a model's memory and time here."""
     from plait.cli.app import run_sweep
 
     return run_sweep("profile", arguments, {"--json": False, "--without-weights": False})

@@ -1,33 +1,28 @@
 """`plait profile`: memory and seconds of a model, measured on a small grid, fitted and stored.
 
 On this machine it measures the run's model or, with --without-weights, computes its memory from the
-configuration only. For a described cluster it compares the cluster's configurations by simulation. A seam:
-loaded only if this verb runs.
+configuration only. A seam: loaded only if this verb runs.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from rich.console import Console
 from rich.table import Table
 
-from plait.cli.plan import check_cluster, described, draw_workload, model_name, say
+from plait.cli.plan import model_name, say
 from plait.core.errors import EXIT_DONE, CapacityError, ConfigError
 from plait.core.jobs import JobSpec
 from plait.core.settings import USUAL_CAPACITY, RunSettings
 from plait.cost.probes import ProbeOptions
 from plait.cost.profile_store import Profile, ProfileKey, load_profile, profile_mapping, save_profile
-from plait.cost.profiles import ClusterProfile
-from plait.data.loading import check_jobs
 from plait.engine.build import ELEMENT_BYTES, free_memory, settle_dtype
-from plait.planning.described import RECOMPUTED
-from plait.planning.model_memory import model_memory
-from plait.planning.profiling import Candidate, Made, compare, profile_device, profile_without_weights
+from plait.planning.profiling import Made, profile_device, profile_without_weights
 from plait.search.checks import check_model
 from plait.search.trials import SearchCommand
 from plait.terminal.console import filled, plain, wide_console
@@ -37,97 +32,9 @@ if TYPE_CHECKING:
     from transformers import LlamaConfig
 
 
-SHOWN = 24  # configurations in the table, best first
-STEPS = 8  # global batches of each job that are simulated
-
-
 JSON = "--json"
 WITHOUT_WEIGHTS = "--without-weights"
 MOST_CAPACITY = 4096  # looked at if engine.capacity leaves it open
-
-
-def compare_configurations(command: SearchCommand, console: Console, *, as_json: bool) -> int:
-    """Compare a described cluster's configurations for a search's jobs, print them and return the exit
-    status.
-
-    Raises:
-        InputError: anything is wrong with the command, or nothing fits.
-    """
-    settings, cluster = described(command.settings)
-    if len(cluster.kinds) > 1:
-        raise ConfigError(
-            f"cluster.kinds: {cluster}",
-            "`plait profile` compares the configurations of one kind of device.",
-            "Leave cluster.kinds out, or run `plait plan`, which chooses over all of them.",
-        )
-    profile = cluster.kinds[0]
-    check_jobs(command.probes)
-    shape = check_model(settings.model, command.probes)
-    check_cluster(cluster, settings.model, shape)
-    workload = draw_workload(command, settings, shape, cluster)
-    names = [job.name for job in workload.jobs][: settings.search.parallel]
-    available = int(settings.planner.memory_share * profile.devices.memory_bytes)
-
-    def compared(checkpointing: bool) -> tuple[Candidate, ...]:
-        return compare(
-            profile.recomputing() if checkpointing else profile,
-            {name: workload.batches[name][:STEPS] for name in names},
-            model_memory(
-                profile, replace(settings.engine, checkpointing=checkpointing), command.probes, say=say
-            ),
-            available=available,
-            labelled_share=workload.labelled_share,
-            say=say,
-            most_tokens=command.settings.engine.capacity,
-        )
-
-    checkpointing = settings.engine.checkpointing
-    try:
-        found = compared(checkpointing)
-    except CapacityError as error:
-        if checkpointing:
-            raise
-        say(f"{error}\nWith engine.checkpointing=true:")
-        checkpointing = True
-        found = compared(checkpointing)
-    if as_json:
-        rows = [asdict(each) | {"chosen": place == 0} for place, each in enumerate(found)]
-        facts = {"cluster": profile.name, "how": "simulated", "checkpointing": checkpointing}
-        print(json.dumps(facts | {"configurations": rows}, indent=2))
-        return EXIT_DONE
-    console.print(_table(found, profile))
-    plain(console, f"profile: {profile.model}, {profile.dtype}: {profile.source}")
-    for line in (
-        *((RECOMPUTED,) if checkpointing else ()),
-        f"Throughput is simulated for the first {STEPS} steps of {len(names)} jobs of this search.",
-        f"Memory is computed from {profile.model}'s sizes for Plait's own engine with this search's largest "
-        "adapter and the heaviest samples; tensor parallelism is assumed to divide all of it evenly.",
-    ):
-        plain(console, f"- {line}")
-    return EXIT_DONE
-
-
-def _table(found: Sequence[Candidate], profile: ClusterProfile) -> Table:
-    table = filled(
-        f"Configurations of {profile.devices.count} × {profile.devices.kind}, {profile.model}",
-        ("tp", "pp", "replicas", "capacity", "published", "memory per device", "tokens/s", ""),
-        (
-            (
-                str(each.configuration.tp),
-                str(each.configuration.pp),
-                str(each.replicas),
-                f"{each.configuration.max_tokens:,}",
-                "ran" if each.published else "",
-                "unknown" if each.predicted_bytes is None else f"{each.predicted_bytes / 2**30:.1f} GiB",
-                "" if each.tokens_per_second is None else f"{each.tokens_per_second:,.0f}",
-                each.reason or ("< best" if place == 0 else ""),
-            )
-            for place, each in enumerate(found[:SHOWN])
-        ),
-    )
-    if len(found) > SHOWN:
-        table.caption = f"The first {SHOWN} of {len(found)}; --json prints all of them."
-    return table
 
 
 def run_profile(command: SearchCommand, flags: Collection[str]) -> int:
@@ -139,13 +46,11 @@ def run_profile(command: SearchCommand, flags: Collection[str]) -> int:
     as_json, weights = JSON in flags, WITHOUT_WEIGHTS not in flags
     console = wide_console()
     if command.settings.cluster.kind != "local":
-        if not weights:
-            raise ConfigError(
-                f"{WITHOUT_WEIGHTS} with cluster={command.settings.cluster.options.get('name')}",
-                "For a described cluster, profiles are always computed without weights.",
-                f"Leave {WITHOUT_WEIGHTS} out.",
-            )
-        return compare_configurations(command, console, as_json=as_json)
+        raise ConfigError(
+            f"plait profile cluster={command.settings.cluster.options.get('name')}",
+            "A profile is of this machine; a described cluster has one in its file.",
+            "Run `plait plan` with the same arguments: it chooses the cluster's configurations.",
+        )
     made = profile_here(command.settings, command.probes, weights=weights)
     before = load_profile(made.profile.key, cache=cache_dir())
     path = _keep(made.profile, before)

@@ -113,16 +113,12 @@ both, choose the capacity, and store the profile for `plait sweep` and `plait pl
 Do not run anything else at the same time, since time is measured.
 
 {_SETTINGS}  engine.capacity=N       probe up to N tokens per microbatch
-  cluster=NAME            compare the configurations of a described cluster instead, by
-                          simulation. NAME is one of
-                          {_CLUSTERS}
   --without-weights       compute only memory, from the model's configuration
   --json                  the profile as JSON
 {_HYDRA}
 Examples
   plait profile                               SmolLM2-135M, this machine
   plait profile model=hf model.id=Qwen/Qwen2.5-0.5B --without-weights
-  plait profile cluster=h100_llama31_70b
 """,
     ),
     Verb(

@@ -1,15 +1,14 @@
-"""The work of `plait profile`: measure, compute or compare by simulation. A seam: its command only prints."""
+"""The work of `plait profile`: measure or compute. A seam: its command only prints."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from plait.core.errors import CapacityError
-from plait.core.plans import GlobalBatch, Replica
 from plait.cost.fitting import Fit
 from plait.cost.memory import MemoryModel, MemoryObservation, MemoryShape
 from plait.cost.probes import (
@@ -25,20 +24,13 @@ from plait.cost.probes import (
     seconds_errors,
 )
 from plait.cost.profile_store import CapacityChoice, Profile, ProfileKey
-from plait.cost.profiles import ClusterProfile
-from plait.cost.replica import Configuration
 from plait.models.attention import KEEP_UP_TO
-from plait.planning.model_memory import ModelMemory
-from plait.simulate.forecast import PlanOptions, forecast
 from plait_kernels.loss import chunk_rows
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig
 
     from plait.models.base import BaseModel
-
-
-CAPACITIES = (1024, 2048, 4096, 8192, 16384)  # tried in addition to those of the published table
 
 
 HELD_OUT = 4  # random probes that no fit has seen
@@ -48,111 +40,6 @@ NEAR_BEST = 0.03  # throughput this near to the best counts as equal, because ti
 RANK = 16  # rank of the adapter with which capacities are compared
 TYPICAL_LENGTH, TYPICAL_LABELLED = 128, 0.25
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """One configuration and its predictions.
-
-    Attributes:
-        predicted_bytes: peak bytes on one device; None if the model's sizes are not known.
-        published: whether its capacity is in the cluster's published table.
-    """
-
-    configuration: Configuration
-    replicas: int
-    predicted_bytes: int | None
-    published: bool
-    tokens_per_second: float | None = None
-    reason: str = ""
-
-
-def compare(
-    profile: ClusterProfile,
-    batches: Mapping[str, Sequence[GlobalBatch]],
-    memory: ModelMemory | None,
-    *,
-    available: int,
-    labelled_share: float,
-    say: Callable[[str], None],
-    most_tokens: int | None = None,
-) -> tuple[Candidate, ...]:
-    """Every configuration at every capacity, best throughput first, unusable ones last.
-
-    Args:
-        memory: memory of the model; None assumes that the capacities of the cluster's table fit.
-        most_tokens: largest capacity to try (engine.capacity); None means the usual ones.
-
-    Raises:
-        CapacityError: no configuration fits and accepts the longest sample.
-    """
-    longest = max(length for own in batches.values() for batch in own for length in batch.lengths)
-    found = []
-    for configuration in configurations(profile, every=memory is not None, most_tokens=most_tokens):
-        replicas = profile.devices.count // configuration.devices
-        bytes_ = None if memory is None else memory.peak(configuration, profile.time.layers)
-        candidate = Candidate(configuration, replicas, bytes_, configuration in profile.configurations)
-        if bytes_ is not None and bytes_ > available:
-            reason = f"needs {bytes_ / 2**30:.1f} GiB, {available / 2**30:.1f} may be used"
-            found.append(replace(candidate, reason=reason))
-        elif longest > configuration.max_tokens:
-            found.append(replace(candidate, reason=f"does not take {longest} tokens"))
-        else:
-            say(f"{configuration} × {replicas}, {configuration.max_tokens:,} tokens ...")
-            found.append(_simulated(candidate, profile, batches, labelled_share))
-    if all(each.reason for each in found):
-        nearest = {(each.configuration.tp, each.configuration.pp): each for each in reversed(found)}
-        reasons = "; ".join(
-            f"{each.configuration} with {each.configuration.max_tokens} tokens {each.reason}"
-            for each in reversed(nearest.values())
-        )
-        raise CapacityError(
-            f"a sample of {longest} tokens on {profile.devices.count} × {profile.devices.kind}",
-            f"No configuration takes it and fits: {reasons}.",
-            "Set engine.checkpointing=true, truncate long samples (model.max_length), or "
-            "describe larger devices.",
-        )
-    return tuple(sorted(found, key=lambda each: -(each.tokens_per_second or 0.0)))
-
-
-def configurations(
-    profile: ClusterProfile, *, every: bool, most_tokens: int | None = None
-) -> tuple[Configuration, ...]:
-    """The table's configurations that fit on the cluster, or every one that the time profile covers.
-
-    Args:
-        every: whether to combine each tensor-parallel degree of the profile with each power of two of stages.
-        most_tokens: capacity of the configurations that are added to the table's.
-    """
-    most, table = profile.devices.count, profile.configurations
-    found = {each for each in table if each.devices <= most}
-    if every:
-        stages = [2**k for k in range(most.bit_length()) if 2**k <= min(most, profile.time.layers)]
-        capacities = {each for each in CAPACITIES if each <= (most_tokens or each)}
-        capacities |= {each.max_tokens for each in table}
-        found |= {
-            Configuration(tp, pp, capacity)
-            for tp in profile.time.layer
-            for pp in stages
-            if tp * pp <= most
-            for capacity in capacities
-        }
-    return tuple(sorted(found))
-
-
-def _simulated(
-    candidate: Candidate,
-    profile: ClusterProfile,
-    batches: Mapping[str, Sequence[GlobalBatch]],
-    labelled_share: float,
-) -> Candidate:
-    configuration = candidate.configuration
-    replicas = [Replica(i, configuration.tp, configuration.pp, (), ()) for i in range(candidate.replicas)]
-    options = PlanOptions(
-        capacities={each.id: configuration.max_tokens for each in replicas}, labelled_share=labelled_share
-    )
-    metrics = forecast(batches, replicas, profile.time, options).metrics
-    return replace(candidate, tokens_per_second=metrics.tokens_per_second)
 
 
 @dataclass(frozen=True, slots=True)
