@@ -440,7 +440,7 @@ def test_other_ranges_take_over_what_falls_into_them() -> None:
     trials = source(storage=storage, name="new", trials=6, prior="earlier")
     known = trials.prior
     assert 0 < len(known) < 40
-    assert all(4 <= int(str(each.point["adapter.rank"])) <= 64 for each in known)
+    assert all(4 <= int(str(each.params["adapter.rank"])) <= 64 for each in known)
     assert len(draw(trials, 6)) == 6
 
 

@@ -19,7 +19,6 @@ from plait.core.errors import SearchError, StorageError
 from plait.core.settings import SearchSettings
 from plait.engine.checkpoints import HEADER
 from plait.search.orders import Orders
-from plait.search.prior import EarlierTrial
 from plait.search.storage import from_anywhere, missing_file, open_storage
 from plait.search.study import StudyTrials
 from plait.search.suggest import derived_seed, distributions, make_sampler, one_torch_thread
@@ -129,12 +128,6 @@ def test_whole_numbers_are_drawn_on_the_scale_that_was_asked_for(log: bool) -> N
     found = distributions(space)["adapter.rank"]
     assert isinstance(found, optuna.distributions.IntDistribution)
     assert (found.low, found.high, found.log) == (4, 64, log)
-
-
-def test_a_trial_of_an_earlier_study_keeps_its_constraints() -> None:
-    known = EarlierTrial({"adapter.rank": 8, "train.lr": 1e-4}, (1.5,), {"job/tokens <= 9": 0.5})
-    trial = known.frozen(distributions(space_of(*MIXED)))
-    assert (trial.value, trial.constraints) == (1.5, {"job/tokens <= 9": 0.5})
 
 
 def test_another_seed_draws_other_points() -> None:

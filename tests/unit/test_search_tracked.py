@@ -11,7 +11,7 @@ from sqlalchemy.exc import OperationalError
 from plait.core.settings import RunSettings, SearchSettings, TrackingSettings
 from plait.search.attributes import TRACKED
 from plait.search.storage import in_memory
-from plait.search.tracked import Tracked, tracked_run, without_store
+from plait.search.tracked import tracked_run, without_store
 from plait.tracking.connection import AwayError, _is_away
 from plait.tracking.location import Location
 
@@ -36,7 +36,7 @@ def settings(uri: str, *, fresh: bool = False) -> RunSettings:
 def test_a_search_that_was_recorded_there_needs_no_answer(
     storage: BaseStorage, away: AwayError | None
 ) -> None:
-    assert tracked_run(storage, "mine", settings(HERE), away) == Tracked("run-1", away)
+    assert tracked_run(storage, "mine", settings(HERE), away) == "run-1"
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_a_search_that_was_recorded_there_needs_no_answer(
 )
 def test_any_other_does(storage: BaseStorage, name: str, uri: str, fresh: bool) -> None:
     wanted = settings(uri, fresh=fresh)
-    assert tracked_run(storage, name, wanted, None) == Tracked()
+    assert tracked_run(storage, name, wanted, None) == ""
     with pytest.raises(AwayError):
         tracked_run(storage, name, wanted, AWAY)
     assert sorted(optuna.get_all_study_names(storage)) == ["mine", "new"]

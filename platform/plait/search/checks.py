@@ -36,7 +36,7 @@ from plait.search.stopping import check_stopping, rung_steps
 from plait.search.storage import Patience, existing_storage, quiet
 from plait.search.study import check_restart
 from plait.search.suggest import check_options
-from plait.search.tracked import Tracked, tracked_run
+from plait.search.tracked import tracked_run
 from plait.search.trials import SearchCommand
 from plait.tracking.connection import AwayError
 from plait.utils.paths import cache_dir, search_folder
@@ -58,8 +58,9 @@ def check_command(command: SearchCommand) -> None:
     check_engine(settings, jobs)
 
 
-def find_search(command: SearchCommand, name: str, away: AwayError | None) -> tuple[bool, Tracked]:
-    """Whether the search has a study, or one of its processes got as far as training; and its run.
+def find_search(command: SearchCommand, name: str, away: AwayError | None) -> tuple[bool, str]:
+    """Whether the search has a study, or one of its processes got as far as training; and its run's id, if
+    it was recorded in this store before.
 
     Raises:
         StorageError: the storage does not answer, or cannot be made; or as for ``tracked_run``.
@@ -73,8 +74,8 @@ def find_search(command: SearchCommand, name: str, away: AwayError | None) -> tu
     if storage is not None and began and search.fresh:  # before minutes of loading data
         patience(lambda: check_restart(optuna.load_study(study_name=name, storage=storage)))
     patience(lambda: check_prior(name, search, command.space, storage))
-    tracked = tracked_run(storage, name, command.settings, away)
-    return began or recorded_command(root, name) is not None, tracked
+    run_id = tracked_run(storage, name, command.settings, away)
+    return began or recorded_command(root, name) is not None, run_id
 
 
 DTYPE = "model.dtype"  # key in the material that a search begins with

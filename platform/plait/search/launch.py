@@ -45,8 +45,9 @@ from plait.search.run import SECOND, Interrupts, SearchLoop, View
 from plait.search.stopper import Stopper, make_stopper, shortest_budget
 from plait.search.storage import Patience, from_anywhere, open_storage
 from plait.search.study import StudyTrials
-from plait.search.tracked import Tracked, ask_store, catch_up, without_store
+from plait.search.tracked import ask_store, catch_up, without_store
 from plait.search.trials import SearchCommand, Trial
+from plait.tracking.connection import AwayError
 from plait.tracking.facts import DataFacts, SearchFacts, data_facts
 from plait.tracking.figures import Figures
 from plait.tracking.leaderboard import Leaderboard, orphan
@@ -98,12 +99,13 @@ def run_search(
             check_model(settle_dtype(command.settings).model, command.probes)
         screen.say("Opening the tracking store ...")
         away = ask_store(command.settings)
-        began, tracked = find_search(command, name, away)
+        began, run_id = find_search(command, name, away)
         prepared = _prepare(command, name, screen) if command.settings.search.fresh or not began else None
         interrupts = Interrupts(screen.announce, signals)
         source = _open_study(command, identity, Patience(screen.say, lambda: interrupts.requested))
         with closing(source):
-            end = _Launch(command, source, screen, tracked, interrupts, processes).go(prepared)
+            launch = _Launch(command, source, screen, interrupts, processes, run_id=run_id, away=away)
+            end = launch.go(prepared)
         return replace(end, name=source.name)
 
 
@@ -192,23 +194,30 @@ def another_store(recorded: RecordedCommand, tracking: TrackingSettings) -> list
 
 
 class _Launch:
-    """One search in this process, from its study to the last line."""
+    """One search in this process, from its study to the last line.
+
+    Args:
+        run_id: MLflow's id of the search's run, if it was recorded in this store before; else "".
+        away: the error, if the store does not answer now.
+    """
 
     def __init__(
         self,
         command: SearchCommand,
         source: StudyTrials,
         screen: Screen,
-        tracked: Tracked,
         interrupts: Interrupts,
         processes: Launcher | None,
+        *,
+        run_id: str = "",
+        away: AwayError | None = None,
     ) -> None:
         self._command = command
         self._processes = processes
         self._settings = command.settings
         self._source = source
         self._screen = screen
-        self._tracked = tracked
+        self._run_id, self._away = run_id, away
         self._interrupts = interrupts
 
     def go(self, prepared: Prepared | None) -> SearchEnd:
@@ -235,8 +244,8 @@ class _Launch:
         why = "" if over >= total else failure_limit(source.failed, total, settings.search)
         if over >= total or (why and not to_resume and not others):
             return self._nothing_to_train(SearchEnd(tuple(source.finished()), why=why))
-        if self._tracked.away is not None:
-            self._say(without_store(self._tracked.away, settings, source.name))
+        if self._away is not None:
+            self._say(without_store(self._away, settings, source.name))
         return self._train_all(prepared or _prepare(self._as_begun(), source.name, self._screen))
 
     def _as_begun(self) -> SearchCommand:
@@ -320,13 +329,13 @@ class _Launch:
     def _start(self, tracker: Tracker, stopper: Stopper | None) -> str:
         """Make the search's run, or resume it, one process at a time; returns MLflow's id of it."""
         source, begun = self._source, None
-        if self._tracked.run_id:
-            begun = Begun(self._tracked.run_id, source.finished())
+        if self._run_id:
+            begun = Begun(self._run_id, source.finished())
         with source.shared.holding("run"):
             rungs_of = None if stopper is None else stopper.rungs_of
             run_id = tracker.start_search(self._facts(), begun, rungs_of)
             source.link(run_id, str(tracker.location))
-        if tracker.away is not None and self._tracked.away is None:  # since this process began
+        if tracker.away is not None and self._away is None:  # since this process began
             self._say(without_store(tracker.away, self._settings, source.name))
         return run_id
 

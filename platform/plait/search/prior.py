@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import optuna
-from optuna.distributions import BaseDistribution
 from optuna.storages import BaseStorage
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from plait.core.errors import SearchError, choices
 from plait.core.settings import SearchSettings
-from plait.core.space import Space, Value
+from plait.core.space import Space
 from plait.search.attributes import PROBLEM
 from plait.search.identity import comparison, difference
 from plait.search.points import outside_of, read_values
 from plait.search.samplers import SAMPLERS
+from plait.search.suggest import distributions
 
 PRIOR = "plait.prior"  # study: name of the earlier study and its trials, as JSON
 
@@ -27,24 +25,6 @@ STARTUP = "n_startup_trials"  # option of tpe and gp: until there are this many 
 STARTUP_TRIALS = 10  # Optuna's default of it
 
 COMPARED_BY = ("search.metric", "search.direction", "search.constraints")  # keys of ``comparison``
-
-
-@dataclass(frozen=True, slots=True)
-class EarlierTrial:
-    """A finished trial of another study: its point, objectives and constraints."""
-
-    point: Mapping[str, Value]
-    values: tuple[float, ...]
-    constraints: Mapping[str, float]
-
-    def frozen(self, distributions: dict[str, BaseDistribution]) -> FrozenTrial:
-        """The trial as a complete one in a space with these distributions."""
-        return create_trial(
-            params=dict(self.point),
-            distributions=distributions,
-            values=list(self.values),
-            constraints=dict(self.constraints),
-        )
 
 
 def check_prior(name: str, settings: SearchSettings, space: Space, storage: BaseStorage | None) -> None:
@@ -61,21 +41,22 @@ def check_prior(name: str, settings: SearchSettings, space: Space, storage: Base
 
 def earlier_trials(
     study: Study, settings: SearchSettings, space: Space, storage: BaseStorage
-) -> tuple[EarlierTrial, ...]:
-    """The trials of the earlier study, which is in ``storage``. The first call stores them with this study,
-    so that all suggestions of a search use the same ones even if the earlier study changes.
+) -> list[FrozenTrial]:
+    """The trials of the earlier study, which is in ``storage``, in this search's space; none if none is
+    given. The first call stores them with this study, so that all suggestions of a search use the same ones
+    even if the earlier study changes.
 
     Raises:
         SearchError: the study is missing, or its trials have no meaning in this search.
     """
+    if settings.prior is None:
+        return []
     kept = _kept(study)
     if kept.get("name") != settings.prior:
-        found = read_prior(study.study_name, settings, space, storage)
-        kept = {"name": settings.prior, "trials": [asdict(trial) for trial in found]}
+        kept = {"name": settings.prior, "trials": read_prior(study.study_name, settings, space, storage)}
         study.set_user_attr(PRIOR, json.dumps(kept))
-    return tuple(
-        EarlierTrial(item["point"], tuple(item["values"]), item["constraints"]) for item in kept["trials"]
-    )
+    here = distributions(space)
+    return [create_trial(distributions=here, **facts) for facts in kept["trials"]]
 
 
 def _kept(study: Study) -> dict[str, Any]:
@@ -98,8 +79,9 @@ def describe_prior(settings: SearchSettings, known: int) -> str:
 
 def read_prior(
     name: str, settings: SearchSettings, space: Space, storage: BaseStorage | None
-) -> list[EarlierTrial]:
-    """The earlier study's complete trials in the space; errors as for :func:`earlier_trials`."""
+) -> list[dict[str, Any]]:
+    """Points, objectives and constraints of the earlier study's complete trials in the space of the search
+    that will be called ``name``; errors as for :func:`earlier_trials`."""
     problem, study = _find(name, settings, storage)
     was = {key: text for key, text in problem.items() if key.startswith("space.")}
     keys = {f"space.{key}" for key in space.describe()}
@@ -114,7 +96,7 @@ def read_prior(
             "Use the same keys and objective (ranges may differ), or leave out search.prior.",
         )
     complete = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-    found = [trial for item in complete if (trial := _earlier(item, space)) is not None]
+    found = [facts for item in complete if (facts := _facts(item, space)) is not None]
     if not found:
         raise SearchError(
             f"search.prior={settings.prior}",
@@ -145,14 +127,12 @@ def _find(
     return json.loads(stored), study
 
 
-def _earlier(item: FrozenTrial, space: Space) -> EarlierTrial | None:
+def _facts(item: FrozenTrial, space: Space) -> dict[str, Any] | None:
     """A trial of the earlier study; None if a value is outside either search space, or was not written."""
-    if outside_of(item):
-        return None
     try:
-        point = read_values(space, item.params)
+        point = {} if outside_of(item) else read_values(space, item.params)
     except SearchError:
         return None
     if point.keys() != space.describe().keys():
         return None
-    return EarlierTrial(point, tuple(item.values), item.constraints)
+    return {"params": point, "values": item.values, "constraints": dict(item.constraints)}

@@ -47,7 +47,7 @@ from plait.search.objective import rejection
 from plait.search.orders import StudyOrders
 from plait.search.ownership import Claims, Workers, lives_here, trainer_of
 from plait.search.points import EnqueuedPoint, outside_of, points_left, read_enqueued, values_of
-from plait.search.prior import EarlierTrial, check_prior, earlier_trials
+from plait.search.prior import check_prior, earlier_trials
 from plait.search.samplers import check_sampler
 from plait.search.stopper import StudyRungs
 from plait.search.storage import Patience, SharedStudy, in_memory, quiet, study_lock
@@ -225,9 +225,7 @@ class StudyTrials:
             own = sum(not item.user_attrs.get(BEYOND) for item in trials)
             enqueue(self._study, point.values, beyond=own >= self._settings.trials, request=point.request)
 
-    def _earlier_trials(self) -> tuple[EarlierTrial, ...]:
-        if self._settings.prior is None:
-            return ()
+    def _earlier_trials(self) -> list[FrozenTrial]:
         with self.shared.exclusive():
             return earlier_trials(self._study, self._settings, self._space, self._storage)
 

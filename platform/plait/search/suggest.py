@@ -29,7 +29,6 @@ from plait.core.errors import SearchError
 from plait.core.settings import SearchSettings
 from plait.core.space import Choice, Dimension, Domain, Point, Real, Space, Value, Values, Whole, as_written
 from plait.search.points import outside_of, tried_points
-from plait.search.prior import EarlierTrial
 from plait.search.samplers import SAMPLERS
 
 SPACE = "plait.space"  # study: what is searched, by key
@@ -284,7 +283,7 @@ class Suggester:
     """
 
     def __init__(
-        self, study: Study, settings: SearchSettings, space: Space, earlier: Sequence[EarlierTrial] = ()
+        self, study: Study, settings: SearchSettings, space: Space, earlier: Sequence[FrozenTrial] = ()
     ) -> None:
         self._study = study
         self._settings = settings
@@ -334,11 +333,12 @@ class Suggester:
             for other in trials[: item.number]
             if other.state != TrialState.WAITING and not outside_of(other)
         ]
-        known = [*(each.frozen(self._distributions) for each in self._earlier), *before]
+        known = [*self._earlier, *before]
         others = [] if outside else [other for other in trials if other.number != item.number]
         tried = tried_points(others, self._space)
-        earlier = known[: len(self._earlier)]
-        sampler = make_sampler(self._settings, space, item.number, earlier, tried=tried, given=item.params)
+        sampler = make_sampler(
+            self._settings, space, item.number, self._earlier, tried=tried, given=item.params
+        )
         beside = optuna.create_study(directions=self._study.directions, sampler=sampler)
         beside.add_trials(known)
         if (fixed := item.system_attrs.get("fixed_params")) is not None:

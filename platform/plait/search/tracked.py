@@ -4,7 +4,6 @@ unavailable."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from optuna.storages import BaseStorage
 
@@ -26,19 +25,6 @@ from plait.tracking.search_run import conclude, left_unsent, send_left
 from plait.utils.paths import user_path
 
 
-@dataclass(frozen=True, slots=True)
-class Tracked:
-    """Where a search is recorded, and whether its store answers.
-
-    Attributes:
-        run_id: MLflow's id of the search's run, if it was recorded in this store before; else "".
-        away: the error, if the store does not answer now.
-    """
-
-    run_id: str = ""
-    away: AwayError | None = None
-
-
 def ask_store(settings: RunSettings) -> AwayError | None:
     """Check that the tracking store can be used; return the error if it does not answer now.
 
@@ -52,10 +38,12 @@ def ask_store(settings: RunSettings) -> AwayError | None:
     return None
 
 
-def tracked_run(
-    storage: BaseStorage | None, name: str, settings: RunSettings, away: AwayError | None
-) -> Tracked:
-    """The run of a search, if it was recorded in the settings' store before. Creates no study.
+def tracked_run(storage: BaseStorage | None, name: str, settings: RunSettings, away: AwayError | None) -> str:
+    """MLflow's id of a search's run, if it was recorded in the settings' store before; else "". Creates no
+    study.
+
+    Args:
+        away: the error, if the store does not answer now.
 
     Raises:
         AwayError: it was not, and the store is unavailable, so its address cannot be checked.
@@ -65,9 +53,9 @@ def tracked_run(
         run_id, store = Patience()(lambda: _tracked(storage, name))
     here = str(locate(settings.tracking))
     if store == here:
-        return Tracked(run_id, away)
+        return run_id
     if away is None:
-        return Tracked()
+        return ""
     if store:
         remedy = f"Use tracking.uri={store}, where the search has been recorded so far, or start {here}."
         raise AwayError(away.value, away.rule, remedy)
