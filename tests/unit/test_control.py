@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from threading import Barrier
 
@@ -427,7 +428,7 @@ def test_a_trial_is_enqueued_once_however_often_the_answer_gets_lost(
 
 def test_status_is_what_the_study_knows(tmp_path: Path, said: Said) -> None:
     study = killed(tmp_path)
-    far = Owner("far", "node7 its-boot", "/nowhere").to_json()
+    far = asdict(Owner("far", "node7 its-boot", "/nowhere"))
     study._storage.set_trial_user_attr(study.get_trials()[3]._trial_id, "plait.owner", far)
     study._storage.set_trial_intermediate_value(study.get_trials()[4]._trial_id, 20, 1.75)
     said("pause")

@@ -9,6 +9,7 @@ import optuna
 import pytest
 
 from plait.core.settings import SearchSettings, StoppingSettings
+from plait.search.ownership import Claims
 from plait.search.rungs import RungRecord
 from plait.search.stopper import StudyRungs
 from plait.search.stopping import make_pruner
@@ -28,7 +29,8 @@ def made(search: SearchSettings) -> optuna.Study:
 
 
 def rungs(study: optuna.Study, search: SearchSettings) -> StudyRungs:
-    return StudyRungs(SharedStudy(study), search)
+    shared = SharedStudy(study)
+    return StudyRungs(shared, search, Claims(shared, None, lambda _: None))
 
 
 @pytest.mark.parametrize("search", [ONE, ANOTHER, SEVERAL], ids=["objective", "another metric", "several"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import optuna
@@ -26,7 +26,7 @@ from plait.core.messages import (
     SaveCheckpoint,
     WorkerEvent,
 )
-from plait.search.orders import ENDING, ORDERS, Mode, Orders, orders_in
+from plait.search.orders import ENDING, ORDERS, Mode, Orders
 from plait.search.ownership import Owner as Trainer
 from plait.search.study import StudyTrials
 
@@ -317,8 +317,8 @@ def test_an_order_that_comes_too_late_does_not_wait_for_the_next_start(tmp_path:
     again.owner = lambda study, _poll: study.orders.read()
     assert not again.run().ended_by
     assert [item.state for item in bench.trials] == [TrialState.COMPLETE] * 6
-    kept = orders_in(optuna.load_study(study_name=None, storage=bench.storage).user_attrs.get(ORDERS))
-    assert (kept.mode, kept.stops, kept.ended) == ("running", (), int(mode in ENDING))
+    kept = optuna.load_study(study_name=None, storage=bench.storage).user_attrs[ORDERS]
+    assert (kept["mode"], [*kept["stops"]], kept["ended"]) == ("running", [], int(mode in ENDING))
 
 
 # ---- several workers ---------------------------------------------------------------------------------------
@@ -367,7 +367,7 @@ def test_decisions_of_another_worker_take_effect_during_training(
     def owner(study: StudyTrials, poll: int) -> Orders:
         if poll == 0:
             elsewhere = study._study.ask(study._suggester._distributions)
-            elsewhere.set_user_attr("plait.owner", Trainer("other", "elsewhere", "/nowhere").to_json())
+            elsewhere.set_user_attr("plait.owner", asdict(Trainer("other", "elsewhere", "/nowhere")))
         if poll == 5:
             study._study._storage.set_trial_intermediate_value(0, 2, 99.0)
             study._study.tell(0, 99.0)
@@ -393,7 +393,7 @@ def test_adopted_trials_are_left_to_the_other_worker(
     def owner(study: StudyTrials, poll: int) -> Orders:
         storage = study._study._storage
         if poll == 4:
-            taken = Trainer("other", "elsewhere", "/nowhere").to_json()
+            taken = asdict(Trainer("other", "elsewhere", "/nowhere"))
             storage.set_trial_user_attr(0, "plait.owner", taken)
         if poll == 6:
             study._study.tell(0, 99.0)

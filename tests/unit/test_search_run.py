@@ -222,7 +222,7 @@ def test_a_failed_job_is_reported_as_failed_and_the_others_continue() -> None:
     failed = [item for item in bench.trials if item.state == TrialState.FAIL]
     assert 0 < len(failed) < 12
     assert result.exit_status == 3
-    assert result.failed == len(failed)
+    assert result.count(JobState.FAILED) == len(failed)
     for item in bench.trials:
         if item.params["adapter.rank"] > 32:
             assert item.value is None
@@ -251,7 +251,7 @@ def test_a_job_that_cannot_be_made_or_taken_fails_alone() -> None:
         return make_job(trial)
 
     bench = Bench(engine=Engine(refused=refuse), make_job=make)
-    assert bench.run().failed == 2
+    assert bench.run().count(JobState.FAILED) == 2
     states = [item.state for item in bench.trials]
     assert [number for number, state in enumerate(states) if state == TrialState.FAIL] == [3, 5]
     assert "trial-0005" not in bench.notes.started
@@ -272,7 +272,7 @@ def test_too_many_failures_end_the_search(rate: float, failures: int) -> None:
     search = replace(Bench().search, max_failure_rate=rate, parallel=1)
     bench = Bench(search, Engine(broken=lambda _: "broken"))
     result = bench.run()
-    assert result.failed == failures
+    assert result.count(JobState.FAILED) == failures
     assert len(bench.trials) == failures
     gave_up = f"{failures} of 12 trials failed, more than search.max_failure_rate={rate:g} allows"
     assert (result.ended_by, result.why) == (("failing", gave_up) if failures < 12 else ("", ""))
@@ -292,7 +292,7 @@ def test_a_search_that_gave_up_stays_so(failed: str) -> None:
 def test_a_search_that_drew_all_its_trials_is_finished_however_many_failed() -> None:
     search = replace(Bench().search, max_failure_rate=0.0, parallel=12)
     result = Bench(search, Engine(most=12, broken=lambda _: "broken")).run()
-    assert (result.failed, result.ended_by) == (12, "")
+    assert (result.count(JobState.FAILED), result.ended_by) == (12, "")
 
 
 def test_a_stopped_search_saves_every_job_and_resumes_later() -> None:
@@ -372,7 +372,7 @@ def test_settings_that_break_a_constraint_are_not_trained_and_use_up_no_budget(s
     bench = Bench(replace(Bench().search, constraints={"adapter.rank": "<= 32"}, sampler=sampler))
     result = bench.run()
     rejected = [item for item in bench.trials if item.params["adapter.rank"] > 32]
-    assert len(rejected) == result.rejected > 0
+    assert len(rejected) == result.count(JobState.INFEASIBLE) > 0
     assert len(bench.trials) == 12 + len(rejected)
     trained = {name for names in bench.engine.groups for name in names}
     for item in bench.trials:
@@ -393,7 +393,7 @@ def test_an_infeasible_point_added_by_the_user_is_not_replaced() -> None:
     bench = Bench(replace(Bench().search, trials=2, constraints={"adapter.rank": "<= 63"}))
     study_of(SPACE, bench.search, bench.storage).enqueue({"adapter.rank": 64})
     result = bench.run()
-    assert (len(result.finished), result.rejected) == (3, 1)
+    assert (len(result.finished), result.count(JobState.INFEASIBLE)) == (3, 1)
 
 
 def test_a_search_whose_suggestions_are_all_infeasible_ends_and_says_so() -> None:
@@ -402,7 +402,8 @@ def test_a_search_whose_suggestions_are_all_infeasible_ends_and_says_so() -> Non
 
     bench = Bench(replace(Bench().search, constraints={"adapter.rank": "<= 32"}), make_job=make)
     result = bench.run()
-    assert (len(bench.trials), result.rejected, bench.engine.groups) == (MOST_REJECTED, MOST_REJECTED, [])
+    assert len(bench.trials) == result.count(JobState.INFEASIBLE) == MOST_REJECTED
+    assert bench.engine.groups == []
     assert result.why == "the last 100 suggestions all break a constraint"
     said = describe_result(result, bench.search, "s")[0]
     assert said.endswith(f": 100 trials, 0 failed, 100 infeasible. No more are suggested: {result.why}.")

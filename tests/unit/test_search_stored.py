@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import asdict
 from pathlib import Path
 
 import optuna
@@ -148,7 +149,7 @@ def test_importance_needs_only_one_objective_that_varies(tmp_path: Path, constan
 def test_trials_of_another_host_are_counted_there_even_while_they_are_paused(state: JobState) -> None:
     study = optuna.create_study()
     for host in ("node7 its-boot", this_host()):
-        facts = {OWNER: Owner("worker", host, "/nowhere").to_json(), STATE: state}
+        facts = {OWNER: asdict(Owner("worker", host, "/nowhere")), STATE: state}
         study.add_trial(create_trial(state=TrialState.RUNNING, user_attrs=facts))
         study.add_trial(create_trial(value=1.0, user_attrs=facts))
     assert hosts_of(study.get_trials()) == ("node7", "", "", "")

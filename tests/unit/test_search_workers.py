@@ -13,6 +13,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -330,8 +331,8 @@ def test_own_trials_are_not_orphaned_and_unsigned_ones_are(tmp_path: Path) -> No
     workers = Workers(tmp_path / "workers", lambda *_: None)
     assert not workers.dead(workers.own, {})
     assert workers.dead(None, {})
-    assert owner_of(workers.own.to_json()) == workers.own
-    assert owner_of("not JSON") is None
+    assert owner_of(asdict(workers.own)) == workers.own
+    assert owner_of(None) is None
     workers.close()
 
 

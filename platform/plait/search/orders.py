@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from plait.search.storage import SharedStudy
 
@@ -33,16 +33,6 @@ class Orders:
     stops: tuple[int, ...] = ()
     ended: int = 0
     was: Mode = "running"
-
-
-def orders_in(content: Mapping[str, Any] | None) -> Orders:
-    """The orders in a study's attribute; empty if it contains something else. Other keys are ignored."""
-    match content:
-        case {"mode": mode, "stops": [*stops], "ended": int(ended), "was": was} if {mode, was} <= set(
-            get_args(Mode)
-        ) and all(isinstance(each, int) for each in stops):
-            return Orders(mode, tuple(stops), ended, was)
-    return Orders()
 
 
 class StudyOrders:
@@ -94,7 +84,8 @@ class StudyOrders:
         )
 
     def _stored(self) -> Orders:
-        return orders_in(self._shared.study.user_attrs.get(ORDERS))
+        stored: dict[str, Any] = self._shared.study.user_attrs.get(ORDERS, {})
+        return Orders(**stored | {"stops": tuple(stored.get("stops", ()))})
 
     def _change(self, change: Callable[[Orders], Orders]) -> None:
         """Change the present orders; repeating this after a lost answer has no further effect."""

@@ -8,7 +8,6 @@ so no worker is called dead while the study cannot be read.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import threading
@@ -21,6 +20,7 @@ from typing import Any
 from uuid import uuid4
 
 from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import Trial as LiveTrial
 
 from plait.core.lifecycle import JobState
 from plait.engine.checkpoints import newest_step
@@ -44,10 +44,6 @@ class Owner:
     host: str
     file: str
 
-    def to_json(self) -> str:
-        """The owner as text, stored with each trial."""
-        return json.dumps(asdict(self))
-
     @property
     def process(self) -> str:
         """The process in words: ``process 18491 on vm``."""
@@ -59,12 +55,9 @@ def process_id(file: Path) -> str:
     return file.name.partition("-")[0]
 
 
-def owner_of(text: object) -> Owner | None:
-    """The worker that a trial names; None if it names none."""
-    try:
-        return Owner(**json.loads(str(text)))
-    except (ValueError, TypeError):
-        return None
+def owner_of(stored: Mapping[str, str] | None) -> Owner | None:
+    """The worker that an attribute names; None if it names none."""
+    return Owner(**stored) if stored else None
 
 
 def trainer_of(item: FrozenTrial) -> Owner | None:
@@ -271,7 +264,7 @@ class Claims:
                 found = owner_of(study.user_attrs.get(CURVES))
                 if found == named:  # no other process was faster
                     found = workers.own
-                    study.set_user_attr(CURVES, found.to_json())
+                    study.set_user_attr(CURVES, asdict(found))
             named = found
         return named == workers.own
 
@@ -280,7 +273,7 @@ class Claims:
         workers, study = self._workers, self._shared.study
         with suppress(Exception):
             if workers is not None and owner_of(study.user_attrs.get(CURVES)) == workers.own:
-                study.set_user_attr(CURVES, "")
+                study.set_user_attr(CURVES, None)
 
     # ---- under the study's lock ----------------------------------------------------------------------------
 
@@ -288,13 +281,24 @@ class Claims:
         """Record this process as the one that trains a trial."""
         storage = self._shared.study._storage
         if self._workers is not None:
-            storage.set_trial_user_attr(item._trial_id, OWNER, self._workers.own.to_json())
+            storage.set_trial_user_attr(item._trial_id, OWNER, asdict(self._workers.own))
         if STATE in item.user_attrs:  # it was paused
             storage.set_trial_user_attr(item._trial_id, STATE, JobState.RUNNING)
 
     def signed(self, item: FrozenTrial) -> bool:
         """Whether a trial is signed by this process, and not by one that adopted it."""
         return self._workers is None or trainer_of(item) == self._workers.own
+
+    def change(self, number: int, action: Callable[[FrozenTrial, LiveTrial], None]) -> None:
+        """Change a trial of this process, given its present state and the object that writes to it; nothing
+        is written to one that another worker has adopted. The action must be safe to repeat."""
+
+        def attempt() -> None:
+            frozen, live = self._shared.live(number)
+            if self.signed(frozen):
+                action(frozen, live)
+
+        self._patience(attempt)
 
     def orphans(self, trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
         """RUNNING trials whose worker is dead."""

@@ -36,20 +36,9 @@ class SearchEnd:
     why: str = ""
     name: str = ""
 
-    @property
-    def failed(self) -> int:
-        """How many trials failed."""
-        return sum(item.state == JobState.FAILED for item in self.finished)
-
-    @property
-    def stopped(self) -> int:
-        """How many trials the user stopped."""
-        return sum(item.state == JobState.STOPPED for item in self.finished)
-
-    @property
-    def rejected(self) -> int:
-        """How many trials were not trained because their settings break a constraint."""
-        return sum(item.state == JobState.INFEASIBLE for item in self.finished)
+    def count(self, state: JobState) -> int:
+        """How many trials ended in this state."""
+        return sum(item.state == state for item in self.finished)
 
     @property
     def rejected_to_the_end(self) -> str:
@@ -65,7 +54,7 @@ class SearchEnd:
         """0 done, 3 finished with failed jobs, 130 interrupted."""
         if self.interrupted:
             return EXIT_INTERRUPTED
-        return EXIT_FAILED_JOBS if self.failed else EXIT_DONE
+        return EXIT_FAILED_JOBS if self.count(JobState.FAILED) else EXIT_DONE
 
     def front(self, objectives: Sequence[Objective]) -> list[JobResult]:
         """The Pareto front; of one objective, the best trials."""
@@ -90,13 +79,11 @@ def describe_result(
     result: SearchEnd, settings: SearchSettings, name: str, *, exhausted: bool = False
 ) -> list[str]:
     """Describe a finished search in a few lines; ``exhausted``: its space has no untried point."""
-    count = len(result.finished)
-    stopped = f", {result.stopped} stopped" if result.stopped else ""
-    rejected = f", {result.rejected} infeasible" if result.rejected else ""
-    lines = [
-        f"{name} is finished: {count} trial{'s' if count != 1 else ''}, {result.failed} failed"
-        f"{stopped}{rejected}."
-    ]
+    count, failed = len(result.finished), result.count(JobState.FAILED)
+    lines = [f"{name} is finished: {count} trial{'s' if count != 1 else ''}, {failed} failed"]
+    for state in (JobState.STOPPED, JobState.INFEASIBLE):
+        lines[0] += f", {number} {state}" if (number := result.count(state)) else ""
+    lines[0] += "."
     more = "search.fresh=true starts it again"
     front = result.front(settings.objectives)
     searched = any(item.parameters for item in result.finished)
@@ -145,7 +132,7 @@ def write_result(result: SearchEnd, settings: SearchSettings, folder: Path) -> N
     else:
         content["best_params"] = dict(front[0].parameters) if front else {}
         content["best_value"] = front[0].objective if front else None
-    content |= {"trials": len(result.finished), "failed": result.failed}
+    content |= {"trials": len(result.finished), "failed": result.count(JobState.FAILED)}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / RESULT_FILE).write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from optuna.pruners import BasePruner
 from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import Trial as LiveTrial
 
 from plait.core.jobs import JobSpec
 from plait.core.lifecycle import JobResult, JobState
@@ -22,6 +23,7 @@ from plait.engine.catalogue import DataCatalogue
 from plait.engine.steps import DataOrder
 from plait.search.attributes import state_of
 from plait.search.objective import Observed
+from plait.search.ownership import Claims
 from plait.search.rungs import RungMetric, RungRecord, RungTable, rung_metric
 from plait.search.stopping import CONTINUE, RULES, CohortRule, Decision, Divergence, Rule, make_rule
 from plait.search.storage import SharedStudy
@@ -35,20 +37,11 @@ COHORTS = "plait.cohorts"  # study: how many trials a rule compares with each ot
 
 
 class StudyRungs:
-    """The rung table in a study.
+    """The rung table in a study."""
 
-    Args:
-        own: returns whether a trial still belongs to this process; nothing is written to an adopted one.
-    """
-
-    def __init__(
-        self,
-        shared: SharedStudy,
-        settings: SearchSettings,
-        own: Callable[[FrozenTrial], bool] = lambda _: True,
-    ) -> None:
+    def __init__(self, shared: SharedStudy, settings: SearchSettings, claims: Claims) -> None:
         self._shared = shared
-        self._own = own
+        self._claims = claims
         first, *further = (each.metric for each in settings.objectives)
         metric = rung_metric(settings).metric if settings.stopping.active else first
         self._intermediate = not further and metric == first
@@ -89,9 +82,11 @@ class StudyRungs:
         """Store the value measured at a rung, and whether the trial breaks a constraint there. If the step
         was measured before, the first value is kept."""
 
-        def attempt() -> None:
-            frozen, live = self._shared.live(number)
-            if step in self._values(frozen) or not math.isfinite(value) or not self._own(frozen):
+        if not math.isfinite(value):
+            return
+
+        def note(frozen: FrozenTrial, live: LiveTrial) -> None:
+            if step in self._values(frozen):
                 return
             broken = frozen.user_attrs.get(VIOLATES, [])
             if violates and step not in broken:  # before the value, from which others may decide immediately
@@ -101,17 +96,11 @@ class StudyRungs:
             else:
                 live.set_user_attr(RUNGS, frozen.user_attrs.get(RUNGS, {}) | {str(step): value})
 
-        self._shared.patience(attempt)
+        self._claims.change(number, note)
 
     def let_past(self, number: int, step: int) -> None:
         """Store that an asynchronous rule let a trial pass a rung."""
-
-        def attempt() -> None:
-            frozen, live = self._shared.live(number)
-            if self._own(frozen):
-                live.set_user_attr(PASSED, step)
-
-        self._shared.patience(attempt)
+        self._claims.change(number, lambda _, live: live.set_user_attr(PASSED, step))
 
     def prunes(self, pruner: BasePruner, number: int) -> bool:
         """Whether a pruner of Optuna would end the trial, given what is stored now."""

@@ -14,6 +14,7 @@ import optuna
 from optuna.storages import BaseStorage
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import Trial as LiveTrial
 
 from plait.core.errors import SearchError
 from plait.core.jobs import JobSpec
@@ -110,7 +111,7 @@ class StudyTrials:
         self.checkpoints_folder = self._kept.states
         self.shared.patience(lambda: keep_space(self._study, space))
         self.orders = StudyOrders(self.shared)
-        self.rungs = StudyRungs(self.shared, settings, self.claims.signed)
+        self.rungs = StudyRungs(self.shared, settings, self.claims)
         self.prior = self.shared.patience(self._earlier_trials)
         self._suggester = Suggester(self._study, settings, space, self.prior)
         self.shared.patience(self._tidy_up)
@@ -233,18 +234,15 @@ class StudyTrials:
 
     def report(self, trial: Trial, step: int, value: float) -> None:
         """Store an intermediate value; if the step was reported before, the first value is kept."""
-        self.shared.patience(lambda: self._report(trial, step, value))
-
-    def _report(self, trial: Trial, step: int, value: float) -> None:
-        frozen, live = self.shared.live(trial.number)
         several = len(self._settings.objectives) > 1  # Optuna has intermediate values of one objective only
-        if (
-            self.claims.signed(frozen)
-            and not several
-            and math.isfinite(value)
-            and step not in frozen.intermediate_values
-        ):
-            live.report(value, step)
+        if several or not math.isfinite(value):
+            return
+
+        def note(frozen: FrozenTrial, live: LiveTrial) -> None:
+            if step not in frozen.intermediate_values:
+                live.report(value, step)
+
+        self.claims.change(trial.number, note)
 
     def tell(self, trial: Trial, result: JobResult) -> None:
         """Report state and value, once; a trial whose value is not finite is reported as failed in any case.
@@ -285,19 +283,20 @@ class StudyTrials:
         facts: dict[str, str] = {STATE: JobState.PAUSED}
         if checkpoint is not None:
             facts[CHECKPOINT] = str(checkpoint.absolute())
-        self.shared.patience(lambda: self._note(trial, facts))
+        self._note(trial, facts)
 
     def resume(self, trial: Trial) -> None:
         """Store that a paused trial runs again; does nothing if it was not paused."""
         if trial.number in self._paused:
             self._paused.discard(trial.number)
-            self.shared.patience(lambda: self._note(trial, {STATE: JobState.RUNNING}))
+            self._note(trial, {STATE: JobState.RUNNING})
 
     def _note(self, trial: Trial, facts: Mapping[str, str]) -> None:
-        frozen, live = self.shared.live(trial.number)
-        if self.claims.signed(frozen):
+        def note(_: FrozenTrial, live: LiveTrial) -> None:
             for key, fact in facts.items():
                 live.set_user_attr(key, fact)
+
+        self.claims.change(trial.number, note)
 
     def withdraw_orders(self) -> None:
         """Withdraw the user's orders at the end of the search, unless other processes still train."""

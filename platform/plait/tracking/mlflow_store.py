@@ -10,7 +10,6 @@ import itertools
 import json
 import logging
 import re
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -172,18 +171,6 @@ class Store:
         used = DatasetInput(found, [InputTag(MLFLOW_DATASET_CONTEXT, "train")])
         self.client.log_inputs(run_id, [used])
 
-    def set_experiment_tag(self, key: str, value: str) -> None:
-        """Set a tag of the experiment."""
-        self.client.set_experiment_tag(self.experiment_id, key, value)
-
-    def log_text(self, run_id: str, path: str, text: str) -> None:
-        """Write a text artifact."""
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / Path(path).name
-            file.write_text(text, encoding="utf-8")
-            parent = str(Path(path).parent)
-            self.client.log_artifact(run_id, str(file), None if parent == "." else parent)
-
     def set_status(self, run_id: str, status: str, time_ms: int) -> None:
         """Set a run's status; its end is never before its start, whatever the clock says."""
         if status in ("RUNNING", "SCHEDULED"):
@@ -244,7 +231,7 @@ class StoreSender:
                 store.update(run_id, points, request.tags)
             case LogText():
                 text = Path(request.file).read_text(encoding="utf-8")
-                store.log_text(run_id, request.path, resolve_references(text, self._ids))
+                store.client.log_text(run_id, resolve_references(text, self._ids), request.path)
             case LogFolder():
                 if not Path(request.folder).is_dir():
                     raise FileNotFoundError(

@@ -114,7 +114,8 @@ def find_or_make(store: Store, search: SearchFacts, tags: Mapping[str, str], now
     if not runs:
         run_id = store.create_run(search.name, tags, now)
         store.log_parameters(run_id, run_parameters(search.settings))
-        store.set_experiment_tag(*page_settings(run_id, search.settings.search, search.searched))
+        tag, shown = page_settings(run_id, search.settings.search, search.searched)
+        store.client.set_experiment_tag(store.experiment_id, tag, shown)
         return FoundRun(run_id, made=True)
     run_id = str(runs[0].info.run_id)
     return FoundRun(run_id, newest=newest_point(runs[0]), jobs=store.jobs(run_id))
@@ -392,7 +393,7 @@ def write_final(store: Store, run_id: str, results: Sequence[JobResult]) -> Lead
             _settle(store, children[result.trial], result.state, result.reason)
     rows = board.ordered()
     for path, text in tables(board, rows).items():
-        store.log_text(run_id, path, text)
+        store.client.log_text(run_id, text, path)
     for row in rows if board.others else ():
         was = row.trial in children and children[row.trial].data.tags.get(names.TAG_PARETO) == "true"
         if row.run_id and was != row.on_front:
