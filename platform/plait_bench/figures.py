@@ -132,7 +132,7 @@ class Figure:
         unit: of all its values ("s", "%", "tokens/s").
         how: "measured" on this machine; "simulated" with a cost model; "computed" from exact
             arithmetic or a fit. A simulated figure is never shown as a measured one.
-        beside: what it is compared with; None: nothing, so it is a detail.
+        target: a published or measured value; None: nothing, so it is a detail.
         note: what is assumed, or what the value consists of.
         plait: the value of Plait's own plan, if ``ours`` is that of a paper's system as rebuilt in Plait.
         detail: whether it is shown only on request although it is compared, as in a sensitivity analysis.
@@ -142,7 +142,7 @@ class Figure:
     ours: float
     unit: str
     how: How
-    beside: Published | Baseline | None = None
+    target: Published | Baseline | None = None
     note: str = ""
     plait: float | None = None
     detail: bool = False
@@ -150,32 +150,32 @@ class Figure:
     @property
     def headline(self) -> bool:
         """Whether it belongs to the table that is shown first."""
-        return self.beside is not None and not self.detail
+        return self.target is not None and not self.detail
 
     @property
     def within(self) -> bool | None:
         """Whether ours lies where it is to lie; None where no claim is made."""
-        return None if self.beside is None else self.beside.within(self.ours)
+        return None if self.target is None else self.target.within(self.ours)
 
     @property
     def result(self) -> Result | None:
         """The comparison in words; None if nothing is claimed."""
-        if self.beside is None or self.within is None:
+        if self.target is None or self.within is None:
             return None
-        if weakness := self.beside.weakness(self.ours):
+        if weakness := self.target.weakness(self.ours):
             return weakness
         if self.within:
             return "within"
-        return "outside, explained" if self.beside.why and self.beside.explained else "outside, unexplained"
+        return "outside, explained" if self.target.why and self.target.explained else "outside, unexplained"
 
     def mapping(self) -> dict[str, Any]:
         """The figure as a mapping, for JSON."""
-        compared = None if self.beside is None else {
-            "kind": type(self.beside).__name__.lower(),
-            **asdict(self.beside),
-            "difference": self.beside.difference(self.ours),
+        compared = None if self.target is None else {
+            "kind": type(self.target).__name__.lower(),
+            **asdict(self.target),
+            "difference": self.target.difference(self.ours),
         }  # fmt: skip
-        return asdict(self) | {"beside": compared, "headline": self.headline, "result": self.result}
+        return asdict(self) | {"target": compared, "headline": self.headline, "result": self.result}
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,6 +177,6 @@ def metrics(figures: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         name = NOT_IN_NAMES.sub("_", figure["name"])
         if figure["ours"] is not None:
             found[f"ours/{name}"] = float(figure["ours"])
-        if figure["beside"] and figure["beside"]["kind"] == "published":
-            found[f"published/{name}"] = float(figure["beside"]["value"])
+        if figure["target"] and figure["target"]["kind"] == "published":
+            found[f"published/{name}"] = float(figure["target"]["value"])
     return found

@@ -23,7 +23,7 @@ def published(record: Record) -> list[Mapping[str, Any]]:
     figures = record["report"]["figures"] if record["report"] else ()
     return [
         each for each in figures
-        if each["beside"] and each["beside"]["kind"] == "published"
+        if each["target"] and each["target"]["kind"] == "published"
         and (each["headline"] or each["result"] == "fitted")
     ]  # fmt: skip
 
@@ -81,11 +81,11 @@ def _largest(shown: Sequence[Mapping[str, Any]]) -> str:
         return ""
 
     def off(each: Mapping[str, Any]) -> float:
-        value = float(each["beside"]["value"])
+        value = float(each["target"]["value"])
         return abs(float(each["ours"]) - value) / (abs(value) or 1.0)
 
     most = max(shown, key=off)
-    value = number(most["beside"]["value"])
+    value = number(most["target"]["value"])
     return f"{most['name']}: {number(most['ours'])} beside {value} {most['unit']} ({100 * off(most):.1f} %)"
 
 
@@ -93,14 +93,14 @@ def _remarks(record: Record) -> str:
     if record["state"] == "failed":
         return str(record["error"]).strip().splitlines()[-1]
     shown = published(record)
-    why = dict.fromkeys(each["beside"]["why"] for each in shown if each["result"] != "within")
+    why = dict.fromkeys(each["target"]["why"] for each in shown if each["result"] != "within")
     moved = [f"{each['name']}: {said}." for each in shown if (said := _span(each))]
     opened = [f"Open: {each}." for each in record["paper"]["leaves_open"]]
     return " ".join([*filter(None, why), *moved, *opened])
 
 
 def _span(figure: Mapping[str, Any]) -> str:
-    return span(figure["ours"], figure["beside"]["others"])
+    return span(figure["ours"], figure["target"]["others"])
 
 
 def as_markdown(records: Sequence[Record]) -> str:
@@ -116,13 +116,13 @@ def as_html(records: Sequence[Record]) -> str:
     files = "".join(_row(row) for row in rows(records))
     every = "".join(
         _row((
-            record["name"], each["name"], f"{number(each['beside']['value'])} {each['unit']}",
-            f"{number(each['ours'])} {each['unit']}", each["how"], each["result"], each["beside"]["source"],
+            record["name"], each["name"], f"{number(each['target']['value'])} {each['unit']}",
+            f"{number(each['ours'])} {each['unit']}", each["how"], each["result"], each["target"]["source"],
             "" if each["plait"] is None else number(each["plait"]), _span(each),
         ))
         for record in records
         for each in (record["report"] or {"figures": ()})["figures"]
-        if each["beside"] and each["beside"]["kind"] == "published"
+        if each["target"] and each["target"]["kind"] == "published"
     )  # fmt: skip
     second = ("file", "figure", "published", "ours", "how", "result", "source", "Plait's plan", "ours moves")
     return (

@@ -167,7 +167,7 @@ def beside_published(report: Report, entries: Sequence[PublishedEntry]) -> tuple
 
 def _beside(figure: Figure, entry: PublishedEntry, others: tuple[float, ...]) -> Figure:
     fitted = entry.weak == "fitted"  # of many, one line says how far they are off
-    return replace(figure, beside=entry.published(others), detail=figure.detail or fitted)
+    return replace(figure, target=entry.published(others), detail=figure.detail or fitted)
 
 
 def _published(composed: Config) -> list[PublishedEntry]:

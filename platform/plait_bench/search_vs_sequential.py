@@ -556,7 +556,7 @@ def _agreement(differences: Sequence[float], tolerance: float) -> Figure:
         100 * max(differences),
         "%",
         "measured",
-        beside=Baseline(100 * tolerance, "bench.options.loss_tolerance", at_most=1.0),
+        target=Baseline(100 * tolerance, "bench.options.loss_tolerance", at_most=1.0),
     )
 
 

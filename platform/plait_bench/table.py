@@ -25,7 +25,7 @@ def show(report: Report, console: Console, *, details: bool) -> None:
     """Print the figures that are compared with something; with ``details``, then all of them."""
     compared = [figure for figure in report.figures if figure.headline]
     for kind in (Published, Baseline):
-        if rows := [figure for figure in compared if isinstance(figure.beside, kind)]:
+        if rows := [figure for figure in compared if isinstance(figure.target, kind)]:
             _show_compared(report.name, rows, console)
     if fitted := [figure for figure in report.figures if figure.result == "fitted"]:
         plain(console, _fitted(fitted))
@@ -41,7 +41,7 @@ def show(report: Report, console: Console, *, details: bool) -> None:
 
 def _fitted(figures: Sequence[Figure]) -> str:
     """One line about figures that are no evidence."""
-    off = [100 * abs(each.beside.difference(each.ours)) for each in figures if each.beside is not None]
+    off = [100 * abs(each.target.difference(each.ours)) for each in figures if each.target is not None]
     mean, largest = sum(off) / len(off), max(off)
     return f"{len(off)} that the model was fitted to: {mean:.1f} % off in the mean, {largest:.1f} % at most"
 
@@ -101,7 +101,7 @@ def results(found: Sequence[str]) -> str:
 
 def compared_table(name: str, figures: Sequence[Figure], notes: Notes) -> Table:
     """For each figure: what it is compared with, our value, the difference, the tolerance, and the result."""
-    published = isinstance(figures[0].beside, Published)
+    published = isinstance(figures[0].target, Published)
     headings = ["figure", "published" if published else "baseline", "ours", "how"]
     headings += ["difference" if published else "ratio", "allowed", "result"]
     if with_plait := any(figure.plait is not None for figure in figures):
@@ -120,15 +120,15 @@ def compared_table(name: str, figures: Sequence[Figure], notes: Notes) -> Table:
 
 
 def _cells(figure: Figure, notes: Notes) -> list[str]:
-    beside = figure.beside
-    assert beside is not None
-    what = beside.source if isinstance(beside, Published) else beside.name
+    target = figure.target
+    assert target is not None
+    what = target.source if isinstance(target, Published) else target.name
     source = notes.mark(what)
-    why = "" if figure.result == "within" or not beside.why else notes.mark(beside.why)
-    moved = span(figure.ours, beside.others) if isinstance(beside, Published) else ""
+    why = "" if figure.result == "within" or not target.why else notes.mark(target.why)
+    moved = span(figure.ours, target.others) if isinstance(target, Published) else ""
     return [
         figure.name,
-        f"{_value(beside.value, figure.unit)} {source}",
+        f"{_value(target.value, figure.unit)} {source}",
         _value(figure.ours, figure.unit),
         figure.how,
         _difference(figure),
@@ -144,24 +144,24 @@ def span(ours: float, others: Sequence[float]) -> str:
 
 
 def _difference(figure: Figure) -> str:
-    beside = figure.beside
-    assert beside is not None
-    difference = beside.difference(figure.ours)
-    if isinstance(beside, Baseline):
+    target = figure.target
+    assert target is not None
+    difference = target.difference(figure.ours)
+    if isinstance(target, Baseline):
         return f"{difference:.3g}×"
-    return f"{100 * difference:+.1f} %" if beside.relative else f"{difference:+,.4g} {figure.unit}"
+    return f"{100 * difference:+.1f} %" if target.relative else f"{difference:+,.4g} {figure.unit}"
 
 
 def _allowed(figure: Figure) -> str:
-    beside = figure.beside
-    if isinstance(beside, Baseline):
-        limits = (("≥", beside.at_least), ("≤", beside.at_most))
+    target = figure.target
+    if isinstance(target, Baseline):
+        limits = (("≥", target.at_least), ("≤", target.at_most))
         return " ".join(f"{sign} {limit:g}×" for sign, limit in limits if limit is not None)
-    assert beside is not None
-    sign = {"near": "±", "at most": "≤ +", "at least": "≥ −"}[beside.sense]
-    if beside.tolerance is None:
+    assert target is not None
+    sign = {"near": "±", "at most": "≤ +", "at least": "≥ −"}[target.sense]
+    if target.tolerance is None:
         return f"{sign}{100 * USUAL_TOLERANCE:g} %"
-    return f"{sign}{beside.tolerance:,.4g} {figure.unit}"
+    return f"{sign}{target.tolerance:,.4g} {figure.unit}"
 
 
 def _value(value: float | None, unit: str) -> str:

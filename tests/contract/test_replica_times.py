@@ -67,8 +67,8 @@ def test_busy_and_waiting_of_two_processes(tmp_path: Path, monkeypatch: pytest.M
     taken = [event.replicas for event in events if isinstance(event, SpansTaken)]
     for replica in range(2):
         every = [span for each in taken for span in each[replica].spans]
-        spans = [span for span in every if not span.beside]
-        assert {span.work for span in every if span.beside} == {(("a", 1),), (("a", 2),)}
+        spans = [span for span in every if not span.overlapping]
+        assert {span.work for span in every if span.overlapping} == {(("a", 1),), (("a", 2),)}
         assert {"attach", "microbatch", "exchange", "step", "evaluation"} <= {span.kind for span in spans}
         # Each take has its own offset, which may be wrong by as much as it says.
         error = max(2 * each[replica].error for each in taken)

@@ -276,7 +276,7 @@ def test_without_an_earlier_start_or_for_a_fresh_one_the_store_must_answer(
         tracker.start_search(SearchFacts("demo", search, study="s", fresh=True), Begun(run_id))
 
 
-def test_a_store_that_goes_away_in_the_middle_of_the_start(
+def test_a_store_that_becomes_unavailable_during_the_start(
     settings: TrackingSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_id = interrupted(settings)

@@ -316,7 +316,7 @@ def test_late_points_from_a_killed_host_repeat_no_step_of_a_job(
     assert [point.step for point in history] == list(range(1, 9))
 
 
-def test_a_job_that_another_process_took_over_is_that_ones_to_write(settings: TrackingSettings) -> None:
+def test_only_the_process_that_adopted_a_job_records_it(settings: TrackingSettings) -> None:
     first = worker(settings)
     begin(first, 0)
     first.flush()

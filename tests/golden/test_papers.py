@@ -101,9 +101,9 @@ def test_a_coefficient_or_a_parameter_moves_ours_and_nothing_published(name: str
     both = [(figure, moved[figure.name]) for figure in before.figures if figure.name in moved]
     assert any(one.ours != other.ours for one, other in both)
     for one, other in both:
-        if isinstance(one.beside, Published):
-            assert isinstance(other.beside, Published)
-            assert replace(one.beside, others=()) == replace(other.beside, others=())
+        if isinstance(one.target, Published):
+            assert isinstance(other.target, Published)
+            assert replace(one.target, others=()) == replace(other.target, others=())
 
 
 # Values that the paper leaves to an assumption which was chosen knowing them, and its own formulas.
@@ -120,9 +120,9 @@ def test_what_is_no_evidence_is_not_counted_as_such(name: str) -> None:
     found = [figure for figure in as_it_is(name).figures if figure.headline]
     assert {figure.result for figure in found} == WEAK[name]
     for figure in found:
-        assert isinstance(figure.beside, Published)
+        assert isinstance(figure.target, Published)
         if WEAK[name] == {"assumed"}:  # the other assumptions really give something else
-            assert all(each != figure.ours for each in figure.beside.others)
+            assert all(each != figure.ours for each in figure.target.others)
 
 
 def test_every_figure_of_a_paper_has_one_file() -> None:
@@ -135,7 +135,7 @@ def test_every_figure_of_a_paper_has_one_file() -> None:
             seen[paper.name, figure] = path.name
 
 
-def test_lobras_profile_is_what_its_fit_gives_without_the_rows_that_judge_it() -> None:
+def test_lobras_profile_is_fitted_without_the_held_out_rows() -> None:
     time = composed("lobra/homogeneous")["cluster"]["options"]["time"]
     for tp, (*layer, fixed, labelled) in fit_lobra_profile.coefficients().items():
         row = next(each for each in time["layer"] if each["tp"] == tp)
@@ -144,10 +144,10 @@ def test_lobras_profile_is_what_its_fit_gives_without_the_rows_that_judge_it() -
         assert [row["fixed"], row["labelled"]] == pytest.approx([fixed, labelled], rel=1e-5, abs=1e-12)
     reports = [as_it_is(name) for name in ("lobra/homogeneous", "lobra/throughput")]
     off = [
-        abs(figure.beside.difference(figure.ours))
+        abs(figure.target.difference(figure.ours))
         for report in reports
         for figure in report.figures
-        if figure.beside is not None and figure.result != "fitted"
+        if figure.target is not None and figure.result != "fitted"
     ]
     assert len(off) == 17
     assert sum(off) / len(off) == pytest.approx(time["error"], abs=5e-4)

@@ -32,8 +32,8 @@ def test_all_ways_are_measured_next_to_the_simulation() -> None:
     for figure in figures.values():
         assert figure.how == "measured"
         assert figure.ours > 0
-        assert isinstance(figure.beside, bench.Baseline)
-        assert (figure.beside.name, figure.beside.value > 0) == ("simulated", True)
+        assert isinstance(figure.target, bench.Baseline)
+        assert (figure.target.name, figure.target.value > 0) == ("simulated", True)
 
 
 def test_every_way_runs_every_sample_once_within_the_capacities(monkeypatch: pytest.MonkeyPatch) -> None:

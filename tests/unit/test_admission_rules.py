@@ -46,7 +46,7 @@ def test_priority_comes_before_arrival() -> None:
     assert found.waiting == ("late",)
 
 
-def test_higher_priority_preempts_a_running_job_and_it_comes_back() -> None:
+def test_higher_priority_preempts_a_running_job_which_resumes_later() -> None:
     jobs = [
         Job("a", arrival=0, running=True),
         Job("b", arrival=1, running=True),

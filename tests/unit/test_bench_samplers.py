@@ -85,7 +85,7 @@ def test_the_grid_never_repeats_a_point_and_random_may(path):
 
 
 @pytest.mark.parametrize("sampler", ["tpe", "cmaes", "nsgaii"])
-def test_every_sampler_comes_to_a_good_point(path, sampler):
+def test_every_sampler_finds_a_good_point(path, sampler):
     small, _ = read_tables(path)
     assert trials_to_good(small, SearchSettings(sampler=sampler, trials=200), 0.005) <= 200
 

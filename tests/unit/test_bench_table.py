@@ -120,8 +120,8 @@ def test_programs_get_every_figure_as_json() -> None:
     report = Report("bench", (figure(22.1, Published(20.0, PAPER)), figure(float("nan"))), ("assumed",))
     read = json.loads(to_json(report))
     first, second = read["figures"]
-    assert first["beside"]["kind"] == "published"
-    assert first["beside"]["difference"] == pytest.approx(0.105)
+    assert first["target"]["kind"] == "published"
+    assert first["target"]["difference"] == pytest.approx(0.105)
     assert (first["result"], first["headline"]) == ("outside, unexplained", True)
-    assert (second["ours"], second["beside"], second["result"]) == (None, None, None)
+    assert (second["ours"], second["target"], second["result"]) == (None, None, None)
     assert read["assumptions"] == ["assumed"]

@@ -37,7 +37,7 @@ def test_bad_input_leaves_nothing(wrong: str, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.rglob("*")] == ["outputs", "yesterday"]
 
 
-def test_a_run_has_hydras_files_where_its_users_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_has_hydras_files_in_the_usual_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = began(monkeypatch, "hydra.run.dir=here/now", "adapter.rank=3")
     assert own == tmp_path / "here" / "now"
     written = {path.stem: yaml.safe_load(path.read_text()) for path in (own / ".hydra").iterdir()}

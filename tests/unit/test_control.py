@@ -464,7 +464,7 @@ def test_a_storage_that_does_not_answer_is_an_error_without_its_password(tmp_pat
         assert "secret" not in text
 
 
-def test_a_storage_that_comes_back_in_time_is_waited_for(
+def test_a_storage_that_answers_again_in_time_is_waited_for(
     tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the first look at it on."""

@@ -347,7 +347,7 @@ def test_sigma_gives_the_skewness_asked_for(family: str) -> None:
     assert (centred**3).mean() / (centred**2).mean() ** 1.5 == pytest.approx(1.5, rel=0.1)
 
 
-def test_draws_repeat_and_streams_differ() -> None:
+def test_random_numbers_repeat_and_streams_differ() -> None:
     generator = LengthGenerator("lognormal", 300.0, 0.8, clip=1024, seed=3)
     assert (generator.draw(50, stream="a") == generator.draw(50, stream="a")).all()
     assert (generator.draw(50, stream="a") != generator.draw(50, stream="b")).any()

@@ -239,7 +239,7 @@ def test_too_long_samples_are_truncated_dropped_or_refused(tmp_path, tokeniser):
         load(path=write(tmp_path / "none.jsonl", [{"text": ""}]), overlong="refuse")
 
 
-def test_rows_of_which_none_is_left_are_refused_with_the_reasons(tmp_path, tokeniser):
+def test_data_without_a_usable_row_are_refused_with_the_reasons(tmp_path, tokeniser):
     rows = [{"text": "a" * 40}, {"text": ""}]
     spec = DataSpec.of("file", path=write(tmp_path / "r.jsonl", rows), validation=0, overlong="drop")
     words = r"none of 2 rows is left: 1 longer than 10 tokens and 1 without.*\n.*shortest of these has 1\."

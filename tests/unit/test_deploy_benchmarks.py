@@ -62,7 +62,7 @@ def test_planning_time_shows_plan_and_bound(settings: RunSettings) -> None:
     assert figures["dispatch, 5 kinds of replica: search"].unit == "ms"
 
 
-def test_the_time_model_is_judged_by_rows_that_it_was_not_fitted_to(settings: RunSettings) -> None:
+def test_the_time_model_is_tested_on_held_out_rows(settings: RunSettings) -> None:
     figures = {
         figure.name: figure for figure in time_model(settings, [], _options("lobra/time_model")).figures
     }

@@ -386,7 +386,7 @@ def test_a_process_that_is_killed_or_hangs_is_named_and_ends_the_others(
     assert len(list(tmp_path.iterdir())) == 2  # what they printed: the error names it
 
 
-def test_a_process_from_elsewhere_may_stay_away_wake_up_and_come_again(tmp_path: Path) -> None:
+def test_a_process_of_another_host_may_be_silent_and_rejoin(tmp_path: Path) -> None:
     place = Place(0, 2, 0, 2, "127.0.0.1", f"test-{os.getpid()}")
     cluster = replace(SETTINGS.cluster, join_seconds=10.0)
     settings = replace(SETTINGS, cluster=cluster)
@@ -432,7 +432,7 @@ def test_an_interface_that_a_host_has_not_is_named_before_the_search(tmp_path: P
     assert "Here it may be" in caught.value.remedy
 
 
-def test_after_a_loss_one_from_elsewhere_that_comes_again_is_told_that_the_run_is_over(
+def test_a_process_that_rejoins_after_a_loss_hears_that_the_run_has_ended(
     tmp_path: Path,
 ) -> None:
     place = Place(0, 2, 0, 2, "127.0.0.1", f"test-{os.getpid()}")

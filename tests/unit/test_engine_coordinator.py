@@ -206,7 +206,7 @@ def test_evaluation_is_joint_at_its_interval_and_at_the_end() -> None:
     assert [s.job for s in joint.microbatches[0].segments] == ["a", "b"]
 
 
-def test_priority_first_then_arrival_and_places_are_filled_as_they_come_free() -> None:
+def test_slots_are_filled_by_priority_then_arrival_as_they_come_free() -> None:
     made = coordinator(CurveWorker(), max_jobs=2)
     assert made.free_slots() == 2
     for name, priority, steps in (("a", 0, 1), ("b", 0, 3), ("c", 1, 2), ("d", 0, 1)):
@@ -251,7 +251,7 @@ def test_a_validation_row_that_is_longer_than_a_microbatch_is_refused_too() -> N
         made.submit(job("long", validation=(17,)))
 
 
-def test_a_checkpoint_is_saved_of_steps_that_were_handed_over_only(tmp_path: Path) -> None:
+def test_a_checkpoint_contains_reported_steps_only(tmp_path: Path) -> None:
     """Whoever follows the run keeps what it was handed before the state is published."""
     run = RunSettings(engine=EngineSettings(capacity=16, checkpoint_steps=1))
     made = Coordinator(CurveWorker(), DataCatalogue(load_lengths), run, folder=tmp_path)

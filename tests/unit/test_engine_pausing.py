@@ -106,7 +106,7 @@ def paused(events: Sequence[Event]) -> list[tuple[str, int, str]]:
     return [(e.job, e.step, e.reason) for e in events if isinstance(e, JobPaused)]
 
 
-def test_a_job_at_a_rung_gives_its_slot_to_the_next_and_comes_back(make: Any) -> None:
+def test_a_job_at_a_rung_gives_its_slot_to_the_next_and_resumes(make: Any) -> None:
     made, worker = make(max_jobs=1)
     made.submit(job("a"), rungs=(2, 4), measured=True)
     made.submit(job("b", steps=3))
@@ -170,7 +170,7 @@ def test_pausing_and_resuming_by_hand_at_any_point(make: Any) -> None:
         made.pause("c")
 
 
-def test_a_pause_at_a_rung_lasts_until_both_are_over(make: Any) -> None:
+def test_a_pause_at_a_rung_lasts_until_pause_and_rung_have_ended(make: Any) -> None:
     made, _ = make()
     made.submit(job("a", steps=3), rungs=(1,))
     made.advance()

@@ -293,6 +293,6 @@ def test_of_a_pipeline_the_whole_iteration_is_predicted_and_nothing_of_its_stage
     for number in range(20):
         expected = predictions.expect(microbatches, jobs)
         times = (ReplicaTime(0, 0.1, 0.4, 20, 0), ReplicaTime(1, 0.3, 0.2, 20, 0))
-        assert expected.beside(times) == times
+        assert expected.with_predictions(times) == times
         predictions.learn(expected, Outcome(), 0.5, number, times)
     assert expected.seconds == pytest.approx(0.5, rel=1e-3)

@@ -57,7 +57,7 @@ def test_rows_come_back_as_they_were_added(tmp_path: Path) -> None:
     assert (second.seconds, second.predicted_seconds, second.predicted_bytes) == (0.25, 0.3, 4096)
 
 
-def test_a_restart_counts_on(tmp_path: Path) -> None:
+def test_a_restart_continues_the_numbering(tmp_path: Path) -> None:
     table = group_steps_table(tmp_path)
     table.add(step(1))
     again = group_steps_table(tmp_path)

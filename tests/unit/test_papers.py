@@ -32,7 +32,7 @@ def record(name: str, *figures: dict[str, Any], state: str = "ran", needs: str =
     return {"name": name, "digest": "d", "paper": paper, "state": state, "report": report, "seconds": 1.0}
 
 
-def test_what_was_kept_is_not_run_again_unless_it_changed_or_failed(
+def test_kept_results_are_used_again_unless_something_changed_or_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[str] = []
@@ -92,7 +92,7 @@ def test_the_pages_give_results_differences_and_reasons() -> None:
     assert "1 to 3.5 by assumption" in as_html(records)
 
 
-def test_what_was_kept_is_not_kept_if_the_planner_changes(
+def test_kept_results_are_dropped_if_the_planner_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(papers, "PLAIT", tmp_path)
@@ -117,7 +117,7 @@ def test_alternatives_are_found_by_pattern_and_those_that_find_nothing_are_named
     report, unmatched = beside_published(Report("r", tuple(figures)), [entry])
     assert unmatched == ["c*"]
     assert [each.result for each in report.figures] == ["assumed", None]
-    assert report.figures[0].mapping()["beside"]["others"] == (30.0,)
+    assert report.figures[0].mapping()["target"]["others"] == (30.0,)
 
 
 def test_names_are_ones_that_mlflow_takes() -> None:

@@ -54,7 +54,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         del sys.modules[name]
 
 
-def test_modules_and_entry_points_are_imported_at_the_first_look_and_once(
+def test_modules_and_entry_points_are_imported_once_when_first_needed(
     modules: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: Registry[int] = Registry("shape", key="shape", modules=("shapes_of_ours",), group="shapes")

@@ -434,7 +434,7 @@ def test_samplers_learn_from_as_many_trials_as_reported(sampler: str) -> None:
     assert drawn("enough", prior="earlier", sampler_options={"n_startup_trials": 6}) != by_chance
 
 
-def test_other_ranges_take_over_what_falls_into_them() -> None:
+def test_a_search_with_other_ranges_learns_from_trials_inside_them() -> None:
     storage = InMemoryStorage()
     earlier(storage, ("adapter.rank=range(4,200)", "train.lr=tag(log,interval(1e-5,1e-1))"))
     trials = source(storage=storage, name="new", trials=6, prior="earlier")

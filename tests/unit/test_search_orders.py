@@ -411,7 +411,7 @@ def test_adopted_trials_are_left_to_the_other_worker(
     assert [event.text for event in bench.of(Notice) if "adopted the trial" in event.text]
 
 
-def test_resume_after_stop_draws_again(tmp_path: Path) -> None:
+def test_resume_after_stop_suggests_again(tmp_path: Path) -> None:
     def owner(study: StudyTrials, poll: int) -> Orders:
         if poll in (2, 4):
             study.orders.set_mode("stopping" if poll == 2 else "running")

@@ -76,7 +76,7 @@ def test_urgent_trials_take_at_most_the_available_slots(tmp_path: Path) -> None:
     assert groups(bench) == [(f"trial-{number:04d}",) for number in (0, 3, 1, 2, 0)]
 
 
-def test_trials_of_the_same_priority_wait_for_a_place(tmp_path: Path) -> None:
+def test_trials_of_the_same_priority_wait_for_a_slot(tmp_path: Path) -> None:
     bench = Bench(
         tmp_path, halving(trials=2, parallel=2, **NONE), owner=lambda study, poll: adds(study, poll, None, 0)
     )

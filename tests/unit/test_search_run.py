@@ -193,7 +193,7 @@ def test_as_many_trials_train_at_once_as_there_are_slots(parallel: int, most: in
     assert max(map(len, bench.engine.groups)) == crowd
 
 
-def test_a_free_place_is_filled_at_the_next_iteration() -> None:
+def test_a_free_slot_is_filled_at_the_next_iteration() -> None:
     """While trials are left, the group is never smaller than the places allow."""
     bench = Bench()
     bench.run()

@@ -106,7 +106,7 @@ def test_decisions_depend_neither_on_slots_nor_on_failures_of_other_cohorts(
         assert other == first
 
 
-def test_places_are_never_left_empty_while_trials_are_left(tmp_path: Path) -> None:
+def test_no_slot_stays_empty_while_trials_are_left(tmp_path: Path) -> None:
     bench = Bench(tmp_path, halving(trials=30, parallel=4, cohort=6), max_jobs=4)
     bench.run()
     groups = [event.jobs for event in bench.of(GroupStep)]
@@ -186,7 +186,7 @@ def test_cohorts_stay_as_large_as_the_search_began_with(
     assert states(bench) == states(whole)
 
 
-def test_the_sampler_knows_what_was_pruned_before_it_draws_the_next(tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_sampler_knows_pruned_trials_before_its_next_suggestion(tmp_path: Path, monkeypatch: Any) -> None:
     known: list[Counter[TrialState]] = []
     ask = StudyTrials.ask
 
@@ -218,7 +218,7 @@ def test_a_cohort_larger_than_the_search_decides(tmp_path: Path) -> None:
     assert sorted(state.name for state, _ in states(bench)) == ["COMPLETE", "PRUNED", "PRUNED"]
 
 
-def test_a_cohort_of_which_most_fail_decides(tmp_path: Path) -> None:
+def test_a_cohort_decides_even_if_most_members_fail(tmp_path: Path) -> None:
     fails = {"fault": step_fault(lambda job, _: job in ("trial-0000", "trial-0001", "trial-0002"))}
     bench = Bench(tmp_path, halving(trials=4, cohort=4), worker=fails)
     bench.run()

@@ -54,7 +54,7 @@ def frozen(storage: BaseStorage) -> list[optuna.trial.FrozenTrial]:
 
 
 @pytest.mark.parametrize("sampler", ["tpe", "random", "grid", "cmaes", "qmc", "gp", "nsgaii"])
-def test_every_sampler_draws_in_batches_inside_the_space(sampler: str) -> None:
+def test_every_sampler_suggests_in_batches_inside_the_space(sampler: str) -> None:
     arguments = SPACES.get(sampler, MIXED)
     trials = source(arguments, sampler=sampler, trials=9)
     allowed = distributions(space_of(*arguments))
@@ -103,7 +103,7 @@ def test_a_resumed_search_suggests_what_it_would_have_suggested(sampler: str, tm
     assert draw(False, "whole") == draw(True, "pieces")
 
 
-def test_seeds_differ_from_draw_to_draw_and_from_search_to_search() -> None:
+def test_seeds_differ_between_suggestions_and_searches() -> None:
     seeds = {derived_seed(seed, existing) for seed in range(20) for existing in range(50)}
     assert len(seeds) == 1000
     assert all(0 <= seed < 2**32 for seed in seeds)
@@ -122,7 +122,7 @@ def test_the_gaussian_process_gives_the_threads_back() -> None:
 
 
 @pytest.mark.parametrize("log", [True, False])
-def test_whole_numbers_are_drawn_on_the_scale_that_was_asked_for(log: bool) -> None:
+def test_whole_numbers_are_suggested_on_the_requested_scale(log: bool) -> None:
     numbers = "interval(4,64)"
     space = space_of(f"adapter.rank={f'tag(log,{numbers})' if log else numbers}")
     found = distributions(space)["adapter.rank"]
@@ -130,7 +130,7 @@ def test_whole_numbers_are_drawn_on_the_scale_that_was_asked_for(log: bool) -> N
     assert (found.low, found.high, found.log) == (4, 64, log)
 
 
-def test_another_seed_draws_other_points() -> None:
+def test_another_seed_suggests_other_points() -> None:
     first = [source(seed=0).ask(), source(seed=1).ask()]
     assert first[0] != first[1]
 
@@ -192,7 +192,7 @@ def test_intermediate_values_are_kept_once_and_finite() -> None:
     assert frozen(storage)[0].intermediate_values == {5: 2.0, 15: 1.0}
 
 
-def test_the_weights_that_a_warm_clone_began_with_go_when_it_is_over(tmp_path: Path) -> None:
+def test_the_weights_of_a_warm_clone_are_removed_at_its_end(tmp_path: Path) -> None:
     """And no others: a copy of another search, or an adapter that was given by hand."""
     folders = ["search/warm/a", "search/warm/b", "search/saved", "other/warm/c"]
     copies = [tmp_path / folder for folder in folders]
@@ -219,7 +219,7 @@ def test_the_weights_that_a_warm_clone_began_with_go_when_it_is_over(tmp_path: P
     assert [copy.exists() for copy in copies] == [False, False, True, True]
 
 
-def test_a_failed_trial_is_tried_again_with_what_it_began_with(tmp_path: Path) -> None:
+def test_a_retried_trial_starts_with_the_same_settings_and_weights(tmp_path: Path) -> None:
     copy = tmp_path / "warm" / "a"
     copy.mkdir(parents=True)
     storage = optuna.storages.InMemoryStorage()
@@ -395,7 +395,7 @@ def test_a_database_file_is_found_in_any_form_of_its_address(scheme: str, tmp_pa
     assert missing_file(storage, tmp_path) is None
 
 
-def test_the_journal_lies_in_the_users_home_where_the_root_begins_with_a_tilde(
+def test_a_root_that_begins_with_a_tilde_is_in_the_users_home(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -447,7 +447,7 @@ def test_an_empty_study_whose_maker_was_killed_before_it_had_signed_it_is_taken(
         source(NUMBERS, storage=storage, name="s")
 
 
-def test_a_trial_that_was_killed_while_it_was_drawn_gets_the_values_it_would_have_got(tmp_path: Path) -> None:
+def test_a_suggestion_interrupted_by_a_kill_gets_the_same_values(tmp_path: Path) -> None:
     """Optuna makes the trial first, and writes its values one by one."""
 
     def opened(name: str) -> tuple[StudyTrials, BaseStorage]:
@@ -479,7 +479,7 @@ def test_data_and_model_of_a_search_must_not_change(tmp_path: Path) -> None:
     assert again.material == {"data train.jsonl": "aaa", "model": "m", "data more.jsonl": "ccc"}
 
 
-def test_failed_trials_are_tried_once_more_where_that_is_asked_for() -> None:
+def test_failed_trials_are_retried_once_if_requested() -> None:
     storage = optuna.storages.InMemoryStorage()
     first = source(storage=storage, name="s", trials=3)
     drawn = [first.ask() for _ in range(3)]
@@ -499,7 +499,7 @@ def test_failed_trials_are_tried_once_more_where_that_is_asked_for() -> None:
     assert source(storage=storage, name="s", trials=3, failed="retry").ask() is None
 
 
-def test_others_are_drawn_in_place_of_failed_trials_that_are_dropped() -> None:
+def test_dropped_failed_trials_are_replaced_by_new_suggestions() -> None:
     trials = source(trials=2, failed="drop")
     told = 0
     while (trial := trials.ask()) is not None:
@@ -519,7 +519,7 @@ def test_telling_twice_is_telling_once() -> None:
     assert [(item.state, item.value) for item in frozen(storage)] == [(TrialState.COMPLETE, 1.0)]
 
 
-def test_a_request_enqueues_once_and_beyond_what_was_asked_for() -> None:
+def test_a_request_enqueues_one_additional_trial_once() -> None:
     trials = source(trials=1)
     assert trials.ask() is not None
     numbers = [trials.enqueue({"adapter.rank": 16}, request="a") for _ in range(2)]

@@ -76,9 +76,7 @@ def drawn(trials: StudyTrials, together: int = 3, others: tuple[float, ...] = ()
         ("nsgaii", True),
     ],
 )
-def test_each_sampler_draws_each_of_a_few_points_once_and_then_it_is_over(
-    sampler: str, several: bool
-) -> None:
+def test_each_sampler_suggests_each_of_a_few_points_once_and_then_ends(sampler: str, several: bool) -> None:
     options: dict[str, Any] = {"sampler_options": {"population_size": 4}} if sampler == "nsgaii" else {}
     if several:
         options |= {"metric": ("eval/loss", "train/tokens"), "direction": ("minimize", "minimize")}
@@ -280,7 +278,7 @@ def test_an_enqueued_point_is_suggested_to_no_other_trial() -> None:
 
 
 @pytest.mark.parametrize("sampler", ["random", "tpe", "nsgaii", "qmc", "grid"])
-def test_keys_that_enqueued_points_leave_open_are_drawn_apart(sampler: str) -> None:
+def test_open_keys_of_enqueued_points_get_different_values(sampler: str) -> None:
     space = {"grid": EIGHT, "qmc": ("adapter.rank=range(4,17,4)", CONTINUOUS[1])}.get(sampler, CONTINUOUS)
     trials = source(space, sampler=sampler, trials=8)
     for at, rank in enumerate((4, 8, 4, 8)):
@@ -292,7 +290,7 @@ def test_keys_that_enqueued_points_leave_open_are_drawn_apart(sampler: str) -> N
         assert len({trial.values["train.lr"] for trial in found}) == 8
 
 
-def test_a_point_of_which_nothing_is_left_is_trained_once_more() -> None:
+def test_a_point_without_any_record_is_trained_again() -> None:
     trials = source(("adapter.rank=4,8", "adapter.dropout=0,0.1"), sampler="random")
     found = drawn(trials)
     assert len(found) == 4
@@ -348,7 +346,7 @@ def test_a_trial_killed_while_being_suggested_keeps_its_point(
     assert [point(trial) for trial in found] == [point(trial) for trial in undisturbed]
 
 
-def test_a_point_of_an_earlier_study_may_be_drawn() -> None:
+def test_a_point_of_an_earlier_study_may_be_suggested() -> None:
     """It had other data perhaps; and no point of the same study comes twice."""
     storage = optuna.storages.InMemoryStorage()
     before = source(storage=storage, name="before")
@@ -358,7 +356,7 @@ def test_a_point_of_an_earlier_study_may_be_drawn() -> None:
     assert len(found) == len({point(trial) for trial in found}) == 8
 
 
-def test_failed_trials_are_not_drawn_again_and_are_retried_where_that_is_asked_for() -> None:
+def test_failed_trials_are_retried_only_if_requested() -> None:
     storage = optuna.storages.InMemoryStorage()
     found = drawn(source(storage=storage))
     again = source(storage=storage, failed="retry")
@@ -394,7 +392,7 @@ def test_a_space_with_fewer_points_than_trials_is_reported() -> None:
 
 
 @given(DOMAINS, st.integers(0, 20))
-def test_places_of_values_are_those_of_optuna(domain: Any, place: int) -> None:
+def test_indices_of_values_equal_optunas(domain: Any, place: int) -> None:
     place %= domain.count
     value = domain.at(place)
     assert domain.place(value) == place

@@ -73,7 +73,7 @@ def test_the_message_names_address_and_folder(tmp_path: Path) -> None:
         ('FATAL:  database "plait" does not exist', False),
     ],
 )
-def test_a_database_that_refuses_is_not_away(text: str, away: bool) -> None:
+def test_a_database_that_refuses_is_not_unavailable(text: str, away: bool) -> None:
     location = Location("postgresql+psycopg://me@host/plait", Path("/runs"), None)
     error = OperationalError("", None, Exception(text))
     assert _is_away(location, error) is away

@@ -300,7 +300,7 @@ def test_one_worker_writes_the_searchs_own_curves_until_it_leaves_or_dies(tmp_pa
     second.close()
 
 
-def test_beats_rise_outlive_a_storage_that_was_away_and_end_with_their_worker(
+def test_heartbeats_survive_an_outage_and_end_with_their_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("plait.search.ownership.BEAT_SECONDS", 0.001)

@@ -34,7 +34,7 @@ def test_every_moment_is_in_one_span() -> None:
         recorder.lap("exchange", JOB)
     with recorder.request():
         pass
-    *spans, beside = sorted(recorder.take(), key=lambda span: span.beside)
+    *spans, beside = sorted(recorder.take(), key=lambda span: span.overlapping)
     assert (beside.kind, beside.start, beside.bytes) == ("exchange", 1.5, 12)
     assert [span.kind for span in spans] == ["waiting", "microbatch", "exchange", "waiting", "other"]
     assert all(before.end == after.start for before, after in pairwise(spans))
@@ -58,7 +58,7 @@ def test_an_offset_is_wrong_by_no_more_than_it_says(
     assert abs(clock.seconds - offset) <= clock.error + 1e-6
 
 
-def test_a_clock_of_which_nothing_is_known_is_the_same() -> None:
+def test_an_unmeasured_clock_offset_is_zero() -> None:
     assert (ClockOffset().seconds, ClockOffset().error) == (0.0, 0.0)
 
 
@@ -89,7 +89,7 @@ def test_busy_and_waited_cover_an_iteration() -> None:
         Span("evaluation", 0, 3, JOB, tokens=99),
         Span("waiting", 3, 4),
         Span("microbatch", 4, 6, JOB, tokens=5),
-        Span("exchange", 5, 7, JOB, bytes=8, beside=True),
+        Span("exchange", 5, 7, JOB, bytes=8, overlapping=True),
         Span("exchange", 6, 7, JOB),
     )
     (time,) = times_between([one], 2.0, 10.0)

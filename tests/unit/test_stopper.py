@@ -108,7 +108,7 @@ def test_a_released_trial_is_decided_again_only_at_the_next_rung() -> None:
     assert search.rule.asked == [(0, 2, 2), (0, 4, 2)]
 
 
-def test_a_trial_that_falls_back_before_its_evaluation_is_decided_when_it_comes_to_the_rung_again() -> None:
+def test_a_trial_that_falls_back_is_decided_when_it_reaches_the_rung_again() -> None:
     search = Search(Scripted(STOP), metric="eval/loss")
     name = Trial(0).name
     search.trains(0, 2)

@@ -165,7 +165,7 @@ def test_sent_records_are_not_sent_again_and_unsent_ones_are(tmp_path: Path) -> 
     again.close()
 
 
-def test_lost_count_of_what_was_sent_sends_all_again(tmp_path: Path) -> None:
+def test_everything_is_sent_again_if_the_count_of_sent_bytes_is_lost(tmp_path: Path) -> None:
     log = open_event_log(tmp_path, HEAD)
     log.append(point("a", 1))
     send(log, 1)

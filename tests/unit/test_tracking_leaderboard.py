@@ -272,7 +272,7 @@ def test_run_parameters_name_config_keys_and_hide_passwords() -> None:
 
 
 @given(st.dictionaries(st.text(), st.floats()))
-def test_every_value_is_either_kept_or_told(values: dict[str, float]) -> None:
+def test_every_value_is_either_kept_or_reported(values: dict[str, float]) -> None:
     kept = finite(values)
     assert all(math.isfinite(value) for value in kept.values())
     assert (len(kept) == len(values)) == (not_finite(values) == "")

@@ -159,7 +159,7 @@ def test_putting_does_not_wait_for_a_store_that_hangs(writer: Make, log: EventLo
     assert log.waiting == 0
 
 
-def test_a_store_that_comes_back_gets_everything_once_and_in_order(writer: Make, log: EventLog) -> None:
+def test_a_store_that_answers_again_gets_everything_once_and_in_order(writer: Make, log: EventLog) -> None:
     failures = iter([ConnectionError("down"), None, ConnectionError("down"), None, None, None])
     sender = Recorder(lambda _: next(failures, None))
     kept = writer(sender)
@@ -171,7 +171,7 @@ def test_a_store_that_comes_back_gets_everything_once_and_in_order(writer: Make,
     assert kept.close()
 
 
-def test_a_store_that_stays_away_is_given_up_and_what_waits_is_kept(writer: Make, log: EventLog) -> None:
+def test_unsent_records_are_kept_if_the_store_stays_unavailable(writer: Make, log: EventLog) -> None:
     away = [True]
     sender = Recorder(lambda _: ConnectionError("refused") if away[0] else None)
     kept = writer(sender)
@@ -205,7 +205,7 @@ def test_a_store_that_hangs_is_given_up_without_progress(log: EventLog) -> None:
     assert kept.close()
 
 
-def test_a_store_counts_as_away_after_several_attempts_and_until_it_takes_something(
+def test_a_store_is_unavailable_after_several_attempts_until_it_accepts_something(
     writer: Make, log: EventLog
 ) -> None:
     verdicts = [ConnectionError("no\nanswer")] * AWAY_ATTEMPTS

@@ -31,7 +31,7 @@ class Span:
         work: jobs, each with its optimiser step.
         tokens: real tokens that went through the model.
         bytes: received from other processes.
-        beside: in a thread of its own, while the process did what other spans say.
+        overlapping: in a thread of its own, while the process did what other spans say.
     """
 
     kind: SpanKind
@@ -40,7 +40,7 @@ class Span:
     work: tuple[tuple[str, int], ...] = ()
     tokens: int = 0
     bytes: int = 0
-    beside: bool = False
+    overlapping: bool = False
 
     @property
     def seconds(self) -> float:
@@ -106,7 +106,7 @@ class ReplicaTotals:
                 tokens += span.tokens
             if span.kind == "waiting":
                 waited += span.seconds
-            elif not span.beside:
+            elif not span.overlapping:
                 busy += span.seconds
         return ReplicaTotals(busy, waited, tokens, received)
 

@@ -524,7 +524,7 @@ class Coordinator:
                 events.append(_progress(job, tally, run.steps[name].grad_norm, rate, seconds))
         number = next(self._iterations)
         spans = on_one_clock(self._worker.take_spans())
-        times = expected.beside(times_between(spans, started, ended))
+        times = expected.with_predictions(times_between(spans, started, ended))
         events += [self._group_step(number, jobs, run, expected, seconds, times), *_traced(spans)]
         return [*events, *self._predictions.learn(expected, run, seconds, number, times)]
 

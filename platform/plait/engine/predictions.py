@@ -68,7 +68,7 @@ class Expected:
     busy_seconds: Mapping[int, float] = field(default_factory=dict)
     waited_seconds: Mapping[int, float] = field(default_factory=dict)
 
-    def beside(self, times: Sequence[ReplicaTime]) -> tuple[ReplicaTime, ...]:
+    def with_predictions(self, times: Sequence[ReplicaTime]) -> tuple[ReplicaTime, ...]:
         """The times of an iteration with what was expected of each replica; of single stages nothing is."""
         busy, waited = self.busy_seconds, self.waited_seconds
         if not busy or len(times) != len(waited):

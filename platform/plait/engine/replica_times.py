@@ -36,14 +36,14 @@ def _shifted(span: Span, offset: float) -> Span:
         return span
     start, end = span.start + offset, span.end + offset
     # Four times as fast as replace().
-    return Span(span.kind, start, end, span.work, span.tokens, span.bytes, span.beside)
+    return Span(span.kind, start, end, span.work, span.tokens, span.bytes, span.overlapping)
 
 
 def _exchanges(spans: Sequence[Span]) -> dict[Exchange, Span]:
     seen: Counter[tuple[tuple[str, int], ...]] = Counter()
     found: dict[Exchange, Span] = {}
     for span in spans:
-        if span.kind == "exchange" and not span.beside:
+        if span.kind == "exchange" and not span.overlapping:
             found[span.work, seen[span.work]] = span
             seen[span.work] += 1
     return found
@@ -71,7 +71,7 @@ def _time(replica: ReplicaSpans, start: float, end: float) -> ReplicaTime:
     busy = sum(
         min(span.end, end) - max(span.start, start)
         for span in inside
-        if span.kind != "waiting" and not span.beside
+        if span.kind != "waiting" and not span.overlapping
     )
     return ReplicaTime(
         replica=replica.replica,

@@ -51,7 +51,7 @@ class SpanRecorder:
 
     def add_beside(self, kind: SpanKind, start: float, work: Work, received: int) -> None:
         """What a thread beside the process's own did from ``start`` until now; ``received``: bytes."""
-        self._spans.append(Span(kind, start, self.clock(), work, bytes=received, beside=True))
+        self._spans.append(Span(kind, start, self.clock(), work, bytes=received, overlapping=True))
 
     def take(self) -> tuple[Span, ...]:
         """The spans since the last call."""

@@ -194,8 +194,8 @@ class SearchControl:
         given = added.values.keys() | added.outside.keys()
         kept = {} if source is None else source.params
         values = {key: value for key, value in kept.items() if key not in given} | dict(added.values)
-        beside = {} if source is None else outside_of(source)
-        outside = {key: each for key, each in beside.items() if key not in given} | dict(added.outside)
+        before = {} if source is None else outside_of(source)
+        outside = {key: each for key, each in before.items() if key not in given} | dict(added.outside)
         number = self._shared.locked(
             lambda: enqueue(
                 self._study,

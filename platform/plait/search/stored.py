@@ -100,10 +100,10 @@ def _importance(study: optuna.Study) -> Importance:
     if len({tuple(item.values) for item in trials}) == 1:
         return Importance(trials=len(trials), trouble="All of these trials have the same objective.")
     quiet()  # about the study that is made in memory
-    beside = optuna.create_study(directions=study.directions)
-    beside.add_trials(trials)
+    separate = optuna.create_study(directions=study.directions)
+    separate.add_trials(trials)
     try:
-        shares = get_param_importances(beside)  # by the study's own directions
+        shares = get_param_importances(separate)  # by the study's own directions
     except (ValueError, RuntimeError) as error:
         return Importance(trials=len(trials), trouble=str(error))
     if not shares or not all(math.isfinite(value) for value in shares.values()):

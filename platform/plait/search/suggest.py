@@ -339,18 +339,18 @@ class Suggester:
         sampler = make_sampler(
             self._settings, space, item.number, self._earlier, tried=tried, given=item.params
         )
-        beside = optuna.create_study(directions=self._study.directions, sampler=sampler)
-        beside.add_trials(known)
+        separate = optuna.create_study(directions=self._study.directions, sampler=sampler)
+        separate.add_trials(known)
         if (fixed := item.system_attrs.get("fixed_params")) is not None:
-            beside.enqueue_trial(fixed)
+            separate.enqueue_trial(fixed)
         numbered = SAMPLERS.get(self._settings.sampler).one_sequence  # in attributes of the study
         if numbered:
-            _copy_attributes(self._study, beside)
+            _copy_attributes(self._study, separate)
         with one_torch_thread(self._settings.sampler):
-            beside.ask(keys)
+            separate.ask(keys)
         if numbered:
-            _copy_attributes(beside, self._study)
-        found = beside.get_trials(deepcopy=False)[-1]
+            _copy_attributes(separate, self._study)
+        found = separate.get_trials(deepcopy=False)[-1]
         for key, value in found.system_attrs.items():
             if key not in item.system_attrs:
                 storage.set_trial_system_attr(item._trial_id, key, value)

@@ -78,7 +78,7 @@ def _row(span: Span, jobs: dict[str, int]) -> list[Any]:
     """A span as it is kept; ``jobs`` numbers the names of its line's jobs."""
     work = [[jobs.setdefault(job, len(jobs)), step] for job, step in span.work]
     times = round(span.start, DIGITS), round(span.end, DIGITS)
-    return [span.kind, *times, work, span.tokens, span.bytes, span.beside]
+    return [span.kind, *times, work, span.tokens, span.bytes, span.overlapping]
 
 
 @dataclass(slots=True)
@@ -87,7 +87,7 @@ class _Track:
 
     Attributes:
         offset, error: of its clock, as last measured.
-        ends: of the last span in the process's own thread, and beside it.
+        ends: of the last span in the process's own thread, and in others.
     """
 
     name: str
@@ -98,12 +98,12 @@ class _Track:
 
     def take(self, rows: list[Any], jobs: Sequence[str], zero: float) -> None:
         """Add spans as a line has them, with the names of its jobs and the beginning of its clock."""
-        for kind, start, end, numbered, tokens, received, beside in rows:
+        for kind, start, end, numbered, tokens, received, overlapping in rows:
             # An offset that is measured again differs by microseconds: spans do not overlap by these.
-            begun = max(start + zero, self.ends[beside])
-            self.ends[beside] = max(end + zero, begun)
+            begun = max(start + zero, self.ends[overlapping])
+            self.ends[overlapping] = max(end + zero, begun)
             work = tuple((jobs[number], step) for number, step in numbered)
-            self.spans.append(Span(kind, begun, self.ends[beside], work, tokens, received, beside))
+            self.spans.append(Span(kind, begun, self.ends[overlapping], work, tokens, received, overlapping))
 
 
 def write_trace(folder: Path) -> str | None:
@@ -163,7 +163,7 @@ def _track(tracks: dict[tuple[Any, ...], _Track], worker: str, head: Mapping[str
 def _draw(events: TraceEvents, number: int, track: _Track, since: float) -> None:
     events.name_process(number, track.name)
     events.name_thread(number, 1, "work")
-    if any(span.beside for span in track.spans):
+    if any(span.overlapping for span in track.spans):
         events.name_thread(number, 2, "exchange in its thread")
     for span in track.spans:
         if span.start < since:
@@ -176,7 +176,7 @@ def _draw(events: TraceEvents, number: int, track: _Track, since: float) -> None
         events.span(
             name,
             span.kind,
-            (number, 2 if span.beside else 1),
+            (number, 2 if span.overlapping else 1),
             span.start - since,
             span.end - since,
             arguments,
