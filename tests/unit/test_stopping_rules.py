@@ -419,7 +419,7 @@ def test_patience_counts_rungs_without_improvement() -> None:
     assert [made.decide(1, step, values).action for step in (1, 2, 3)] == ["continue", "continue", "stop"]
 
 
-def test_a_trial_beyond_the_expected_ones_is_target_its_cohort() -> None:
+def test_a_trial_beyond_the_expected_ones_is_compared_with_its_cohort() -> None:
     """As when a search continues with fewer trials than it had drawn."""
     made = rule(kind="successive_halving", rungs=(1,), cohort=4)
     assert made.decide(3, 1, table({0: {1: 2.0}, 1: {1: 3.0}, 3: {1: 1.0}}, 2)).action == "continue"

@@ -517,6 +517,22 @@ def test_the_searchs_own_curves_continue_after_the_last_point_of_a_killed_proces
     log.close()
 
 
+def test_the_next_writer_of_the_curves_continues_after_the_unsent_points_of_a_dead_one(
+    tmp_path: Path,
+) -> None:
+    first, second = (open_event_log(tmp_path, HEAD) for _ in range(2))
+    runs = [search_run(log, Leaderboard("minimize", 1)) for log in (first, second)]
+    runs[1].clock.writes = False
+    for _ in range(3):
+        for run in runs:
+            run.write_point({"group/jobs": 1.0})
+    first.close()
+    runs[1].clock.writes = True
+    runs[1].write_point({"group/jobs": 1.0})
+    assert [item.step for item in second.peek(99) if isinstance(item, LogPoints)] == [1, 2, 3, 4]
+    second.close()
+
+
 def test_the_searchs_sums_do_not_fall_where_a_killed_process_is_resumed(tmp_path: Path) -> None:
     for tokens, seconds in (
         (100, 5.000000003),

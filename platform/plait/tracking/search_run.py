@@ -244,12 +244,18 @@ class SearchRun:
         self._next = 0.0  # time at which the leaderboard is written again
         self._tables = [*([names.PARETO_FILE] if board.others else []), names.LEADERBOARD_FILE]
         self._left_out: tuple[int, dict[str, float]] | None = None  # the last point, if it was not written
+        self._wrote = False  # whether this process wrote the curves the last time
 
     def write_point(self, more: Mapping[str, float]) -> None:
         """Write one point of the search's curves, with ``more`` values; the last point, without any, is
         always written. Sums over jobs that are not known yet are left out."""
+        wrote, self._wrote = self._wrote, self.clock.writes
         if not self.clock.writes:
             return
+        if not wrote:
+            self._log.adopt_ended()  # which may have points that the store does not have yet
+        if (newest := self._log.newest(self._key)) is not None:
+            self.clock.follow(newest)
         step, seconds = self.clock.next()
         values = self.clock.risen(dict(more) | search_values(self._board, seconds))
         unknown = () if self.whole else SUMS
