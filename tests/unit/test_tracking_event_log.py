@@ -517,7 +517,7 @@ def test_the_searchs_own_curves_continue_after_the_last_point_of_a_killed_proces
     log.close()
 
 
-def test_the_next_writer_of_the_curves_continues_after_the_unsent_points_of_a_dead_one(
+def test_the_next_writer_of_the_curves_continues_after_unsent_points(
     tmp_path: Path,
 ) -> None:
     first, second = (open_event_log(tmp_path, HEAD) for _ in range(2))
