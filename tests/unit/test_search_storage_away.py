@@ -208,7 +208,7 @@ def test_others_train_until_the_study_says_that_none_does(answers: int, known: P
 
     source = SimpleNamespace(claims=Claims(), finished=lambda: answer([JobResult("a", JobState.FINISHED)]))
     blank = cast(Any, SimpleNamespace(settings=None))
-    found = _Launch(blank, cast(Any, source), blank, blank, blank, None)._peers()
+    found = _Launch(blank, cast(Any, source), blank, blank, None)._peers()
     assert (found.training, set(found.ended), set(found.orphaned)) == (
         known.training,
         set(known.ended),
@@ -220,5 +220,5 @@ def test_the_address_of_a_search_shows_no_password(tmp_path: Path) -> None:
     """A password may stand in any key."""
     settings = RunSettings(tracking=TrackingSettings(root=tmp_path, experiment="mssql://u:secret@h/x"))
     blank = cast(Any, SimpleNamespace(settings=settings))
-    launch = _Launch(blank, cast(Any, SimpleNamespace(name="s")), blank, blank, blank, None)
+    launch = _Launch(blank, cast(Any, SimpleNamespace(name="s")), blank, blank, None)
     assert "experiment=mssql://u:***@h/x" in launch._view(cast(Any, SimpleNamespace(page="")))

@@ -10,8 +10,9 @@ from sqlalchemy.exc import OperationalError
 
 from plait.core.settings import RunSettings, SearchSettings, TrackingSettings
 from plait.search.attributes import TRACKED
+from plait.search.checks import tracked_run
+from plait.search.launch import without_store
 from plait.search.storage import in_memory
-from plait.search.tracked import tracked_run, without_store
 from plait.tracking.connection import AwayError, _is_away
 from plait.tracking.location import Location
 

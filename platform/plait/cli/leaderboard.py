@@ -51,7 +51,7 @@ def read_search(settings: TrackingSettings, name: str | None) -> SearchResult:
     try:
         return load_search(settings, name)
     except AwayError as error:
-        from plait.search.tracked import board_of_study
+        from plait.search.stored import board_of_study
 
         found = None
         with suppress(StorageError):  # the study's database may be unavailable, too; then report the store

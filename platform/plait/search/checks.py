@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import optuna
+from optuna.storages import BaseStorage
 
 from plait.core.errors import ConfigError
 from plait.core.jobs import JobSpec
@@ -28,6 +29,7 @@ from plait.engine.build import (
     worker_facts,
 )
 from plait.engine.catalogue import DataCatalogue
+from plait.search.attributes import TRACKED
 from plait.search.objective import check_kept, check_measured
 from plait.search.prior import check_prior
 from plait.search.recorded import recorded_command
@@ -36,9 +38,9 @@ from plait.search.stopping import check_stopping, rung_steps
 from plait.search.storage import Patience, existing_storage, quiet
 from plait.search.study import check_restart
 from plait.search.suggest import check_options
-from plait.search.tracked import tracked_run
 from plait.search.trials import SearchCommand
-from plait.tracking.connection import AwayError
+from plait.tracking.connection import AwayError, check_tracking
+from plait.tracking.location import locate
 from plait.utils.paths import cache_dir, search_folder
 
 if TYPE_CHECKING:
@@ -76,6 +78,52 @@ def find_search(command: SearchCommand, name: str, away: AwayError | None) -> tu
     patience(lambda: check_prior(name, search, command.space, storage))
     run_id = tracked_run(storage, name, command.settings, away)
     return began or recorded_command(root, name) is not None, run_id
+
+
+def ask_store(settings: RunSettings) -> AwayError | None:
+    """Check that the tracking store can be used; return the error if it does not answer now.
+
+    Raises:
+        StorageError: it refuses; see ``check_tracking``.
+    """
+    try:
+        check_tracking(settings.tracking)
+    except AwayError as error:
+        return error
+    return None
+
+
+def tracked_run(storage: BaseStorage | None, name: str, settings: RunSettings, away: AwayError | None) -> str:
+    """MLflow's id of a search's run, if it was recorded in the settings' store before; else "". Creates no
+    study.
+
+    Args:
+        away: the error, if the store does not answer now.
+
+    Raises:
+        AwayError: it was not, and the store is unavailable, so its address cannot be checked.
+    """
+    run_id, store = "", ""
+    if storage is not None and not settings.search.fresh:
+        run_id, store = Patience()(lambda: _tracked(storage, name))
+    here = str(locate(settings.tracking))
+    if store == here:
+        return run_id
+    if away is None:
+        return ""
+    if store:
+        remedy = f"Use tracking.uri={store}, where the search has been recorded so far, or start {here}."
+        raise AwayError(away.value, away.rule, remedy)
+    raise away
+
+
+def _tracked(storage: BaseStorage, name: str) -> tuple[str, str]:
+    try:
+        attributes = storage.get_study_user_attrs(storage.get_study_id_from_name(name))
+    except KeyError:
+        return "", ""
+    run_id, store = attributes.get(TRACKED, ("", ""))
+    return str(run_id), str(store)
 
 
 DTYPE = "model.dtype"  # key in the material that a search begins with

@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from plait.core.errors import StorageError
 from plait.core.jobs import DataSpec
-from plait.core.lifecycle import JobState
+from plait.core.lifecycle import JobResult, JobState
 from plait.core.messages import Notice
 from plait.core.plans import Plan
 from plait.core.settings import AUTO, RunSettings, TrackingSettings
 from plait.engine.build import PLAN_FILE, build_coordinator, settle_dtype, write_plan
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
-from plait.search.checks import DTYPE, Prepared, check_command, check_model, find_search, prepare
+from plait.search.checks import DTYPE, Prepared, ask_store, check_command, check_model, find_search, prepare
 from plait.search.identity import Identity, identify
 from plait.search.orders import Orders
 from plait.search.points import too_few_points
@@ -45,18 +45,18 @@ from plait.search.run import SECOND, Interrupts, SearchLoop, View
 from plait.search.stopper import Stopper, make_stopper, shortest_budget
 from plait.search.storage import Patience, from_anywhere, open_storage
 from plait.search.study import StudyTrials
-from plait.search.tracked import ask_store, catch_up, without_store
 from plait.search.trials import SearchCommand, Trial
 from plait.tracking.connection import AwayError
+from plait.tracking.event_log import logs_folder
 from plait.tracking.facts import DataFacts, SearchFacts, data_facts
 from plait.tracking.figures import Figures
 from plait.tracking.leaderboard import Leaderboard, orphan
 from plait.tracking.location import locate, sqlite_in, store_elsewhere
 from plait.tracking.processes import ProcessRow, ProcessWatch
-from plait.tracking.search_run import Begun
+from plait.tracking.search_run import Begun, conclude, left_unsent, send_left
 from plait.tracking.tracker import Peers, Tracker
 from plait.utils.addresses import redact
-from plait.utils.paths import search_folder
+from plait.utils.paths import search_folder, user_path
 
 if TYPE_CHECKING:
     from plait.distributed.launch import Launcher
@@ -191,6 +191,43 @@ def another_store(recorded: RecordedCommand, tracking: TrackingSettings) -> list
         f"This search has been recorded in {before} so far and will be recorded in {after} from now on; the "
         f"first part of each curve stays in the old store. Use tracking.uri={before} to keep it in one place."
     ]
+
+
+def without_store(away: AwayError, settings: RunSettings, name: str) -> str:
+    """What to say if a search resumes without its store."""
+    folder = logs_folder(user_path(settings.tracking.root).absolute(), name)
+    return f"{away.value}. Records are buffered in {folder} and sent when it answers."
+
+
+def catch_up(
+    settings: RunSettings, source: StudyTrials, results: Sequence[JobResult]
+) -> tuple[list[str], bool]:
+    """Complete the search's run, if a process was killed after the last trial or could not reach the store.
+
+    Returns:
+        What could not be done, in words, and whether the run is complete now.
+
+    Raises:
+        StorageError: the store refuses.
+    """
+    tracking = settings.tracking
+    recorded = recorded_command(tracking.root, source.name)
+    if recorded is not None and recorded.concluded and not left_unsent(tracking, source.name):
+        return [], True
+    try:
+        if notices := send_left(tracking, source.name):
+            return notices, False
+        with source.shared.holding("run"):
+            run_id = conclude(tracking, source.name, source.token, results)
+            if run_id is None:
+                return [], True
+            figures = Figures(tracking, run_id, settings.search.storage)
+            figures.publish(final=True)
+    except AwayError as error:
+        unsent = left_unsent(tracking, source.name)
+        later = f"{error.value}. When it answers, run the same command again to complete the search's run."
+        return unsent or [later], False
+    return [figures.trouble] if figures.trouble else [], True
 
 
 class _Launch:

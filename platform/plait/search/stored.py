@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import optuna
 from optuna.importance import get_param_importances
@@ -19,16 +19,23 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from plait.core.errors import StorageError
 from plait.core.lifecycle import JobState
 from plait.core.objectives import Objective
+from plait.core.settings import TrackingSettings
 from plait.core.space import Value
 from plait.search.attributes import REASON, result_of, state_of
 from plait.search.ownership import host_name, lives_here, this_host, trainer_of
 from plait.search.points import outside_of, values_of
+from plait.search.recorded import recorded_command
 from plait.search.results import SearchEnd, describe_point, short
 from plait.search.stopper import RUNGS
 from plait.search.storage import JOURNAL, missing_file, open_storage, quiet
 from plait.search.trials import Trial
+from plait.tracking.leaderboard import JobRecord, Leaderboard
+from plait.tracking.location import locate, sqlite_in
 from plait.tracking.processes import JobNow
 from plait.utils.addresses import redact
+
+if TYPE_CHECKING:
+    from plait.tracking.results import SearchResult
 
 METHOD = "PED-ANOVA"  # Optuna's default: Watanabe, Bansal, Hutter (2023), "PED-ANOVA", IJCAI
 LEAST_TRIALS = 5  # with fewer, the shares are random
@@ -266,3 +273,39 @@ def hosts_of(trials: Sequence[FrozenTrial]) -> tuple[str, ...]:
     owners = [trainer_of(item) if item.state == TrialState.RUNNING else None for item in trials]
     names = ["" if owner is None else host_name(owner.host) for owner in owners]
     return tuple("" if name == here else name for name in names)
+
+
+def board_of_study(settings: TrackingSettings, name: str) -> SearchResult | None:
+    """What the study knows about a search that is recorded in this store: states, values and objectives, but
+    no losses, tokens or seconds. None if this search was not begun in the folder of the runs.
+
+    Raises:
+        StorageError: the study does not answer.
+    """
+    from plait.tracking.results import SearchResult  # MLflow is slow to import
+
+    location = locate(settings)
+    recorded = recorded_command(location.root, name)
+    if recorded is None or (recorded.store or sqlite_in(location.root)) != location.uri:
+        return None
+    quiet()
+    standing = read_standing(stored_study(recorded.storage, location.root, name))
+    first, *others = standing.objectives
+    board = Leaderboard(first.direction, len(standing.trials), others=tuple(others))
+    for trial in standing.trials:
+        job = Trial(trial.number).name
+        board.add(JobRecord(job, trial.number, state=trial.state, outside=trial.outside))
+    for result in standing.result.finished:
+        board.jobs[result.job].parameters = result.parameters
+        board.take_result(result)
+    return SearchResult(
+        name=name,
+        state=JobState.FINISHED if recorded.finished else JobState.PAUSED,
+        direction=first.direction,
+        metric=first.metric,
+        run_id="",
+        experiment_id="",
+        location=location,
+        records=tuple(board.ordered()),
+        others=tuple(others),
+    )
