@@ -157,11 +157,21 @@ def _journal(path: Path) -> BaseStorage:
         return JournalStorage(Journal(path.absolute()))
     except StorageError:
         raise
-    except (OSError, ValueError, AssertionError, LookupError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise StorageError(
             f"search.storage: {path}",
-            f"It is not a journal that Optuna wrote, or cannot be used: {error!r}",
-            "Set a writable path, or use another file: search.storage=PATH.",
+            f"Optuna cannot use it as a journal: {error}",
+            "Set a writable path: search.storage=PATH.",
+        ) from error
+    except (
+        AssertionError,
+        LookupError,
+        TypeError,
+    ) as error:  # for lines that are not Optuna's
+        raise StorageError(
+            f"search.storage: {path}",
+            "The file has lines that Optuna does not write into a journal.",
+            "Use another file, or move this one: search.storage=PATH.",
         ) from error
 
 
