@@ -153,18 +153,6 @@ def test_a_worker_hears_of_orders_within_seconds_and_reads_one_attribute_seldom(
         assert worker.poll() == Orders("paused")
 
 
-@pytest.mark.parametrize(
-    "content", ["paused", [], {"mode": "paused"}, {"mode": "up", "stops": [], "ended": 0, "was": "running"}]
-)
-def test_an_attribute_that_is_not_an_order_has_no_effect(content: object) -> None:
-    study = optuna.create_study()
-    study.set_user_attr(ORDERS, content)
-    orders = StudyOrders(SharedStudy(study))
-    assert orders.read() == Orders()
-    orders.set_mode("stopping")
-    assert orders.read() == Orders("stopping")
-
-
 def test_the_search_space_is_read_from_the_study() -> None:
     space = read_request(
         [
