@@ -1,7 +1,8 @@
 """Figures of a search, made by the packages that provide them, while the search runs and when it has ended.
 
 A package provides them through an entry point of the group ``plait.figures`` that names a :class:`Publish`.
-Plait itself contains none: without such a package a search has no figures, and everything else works.
+Plait itself contains none: without such a package a search has no figures, and everything else works. A seam
+to these packages.
 """
 
 from __future__ import annotations
