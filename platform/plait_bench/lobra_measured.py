@@ -6,7 +6,6 @@ takes as long as the replica with the most processor seconds, and costs that for
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, product
@@ -17,13 +16,12 @@ import numpy as np
 from plait.config.fields import build
 from plait.core.errors import ConfigError, PlaitError
 from plait.core.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
-from plait.core.messages import Attach, RunSchedule, StepJob
+from plait.core.messages import Attach, StepJob
 from plait.core.plans import GlobalBatch, Microbatch, Replica, Segment
 from plait.core.samples import Sample, Split, TokenisedData
 from plait.core.settings import RunSettings
-from plait.cost.fitting import fit_undisturbed
 from plait.cost.replica import Configuration
-from plait.cost.time import HeadTime, LayerTime, MicrobatchShape, TimeModel
+from plait.cost.time import MicrobatchShape, TimeModel
 from plait.engine.build import settle_dtype
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.devices import choose_device
@@ -37,12 +35,12 @@ from plait_bench.benchmarks import BENCHMARKS
 from plait_bench.figures import Baseline, Figure, Report
 from plait_bench.inputs import OPTIONS, at_least_one, require_processor
 from plait_bench.lobra import Assumption, Task, Workload
+from plait_bench.processor_time import fitted_time, timed
 from plait_bench.progress import part
 
 FUSED, PLAIT = "Task-Fused", "Plait: packed, dispatched"
 VOCABULARY = 200  # token ids are drawn below it: any model has so many
 RATE = 1e-4  # of learning
-PROBES = 3  # measurements of each shape for the simulation
 PADDED = " padded"  # of a job's name
 Turn = Sequence[Sequence[Microbatch]]  # by replica: what runs until the jobs in it step
 
@@ -190,12 +188,12 @@ class Machine:
 
     def measured(self, turn: Turn) -> float:
         """Processor seconds of a turn, of all replicas until the slowest is done."""
-        seconds = [_timed(self.worker, own) for own in turn]
+        seconds = [timed(self.worker, own) for own in turn]
         return len(turn) * (max(seconds) + self._stepped(turn))
 
     def _stepped(self, turn: Turn) -> float:
         jobs = {(each.job, each.step) for own in turn for batch in own for each in batch.segments}
-        return _timed(self.worker, [StepJob(job, step, RATE) for job, step in sorted(jobs)])
+        return timed(self.worker, [StepJob(job, step, RATE) for job, step in sorted(jobs)])
 
     def simulated(self, turn: Turn) -> float:
         """The same by the cost model."""
@@ -273,15 +271,9 @@ def _prepare(settings: RunSettings, asked: Options) -> Machine:
         for task, step in product(asked.tasks, range(asked.steps))
         for each in _probes(drawn.batch(task, step), max(asked.capacities))
     ]
-    chosen = sorted(probes, key=lambda each: each.tokens)[:: max(1, len(probes) // 12)]
-    _timed(worker, chosen[-1:])  # one-time costs
-    rows = [(drawn.shape(each), median(_timed(worker, [each]) for _ in range(PROBES))) for each in chosen]
-    features = [(1.0, each.tokens, each.squares, each.labelled) for each, _ in rows]
-    names = ("fixed", "token", "square", "labelled")
-    fixed, token, square, labelled = fit_undisturbed(features, [took for _, took in rows], names).coefficients
+    times = fitted_time(worker, probes, drawn.shape)
     steps = [StepJob(job.name, 1, RATE) for job in drawn.jobs]
-    stepping = _timed(worker, steps) / len(steps)
-    times = TimeModel(1, {1: LayerTime(fixed, token, square)}, {1: HeadTime(0.0, labelled)})
+    stepping = timed(worker, steps) / len(steps)
     return Machine(worker, drawn, asked.capacities, times, stepping)
 
 
@@ -294,13 +286,6 @@ def _probes(batch: GlobalBatch, capacity: int) -> list[Microbatch]:
         if sum(length for *_, length in own) <= capacity:
             made.append(Microbatch(0, 0, _segments(own, None)))
     return made
-
-
-def _timed(worker: LocalWorker, items: Sequence[Microbatch | StepJob]) -> float:
-    """Processor seconds of microbatches or steps."""
-    began = time.process_time()
-    worker.execute(RunSchedule(tuple(items)))
-    return time.process_time() - began
 
 
 def _places(batches: Sequence[GlobalBatch]) -> list[tuple[GlobalBatch, int, int]]:

@@ -16,7 +16,7 @@ from plait.core.samples import Int64
 from plait.core.settings import RunSettings
 from plait.cost.profiles import ClusterProfile
 from plait.planner.buckets import Buckets, dynamic_buckets, fixed_buckets
-from plait.planner.deployment import best_equal_replicas, deploy
+from plait.planner.deployment import GAP, best_equal_replicas, deploy
 from plait.planner.dispatch import dispatch, spread
 from plait_bench.benchmarks import BENCHMARKS
 from plait_bench.exact import exact_deployment
@@ -97,6 +97,7 @@ class EndToEndOptions:
         deployment: LobRA's.
         sequential: Task-Sequential's, by task.
         steps: drawn, over which is averaged.
+        gap: to the proved bound at which planning ends.
     """
 
     tasks: tuple[Task, ...]
@@ -105,6 +106,7 @@ class EndToEndOptions:
     deployment: Rows
     sequential: dict[str, Rows]
     steps: int
+    gap: float = GAP
 
     def __post_init__(self) -> None:
         at_least_one(self, "steps")
@@ -145,7 +147,7 @@ def _systems(profile: ClusterProfile, asked: EndToEndOptions, assumption: Assump
     """Mean seconds of a step of each system."""
     whole = Workload.draw(asked.tasks, assumption, SAMPLE_STEPS + asked.steps)
     known, batches = whole.batches[:SAMPLE_STEPS], whole.batches[SAMPLE_STEPS:]
-    own = planned(profile, known)
+    own = planned(profile, known, gap=asked.gap)
     found: dict[str, list[float]] = {
         "Task-Fused": [equal_seconds(profile, asked.fused, batch) for batch in batches],
         "LobRA": [balanced_seconds(profile, asked.deployment, batch) for batch in batches],
@@ -154,7 +156,7 @@ def _systems(profile: ClusterProfile, asked: EndToEndOptions, assumption: Assump
     alone, several = np.zeros(asked.steps), np.zeros(asked.steps)
     for task in asked.tasks:
         each = Workload.draw([task], assumption, SAMPLE_STEPS + asked.steps).batches
-        rows = planned(profile, each[:SAMPLE_STEPS])
+        rows = planned(profile, each[:SAMPLE_STEPS], gap=asked.gap)
         for step, batch in enumerate(each[SAMPLE_STEPS:]):
             alone[step] += equal_seconds(profile, asked.sequential[task.name], batch)
             several[step] += balanced_seconds(profile, rows, batch)
@@ -162,11 +164,12 @@ def _systems(profile: ClusterProfile, asked: EndToEndOptions, assumption: Assump
     return {name: float(np.mean(values)) for name, values in found.items()}
 
 
-def planned(profile: ClusterProfile, known: Int64) -> Rows:
-    """Plait's deployment for a sample of steps."""
+def planned(profile: ClusterProfile, known: Int64, *, gap: float = GAP) -> Rows:
+    """Plait's deployment for a sample of steps, within ``gap`` of the proved bound if possible."""
     buckets = dynamic_buckets(known.ravel(), required=limits(profile))
     expected = tuple(-(-known.shape[1] * count // sum(buckets.counts)) for count in buckets.counts)
-    plan = deploy(costs_of(profile, buckets.lengths, profile.devices.count), expected, _devices(profile))
+    costs = costs_of(profile, buckets.lengths, profile.devices.count)
+    plan = deploy(costs, expected, _devices(profile), gap=gap)
     return tuple((each.tp, each.pp, count) for each, count in plan.shape)
 
 
@@ -174,13 +177,13 @@ def _devices(profile: ClusterProfile) -> dict[str, int]:
     return {profile.kind: profile.devices.count}
 
 
-def equal_seconds(profile: ClusterProfile, rows: Rows, batch: Int64) -> float:
-    """Seconds on equal replicas, every bucket evenly divided among them, with fixed boundaries; a sequence
-    that does not fit is cut."""
-    most = _longest(profile, rows)
-    fixed = fixed_buckets(np.minimum(batch, most), DOUBLING)
-    kinds = replicas(costs_of(profile, fixed.lengths, profile.devices.count), rows)
-    return max(kind.cost.seconds([-(-count // kind.count) for count in fixed.counts]) for kind in kinds)
+def equal_seconds(profile: ClusterProfile, rows: Rows, batch: Int64, *, dynamic: bool = False) -> float:
+    """Seconds on equal replicas, every bucket evenly divided among them, with fixed boundaries or dynamic
+    ones; a sequence that does not fit is cut."""
+    cut = np.minimum(batch, _longest(profile, rows))
+    made = _stepped(profile, rows, batch, 16) if dynamic else fixed_buckets(cut, DOUBLING)
+    kinds = replicas(costs_of(profile, made.lengths, profile.devices.count), rows)
+    return max(kind.cost.seconds([-(-count // kind.count) for count in made.counts]) for kind in kinds)
 
 
 def balanced_seconds(profile: ClusterProfile, rows: Rows, batch: Int64, *, buckets: int = 16) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
 from time import perf_counter
@@ -92,6 +92,10 @@ class Options:
         timeline: where to write Plait's schedule as a Chrome trace; None writes none.
         workers: processes that pack.
         batches: global batches of one adapter, if planning itself is timed.
+        capacities: by workload, those that LoRAFusion chose.
+        tried: capacities that are compared with them.
+        kernels: factors of its kernels, which are not simulated; the first is what is compared.
+        replicas: copies of the pipeline.
     """
 
     trace: str
@@ -109,6 +113,10 @@ class Options:
     timeline: str | None = None
     workers: int = 2
     batches: tuple[int, ...] = ()
+    capacities: dict[str, int] = field(default_factory=dict)
+    tried: tuple[int, ...] = ()
+    kernels: tuple[float, ...] = (1.0,)
+    replicas: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         names = ("clip", "adapters", "steps", "global_batch", "stages", "capacity", "tile", "samples")
@@ -122,8 +130,17 @@ class Options:
         """
         return read_trace(shipped(self.trace))
 
-    def drawn(self, alternative: Alternative | None = None, steps: int | None = None) -> Lengths:
-        """Lengths drawn under these assumptions, or an alternative's."""
+    def drawn(
+        self,
+        alternative: Alternative | None = None,
+        steps: int | None = None,
+        sets: Sequence[Sequence[str]] = (),
+    ) -> Lengths:
+        """Lengths drawn under these assumptions, or an alternative's.
+
+        Args:
+            sets: data sets of each adapter; empty: all have all.
+        """
         means = alternative.means if alternative else {}
         seed = self.seed if alternative is None or alternative.seed is None else alternative.seed
         generators = {
@@ -135,10 +152,24 @@ class Options:
         count = (steps or self.steps) * self.global_batch
         return {
             f"adapter{a}": in_batches(
-                mixed_lengths(generators, count, seed=seed, job=f"adapter{a}"), self.global_batch
+                mixed_lengths(
+                    {name: generators[name] for name in (sets[a] if sets else generators)},
+                    *(count,),
+                    seed=seed,
+                    job=f"adapter{a}",
+                ),
+                self.global_batch,
             )
             for a in range(self.adapters)
         }
+
+    def workload(self, name: str) -> Lengths:
+        """Lengths of a workload of LoRAFusion: a data set, all mixed, or one for each adapter and the mixture
+        for the last ("het")."""
+        every = [each.name for each in self.data_sets]
+        if name == "het":
+            return self.drawn(sets=[*([each] for each in every), every])
+        return self.drawn(sets=[every if name == "mixed" else [name]] * self.adapters)
 
     def assumptions(self) -> tuple[str, ...]:
         """What is assumed, in words."""
@@ -176,6 +207,28 @@ def with_attention(time: TimeModel, square: float) -> TimeModel:
     return replace(time, layer=layers)
 
 
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What benchmarks of LoRAFusion's workload begin with: options, profile, trace, and equal stages."""
+
+    asked: Options
+    profile: ClusterProfile
+    trace: Lengths
+    even: Machine
+
+
+def opened(settings: RunSettings, options: Mapping[str, object]) -> Opening:
+    """Read options, profile and trace.
+
+    Raises:
+        ConfigError: no described cluster, or an unknown option.
+        DataError: the trace cannot be read.
+    """
+    asked, profile = read_options(options), read_profile(settings)
+    even = machine(profile, even_split(profile.time.layers, asked.stages))
+    return Opening(asked, profile, asked.lengths(), even)
+
+
 WHOLE = "whole microbatches merged"
 IN_ORDER = "its microbatches in 1F1B order, as LoRAFusion ran it"
 
@@ -188,9 +241,8 @@ def bubble_ratio(settings: RunSettings, jobs: Sequence[JobSpec], options: Mappin
         ConfigError: no described cluster, or an unknown option.
     """
     del jobs  # the trace has the adapters
-    asked, profile = read_options(options), read_profile(settings)
-    trace = asked.lengths()
-    even = machine(profile, even_split(profile.time.layers, asked.stages))
+    begun = opened(settings, options)
+    asked, profile, trace, even = begun.asked, begun.profile, begun.trace, begun.even
     part("systems that do not pack")
     figures = [*_baselines(trace, even, asked)]
     part("Plait's schedule")
@@ -304,9 +356,8 @@ def packing_gain(settings: RunSettings, jobs: Sequence[JobSpec], options: Mappin
         ConfigError: no described cluster, or an unknown option.
     """
     del jobs
-    asked, profile = read_options(options), read_profile(settings)
-    trace = asked.lengths()
-    even = machine(profile, even_split(profile.time.layers, asked.stages))
+    begun = opened(settings, options)
+    asked, trace, even = begun.asked, begun.trace, begun.even
     part("schedules with and without merging and two-stage packing")
     runs = {
         (exact, merging): _throughput(trace, even, asked, exact=exact, merging=merging)

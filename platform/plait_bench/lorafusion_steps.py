@@ -1,19 +1,26 @@
-"""LoRAFusion's workload without its kernels: what schedules add, and padding."""
+"""LoRAFusion's workload without its kernels: what schedules add, padding, capacities and scaling."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import mean
 
 from plait.core.jobs import JobSpec
+from plait.core.plans import Replica
 from plait.core.settings import RunSettings
+from plait.cost.profiles import ClusterProfile
 from plait.cost.replica import even_split
 from plait.simulate.events import Pipeline
+from plait.simulate.forecast import PlanOptions, make_plan, plan_pipelines
 from plait.simulate.report import measure
 from plait_bench.benchmarks import BENCHMARKS
-from plait_bench.figures import Figure, Report
-from plait_bench.inputs import read_profile
-from plait_bench.lorafusion import balanced, machine, planned, read_options
-from plait_bench.pipelines import lorapp, one_after_another, plan_schedule, planned_pipeline
+from plait_bench.figures import Baseline, Figure, Report
+from plait_bench.lorafusion import Lengths, Opening, Options, balanced, machine, opened, planned
+from plait_bench.pipelines import global_batches, lorapp, one_after_another, plan_schedule, planned_pipeline
+from plait_bench.progress import part
+
+LEAST = 0.95  # tokens a second at LoRAFusion's capacity over those at the best one, if both agree
 
 
 @BENCHMARKS.register("lorafusion/breakdown")
@@ -24,29 +31,134 @@ def breakdown(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[s
         ConfigError: no described cluster, or an unknown option.
     """
     del jobs
-    asked, profile = read_options(options), read_profile(settings)
-    trace = asked.lengths()
-    even = machine(profile, even_split(profile.time.layers, asked.stages))
-    plan = plan_schedule(trace, stages=asked.stages, capacity=asked.capacity, tile=asked.tile)
-    own = planned(trace, machine(profile, balanced(profile, asked)), asked)
+    begun = opened(settings, options)
     figures: list[Figure] = []
     for padded, how in ((False, ""), (True, ", samples padded to the longest")):
-        base = _rate(one_after_another(trace, even, size=asked.samples, padded=padded, gpipe=False))
-        works = lorapp(trace, even, size=asked.samples, padded=padded).works
-        ours = _rate(own) / base
-        systems = {
-            "jobs in turn": even.in_order(works),
-            "balanced": planned_pipeline(plan, even, padding=True),
-        }
+        base, turn, fused, own = systems(begun, begun.trace, begun.asked, padded=padded)
         figures += [
-            Figure(f"{name}{how}", _rate(each) / base, "× 1F1B", "simulated", plait=ours)
-            for name, each in systems.items()
+            Figure(f"{name}{how}", each / base, "× 1F1B", "simulated", plait=own / base)
+            for name, each in (("jobs in turn", turn), ("balanced", fused))
         ]
-    return Report("LoRAFusion, what schedules add", tuple(figures), asked.assumptions())
+    return Report("LoRAFusion, what schedules add", tuple(figures), begun.asked.assumptions())
+
+
+def systems(begun: Opening, trace: Lengths, asked: Options, *, padded: bool = False) -> tuple[float, ...]:
+    """Tokens a second of 1F1B, mLoRA in that order, LoRAFusion and Plait."""
+    even = begun.even
+    works = lorapp(trace, even, size=asked.samples, padded=padded).works
+    plan = plan_schedule(trace, stages=asked.stages, capacity=asked.capacity, tile=asked.tile)
+    return (
+        _rate(one_after_another(trace, even, size=asked.samples, padded=padded, gpipe=False)),
+        _rate(even.in_order(works)),
+        _rate(planned_pipeline(plan, even, padding=True)),
+        _rate(planned(trace, machine(begun.profile, balanced(begun.profile, asked)), asked)),
+    )
 
 
 def _rate(pipeline: Pipeline) -> float:
     return measure({0: pipeline})[0].tokens_per_second
+
+
+@BENCHMARKS.register("lorafusion/end_to_end")
+def end_to_end(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+    """LoRAFusion's and Plait's tokens a second over those of 1F1B and mLoRA, by workload.
+
+    Raises:
+        ConfigError: no described cluster, or an unknown option.
+    """
+    del jobs
+    begun = opened(settings, options)
+    asked, figures = begun.asked, list[Figure]()
+    ratios: dict[str, list[tuple[float, float]]] = {"1F1B": [], "mLoRA": []}
+    piece = part("workloads", len(asked.capacities))
+    for name, capacity in asked.capacities.items():
+        piece(name)
+        base, turn, fused, own = systems(begun, asked.workload(name), replace(asked, capacity=capacity))
+        for other, rate in (("1F1B", base), ("mLoRA", turn)):
+            ratios[other].append((fused / rate, own / rate))
+            note = f"{fused:,.0f} over {rate:,.0f} tokens/s"
+            title = f"{name}: over {other}, without kernels"
+            figures.append(Figure(title, fused / rate, "×", "simulated", note=note, plait=own / rate))
+    for number, factor in enumerate(asked.kernels):
+        label = "" if number == 0 else f"; kernels × {factor:g}"
+        for other, found in ratios.items():
+            for how, of in (("mean", mean), ("largest", max)):
+                ours, own = (factor * of(each) for each in zip(*found, strict=True))
+                figures.append(Figure(f"over {other}, {how}{label}", ours, "×", "simulated", plait=own))
+    notes = (
+        *asked.assumptions(),
+        f"LoRAFusion's kernels: a factor of {asked.kernels[0]:g}, by its Figure 22.",
+    )
+    return Report("LoRAFusion, tokens a second of four adapters", tuple(figures), notes)
+
+
+@BENCHMARKS.register("lorafusion/profiler")
+def profiler(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+    """Tokens a second at LoRAFusion's capacity over those at the best of the tried ones, by workload.
+
+    Raises:
+        ConfigError: no described cluster, or an unknown option.
+    """
+    del jobs
+    begun = opened(settings, options)
+    figures = []
+    piece = part("workloads", len(begun.asked.capacities))
+    for name, theirs in begun.asked.capacities.items():
+        piece(name)
+        trace = begun.asked.workload(name)
+        rates = {
+            capacity: _rate(planned_pipeline(plan, begun.even, padding=True))
+            for capacity in sorted({*begun.asked.tried, theirs})
+            for plan in [
+                plan_schedule(trace, stages=begun.asked.stages, capacity=capacity, tile=begun.asked.tile)
+            ]
+        }
+        best = max(rates, key=lambda each: rates[each])
+        beside = Baseline(1.0, "the best capacity that was tried", at_least=LEAST)
+        note = f"{theirs} tokens; {best} are best, {rates[best]:,.0f} tokens/s"
+        figures.append(Figure(name, rates[theirs] / rates[best], "×", "simulated", beside, note))
+    return Report("LoRAFusion's capacities over the best", tuple(figures), begun.asked.assumptions())
+
+
+@BENCHMARKS.register("lorafusion/scaling")
+def scaling(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+    """Tokens a second of more jobs over those of data parallelism, by the number of pipelines.
+
+    Raises:
+        ConfigError: no described cluster, or an unknown option.
+    """
+    del jobs
+    begun = opened(settings, options)
+    asked, profile = begun.asked, begun.profile
+    figures = []
+    one = {True: _copies(profile, asked, 1, even=True), False: _copies(profile, asked, 1, even=False)}
+    piece = part("pipelines", len(asked.replicas))
+    for number in asked.replicas:
+        piece(str(number))
+        ours, own = (
+            number * one[even] / _copies(profile, asked, number, even=even) for even in (True, False)
+        )
+        name = f"{number * asked.stages} devices: jobs over data parallelism"
+        note = f"{number * one[True]:,.0f} tokens/s by jobs"
+        figures.append(Figure(name, ours, "×", "simulated", note=note, plait=own))
+    return Report("LoRAFusion, ways to use more devices", tuple(figures), asked.assumptions())
+
+
+def _copies(profile: ClusterProfile, asked: Options, number: int, *, even: bool) -> float:
+    """Tokens a second on ``number`` pipelines, which share global batches that are as many times as large.
+
+    Args:
+        even: equal layers, and samples dealt in turn, as data parallelism does; otherwise Plait's.
+    """
+    trace = replace(asked, global_batch=number * asked.global_batch).drawn()
+    layers = even_split(profile.time.layers, asked.stages) if even else balanced(profile, asked)
+    replicas = [Replica(each, pp=asked.stages, layer_split=layers) for each in range(number)]
+    options = PlanOptions(
+        {each.id: asked.capacity for each in replicas},
+        dispatch=(lambda lengths: [at % number for at in range(len(lengths))]) if even else None,
+    )
+    plan = make_plan(global_batches(trace), replicas, profile.time, options)
+    return measure(plan_pipelines(plan, profile.time, options))[0].tokens_per_second
 
 
 @BENCHMARKS.register("lorafusion/padding")
@@ -57,9 +169,8 @@ def padding(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str
         ConfigError: no described cluster, or an unknown option.
     """
     del jobs
-    asked, profile = read_options(options), read_profile(settings)
-    trace = asked.lengths()
-    even = machine(profile, even_split(profile.time.layers, asked.stages))
+    begun = opened(settings, options)
+    asked, trace, even = begun.asked, begun.trace, begun.even
     figures = []
     for tile in (asked.tile, 1):
         plan = plan_schedule(trace, stages=asked.stages, capacity=asked.capacity, tile=tile)

@@ -16,7 +16,7 @@ from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings
 from plait.cost.fake_memory import observe_extrapolated
 from plait.cost.memory import MemoryModel, MemoryObservation
-from plait.cost.probes import Probe, ProbeOptions, drawn_probe, observe_device, probe_grid
+from plait.cost.probes import Probe, ProbeOptions, ProbeSegment, drawn_probe, observe_device, probe_grid
 from plait.cost.time import StageTime
 from plait.models.base import BaseModel
 from plait.models.load import load_model
@@ -266,3 +266,62 @@ def _eq5(observed: Sequence[MemoryObservation]) -> MemoryModel:
 def _probes(options: MemoryOptions, capacity: int) -> tuple[tuple[Probe, ...], list[Probe]]:
     rng = np.random.default_rng(options.seed)
     return probe_grid(capacity), [drawn_probe(rng, capacity) for _ in range(options.held_out)]
+
+
+@dataclass(frozen=True, slots=True)
+class PointOptions:
+    """Options of ``mlora/memory_points``.
+
+    Attributes:
+        points: numbers of batches that a model is fitted to; it is judged on the others.
+        samples: of a batch, all of one length, padded as mLoRA pads.
+        lengths: tokens of a sample.
+        seed: of the order in which batches are fitted to.
+        shapes: sizes of a LlamaConfig by name; no weights are needed.
+    """
+
+    points: tuple[int, ...]
+    samples: tuple[int, ...]
+    lengths: tuple[int, ...]
+    seed: int
+    shapes: dict[str, dict[str, Any]]
+
+    def __post_init__(self) -> None:
+        if not 1 <= min(self.points, default=0) <= max(self.points) < len(self.samples) * len(self.lengths):
+            raise ConfigError(
+                f"{OPTIONS}.points={list(self.points)}",
+                f"At least 1 and fewer than the {len(self.samples) * len(self.lengths)} batches.",
+            )
+
+
+@BENCHMARKS.register("mlora/memory_points")
+def memory_points(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+    """Mean absolute error of the peak, weights included, by the number of batches that were fitted to.
+
+    Raises:
+        ConfigError: a wrong option, or sizes of which there is no model.
+    """
+    del settings, jobs
+    asked = build(PointOptions, options, OPTIONS)
+    figures = []
+    for name, sizes in asked.shapes.items():
+        config = _config(name, sizes)
+        batches = [(samples, length) for samples in asked.samples for length in asked.lengths]
+        order = np.random.default_rng(asked.seed).permutation(len(batches))
+        probes = [
+            Probe((ProbeSegment(16, (length,) * samples),), samples * length)
+            for samples, length in (batches[at] for at in order)
+        ]
+        observed = observe_extrapolated(config, probes, _engine(False))
+        for count in asked.points:
+            seen, held = observed[:count], observed[count:]
+            rows = CHUNK_LOGITS // config.vocab_size
+            for title, model in (("Eq. 5", _eq5(seen)), ("Plait", MemoryModel.fitted(seen, logit_rows=rows))):
+                off = [
+                    100 * abs(error) * each.dynamic / (each.dynamic + each.static)
+                    for error, each in zip(model.errors(held), held, strict=True)
+                ]
+                note = f"largest {max(off):.3g} %; {len(held)} held out"
+                title = f"{name}, {count} points: {title}"
+                figures.append(Figure(title, float(np.mean(off)), "%", "computed", note=note))
+    return Report("Error of peak memory by fitted points", tuple(figures))

@@ -121,8 +121,12 @@ class PeftBaseline:
         return BaselineRun(job.name, losses, training.tokens, training.positions, seconds)
 
     @contextmanager
-    def training(self, job: JobSpec, split: Split, initial: InitialWeights) -> Iterator[Training]:
-        """The adapter of ``job`` on the model, to be trained step by step; removed afterwards."""
+    def training(self, job: JobSpec, split: Split, initial: InitialWeights | None) -> Iterator[Training]:
+        """The adapter of ``job`` on the model, to be trained step by step; removed afterwards.
+
+        Args:
+            initial: its weights; None: PEFT's own.
+        """
         with _Adapter(self._model, job, initial) as adapter:
             yield Training(self, adapter, job, split)
 

@@ -1,6 +1,7 @@
 """The files for papers' figures: headlines as recorded, what moves them, and that nothing published is ours.
 
 To record a headline again after an intended change: PLAIT_RECORD=1, and say in the commit what changed it.
+Files that take long run with PLAIT_PAPERS=1, too.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import fit_lobra_profile
 import pytest
+import scale_lobra_profile
 import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf, open_dict
@@ -24,25 +27,114 @@ from plait.config.build import plain, settings_of
 from plait.config.fields import build
 from plait.utils.paths import conf_dir, sweeps_dir
 from plait_bench.figures import Published, Report
+from plait_bench.inputs import shipped
+from plait_bench.papers import paper_files
+from plait_bench.pipelines import read_trace
 from plait_bench.run import Paper, PublishedEntry, beside_published, find_benchmark
+from plait_bench.table import to_json
 
 RECORDED = Path(__file__).with_name("papers.json")
-# Files that are cheap to run, with a coefficient of a profile or a parameter that moves their figures.
-MOVED: dict[str, tuple[str, Any]] = {
-    "lobra/critical_path": ("bench.options.sequences", 64),
-    "lobra/homogeneous": ("cluster.options.time.layer.0.fixed", 5e-3),
-    "lobra/case_study": ("cluster.options.time.layer.0.token", 6e-6),
-    "lobra/sequential_plans": ("bench.options.assumption.clip", 4096),
-    "lobra/worked_example": ("cluster.options.time.layer.0.token", 6e-6),
-    "mlora/adapters_scaling": ("bench.options.gigabytes_per_s", 1),
-    "mlora/communication": ("bench.options.tokens", 2048),
-    "mlora/completion_4gpu": ("bench.options.gigabytes_per_s", 1),
-    "mlora/gpu_scaling": ("bench.options.gigabytes_per_s", 4),
-    "mlora/slow_network": ("bench.options.teraflops", 28),
-    "slora/communication": ("bench.options.tokens", 2048),
-    "mlora/throughput": ("bench.options.teraflops", 28),
-    "lobra/throughput": ("cluster.options.time.head.1.labelled", 5e-6),
+SHORT = "SHORT"  # stands for a trace of two steps
+TINY = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
+TINY |= {"num_hidden_layers": 2, "vocab_size": 128, "max_position_embeddings": 1024}
+LOG = "bench.options.assumptions", [{"family": "lognormal"}]
+# For each file: what makes it cheap, and a coefficient of a profile or a parameter that moves its figures.
+MOVED: dict[str, tuple[dict[str, Any], str, Any]] = {
+    "lobra/critical_path": ({}, "bench.options.sequences", 64),
+    "lobra/homogeneous": ({}, "cluster.options.time.layer.0.fixed", 5e-3),
+    "lobra/case_study": ({}, "cluster.options.time.layer.0.token", 6e-6),
+    "lobra/sequential_plans": ({}, "bench.options.assumption.clip", 4096),
+    "lobra/worked_example": ({}, "cluster.options.time.layer.0.token", 6e-6),
+    "lobra/throughput": ({}, "cluster.options.time.head.1.labelled", 5e-6),
+    "lobra/time_model": ({}, "bench.options.held_out", list(range(0, 250, 5))),
+    "lobra/lengths": ({"bench.options.samples": 2000}, "bench.options.clip", 2048),
+    "lobra/buckets": (
+        {"bench.options.steps": 1, "bench.options.buckets": [12, 32]},
+        *("cluster.options.time.layer.0.token", 6e-6),
+    ),
+    "lobra/gpu_scaling": (
+        {
+            "bench.options.steps": 1,
+            LOG[0]: LOG[1],
+            "bench.options.crossing": [1],
+            "bench.options.cases.2": None,
+        },
+        *("cluster.options.time.layer.4.token", 4e-6),
+    ),
+    "lobra/task_scaling": (
+        {
+            "bench.options.steps": 1,
+            LOG[0]: LOG[1],
+            "bench.options.crossing": [1],
+            "bench.options.cases.0.devices": 32,
+        }
+        | {
+            "bench.options.cases.0.fused": [[16, 1, 2]],
+            "bench.options.cases.0.deployment": [[2, 4, 1], [16, 1, 1]],
+        }
+        | {f"bench.options.cases.{place}": None for place in (3, 2, 1)},
+        *("cluster.options.time.layer.4.token", 4e-6),
+    ),
+    "lorafusion/bubble_ratio": (
+        {"bench.options.trace": SHORT, "bench.options.alternatives": []},
+        *("cluster.options.time.layer.0.token", 1e-5),
+    ),
+    "lorafusion/packing_gain": ({"bench.options.trace": SHORT}, "bench.options.capacity", 8192),
+    "lorafusion/breakdown": ({"bench.options.trace": SHORT}, "cluster.options.time.layer.0.fixed", 5e-3),
+    "lorafusion/padding": ({"bench.options.trace": SHORT}, "bench.options.samples", 8),
+    "lorafusion/lengths": ({"bench.options.samples": 2000}, "bench.options.clip", 2048),
+    "lorafusion/traffic": ({}, "bench.options.rank", 64),
+    "lorafusion/end_to_end": (
+        {"bench.options.steps": 2, "bench.options.capacities": {"het": 6144}},
+        *("cluster.options.time.layer.0.fixed", 5e-3),
+    ),
+    "lorafusion/end_to_end_32b": (
+        {"bench.options.steps": 2, "bench.options.capacities": {"mixed": 7168}},
+        *("cluster.options.time.layer.0.fixed", 5e-3),
+    ),
+    "lorafusion/scaling": ({"bench.options.steps": 2}, "cluster.options.time.layer.0.fixed", 5e-3),
+    "lorafusion/profiler": (
+        {"bench.options.steps": 2, "bench.options.capacities": {"xsum": 4096}, "bench.options.tried": [8192]},
+        *("cluster.options.time.layer.0.fixed", 5e-2),
+    ),
+    "mlora/adapters_scaling": ({}, "bench.options.gigabytes_per_s", 1),
+    "mlora/bubble_ratio": (
+        {f"bench.options.{key}": [2, 3] for key in ("stages", "jobs", "splits")},
+        *("bench.options.shown", [[3, 2, 2]]),
+    ),
+    "mlora/communication": ({}, "bench.options.tokens", 2048),
+    "mlora/completion_4gpu": ({}, "bench.options.gigabytes_per_s", 1),
+    "mlora/gpu_scaling": ({}, "bench.options.gigabytes_per_s", 4),
+    "mlora/slow_network": ({}, "bench.options.teraflops", 28),
+    "mlora/throughput": ({}, "bench.options.teraflops", 28),
+    "mlora/launches": ({"bench.options.shapes": {"TinyLlama-1.1B": TINY}}, "bench.options.teraflops", 10),
+    "mlora/memory_points": (
+        {"bench.options.shapes": {"TinyLlama-1.1B": TINY}, "bench.options.points": [3]}
+        | {"bench.options.samples": [1, 2], "bench.options.lengths": [128, 256, 512]},
+        *("bench.options.seed", 3),
+    ),
+    "slora/admission": ({}, "bench.options.patience", 30),
+    "slora/communication": ({}, "bench.options.tokens", 2048),
+    "slora/pool": ({}, "bench.options.tokens", 8192),
 }
+# Those that take longer: run if PLAIT_PAPERS=1 is set. Measured figures are not recorded.
+LONG: dict[str, tuple[dict[str, Any], str, Any]] = {
+    "lobra/ablation_7b": ({"bench.options.steps": 2}, "cluster.options.time.layer.0.token", 6e-6),
+    "lobra/deploy_7b": ({LOG[0]: LOG[1]}, "cluster.options.time.layer.0.token", 6e-6),
+    "lobra/end_to_end_7b": ({LOG[0]: LOG[1]}, "cluster.options.time.layer.0.token", 6e-6),
+    "lobra/end_to_end_32b": ({LOG[0]: LOG[1]}, "cluster.options.time.layer.3.token", 4e-6),
+    "lobra/end_to_end_70b": ({LOG[0]: LOG[1]}, "cluster.options.time.layer.4.token", 4e-6),
+    "lobra/planning_70b": ({}, "cluster.options.time.layer.4.token", 4e-6),
+    "lobra/two_stage": ({"bench.options.steps": 2}, "cluster.options.time.layer.0.token", 6e-6),
+    "lorafusion/scheduler_time": ({"bench.options.batches": [10, 400]}, "bench.options.capacity", 8192),
+    "slora/kernels": ({}, "bench.options.ranks", [8, 64]),
+    "slora/merged": ({}, "bench.options.features", 512),
+    "slora/vs_peft": ({"bench.options.adapters": [1, 5]}, "bench.options.prompt", 8),
+}
+# These train the jobs of a search, so they run by `plait bench` alone.
+WITH_JOBS = {f"mlora/{name}" for name in ("batch_lora", "graph_pruning", "loss_curves", "single_gpu")}
+EVERY = MOVED | (LONG if os.environ.get("PLAIT_PAPERS") == "1" else {})
+MOST_LINES = 36  # of a headline: figures, beside their heading
 
 
 @cache
@@ -55,51 +147,85 @@ def composed(name: str) -> dict[str, Any]:
     return plain(config)
 
 
-def run(config: Mapping[str, Any]) -> Report:
+@cache
+def short_trace() -> str:
+    """A file with two steps of LoRAFusion's trace."""
+    jobs = read_trace(shipped("lorafusion_mixed.json"))
+    path = Path(mkdtemp()) / "short.json"
+    path.write_text(json.dumps({"jobs": {job: own[:2] for job, own in jobs.items()}}))
+    return str(path)
+
+
+def run(config: Mapping[str, Any], *, whole: bool) -> Report:
     benchmark = find_benchmark(config["bench"]["run"], config["mode"])
     report = benchmark(settings_of(dict(config)), (), config["bench"]["options"])
     report, unmatched = beside_published(
         report, [build(PublishedEntry, item, "published") for item in config["published"]]
     )
-    assert not unmatched
+    assert not (whole and unmatched)
     return report
 
 
 @cache
+def cheap(name: str) -> dict[str, Any]:
+    config = composed(name)
+    for path, value in (MOVED | LONG)[name][0].items():
+        config = changed(config, path, short_trace() if value == SHORT else value)
+    return config
+
+
+@cache
 def as_it_is(name: str) -> Report:
-    return run(composed(name))
+    return run(cheap(name), whole=not (MOVED | LONG)[name][0])
 
 
 def changed(config: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """A copy with another value; None takes an entry of a list away."""
     copy: dict[str, Any] = json.loads(json.dumps(config))
     *owners, last = path.split(".")
     place: Any = copy
     for key in owners:
         place = place[int(key)] if isinstance(place, list) else place[key]
     key = int(last) if isinstance(place, list) else last
+    if value is None:
+        del place[key]
+        return copy
     assert isinstance(place, list) or place.get(key) != value
     place[key] = value
     return copy
 
 
-@pytest.mark.parametrize("name", MOVED)
-def test_headlines_are_as_recorded(name: str) -> None:
-    figures = as_it_is(name).figures
-    ours = {figure.name: figure.ours for figure in figures if figure.headline}
-    ours = ours or {figure.name: figure.ours for figure in figures}  # where the paper prints no number
+@pytest.mark.parametrize("name", EVERY)
+def test_headlines_are_as_recorded_and_fit_on_a_screen(name: str) -> None:
+    report = as_it_is(name)
+    headlines = [figure for figure in report.figures if figure.headline]
+    assert len(headlines) <= MOST_LINES
+    assert json.loads(to_json(report))["figures"]
+    shown = headlines or report.figures  # all where the paper prints no number
+    ours = {figure.name: None if figure.how == "measured" else figure.ours for figure in shown}
     recorded = json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
     if os.environ.get("PLAIT_RECORD") == "1":
-        recorded[name] = {key: float(f"{value:.6g}") for key, value in ours.items()}
+        recorded[name] = {key: value and float(f"{value:.6g}") for key, value in ours.items()}
         RECORDED.write_text(json.dumps(recorded, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
-    assert ours == pytest.approx(recorded[name], rel=1e-4, abs=1e-9)
+    assert ours.keys() == recorded[name].keys()
+    for key, value in ours.items():
+        assert value == (value if value is None else pytest.approx(recorded[name][key], rel=1e-4, abs=1e-9))
 
 
-@pytest.mark.parametrize("name", MOVED)
+def test_every_file_that_can_be_run_is_tested() -> None:
+    needs = {each.name for each in paper_files(sweeps_dir()) if each.paper.needs}
+    assert {each.name for each in paper_files(sweeps_dir())} == {*MOVED, *LONG, *needs, *WITH_JOBS}
+
+
+@pytest.mark.parametrize("name", EVERY)
 def test_a_coefficient_or_a_parameter_moves_ours_and_nothing_published(name: str) -> None:
-    before, after = as_it_is(name), run(changed(composed(name), *MOVED[name]))
+    _, *change = EVERY[name]
+    before, after = as_it_is(name), run(changed(cheap(name), *change), whole=False)
     moved = {figure.name: figure for figure in after.figures}
     both = [(figure, moved[figure.name]) for figure in before.figures if figure.name in moved]
-    assert any(one.ours != other.ours for one, other in both)
+    assert {(each.name, each.ours) for each in before.figures} != {
+        (each.name, each.ours) for each in after.figures
+    }  # names have parameters in them
     for one, other in both:
         if isinstance(one.target, Published):
             assert isinstance(other.target, Published)
@@ -152,3 +278,11 @@ def test_lobras_profile_is_fitted_without_the_held_out_rows() -> None:
     assert len(off) == 17
     assert sum(off) / len(off) == pytest.approx(time["error"], abs=5e-4)
     assert max(off) < 0.032
+
+
+@pytest.mark.parametrize("name", scale_lobra_profile.SCALED)
+def test_profiles_of_lobras_larger_models_are_its_7b_profile_scaled(name: str) -> None:
+    time = scale_lobra_profile.options_of(name)["time"]
+    for rows, scaled in zip((time["layer"], time["head"]), scale_lobra_profile.scaled(name), strict=True):
+        for row, expected in zip(rows, scaled, strict=True):
+            assert row == pytest.approx(expected, rel=1e-5, abs=1e-12)

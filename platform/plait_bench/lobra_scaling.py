@@ -1,0 +1,126 @@
+"""LobRA's scalability: device-seconds of a step by devices and by tasks, on its deployments and Plait's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from plait.config.fields import build
+from plait.core.errors import ConfigError
+from plait.core.jobs import JobSpec
+from plait.core.settings import RunSettings
+from plait.cost.profiles import ClusterProfile
+from plait_bench.benchmarks import BENCHMARKS
+from plait_bench.figures import Figure, Report
+from plait_bench.inputs import OPTIONS, at_least_one, read_profile
+from plait_bench.lobra import SAMPLE_STEPS, Assumption, Rows, Task, Workload
+from plait_bench.lobra_steps import balanced_seconds, equal_seconds, planned
+from plait_bench.progress import part
+
+GAP = 0.05  # to the proved bound at which planning ends
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Devices and tasks, by name, with the published deployments of Task-Fused and LobRA."""
+
+    label: str
+    devices: int
+    tasks: tuple[str, ...]
+    fused: Rows
+    deployment: Rows
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingOptions:
+    """Options of ``lobra/scaling``.
+
+    Attributes:
+        tasks: of which cases train some; one that is named twice trains twice.
+        assumptions: about lengths; the first is what is compared.
+        cases: the first one's Task-Fused is what all are relative to.
+        steps: drawn, over which is averaged.
+        crossing: factors of a token's seconds where tensor parallelism crosses nodes; the first is what is
+            compared.
+    """
+
+    tasks: tuple[Task, ...]
+    assumptions: tuple[Assumption, ...]
+    cases: tuple[Case, ...]
+    steps: int
+    crossing: tuple[float, ...] = (1.0,)
+
+    def __post_init__(self) -> None:
+        at_least_one(self, "steps")
+        known = {task.name for task in self.tasks}
+        if lost := {name for case in self.cases for name in case.tasks} - known:
+            raise ConfigError(f"{OPTIONS}.cases: {sorted(lost)}", f"The tasks are {sorted(known)}.")
+
+
+@BENCHMARKS.register("lobra/scaling")
+def scaling(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+    """Device-seconds of each case over those of the first one's Task-Fused.
+
+    Raises:
+        ConfigError: a wrong option, or a cluster that is not described.
+    """
+    del jobs
+    asked, profile = build(ScalingOptions, options, OPTIONS), read_profile(settings)
+    figures = []
+    variants = [(each, asked.crossing[0]) for each in asked.assumptions]
+    variants += [(asked.assumptions[0], factor) for factor in asked.crossing[1:]]
+    piece = part("cases", len(variants) * len(asked.cases))
+    for number, (assumption, factor) in enumerate(variants):
+        moved = f"{assumption}" if number < len(asked.assumptions) else f"between nodes × {factor:g}"
+        other, first = f"; {moved}" if number else "", 0.0
+        for case in asked.cases:
+            piece(f"{case.label}{other}")
+            each = _device_seconds(_crossing(profile, factor), case, asked, assumption)
+            fused, even, theirs, ours = each
+            first = first or fused
+            note = f"{fused:.1f}, {theirs:.1f} and, Plait, {ours:.1f} GPU s"
+            name = f"{case.label}: Task-Fused{other}"
+            figures.append(Figure(name, fused / first, "×", "simulated", note=note))
+            name = f"{case.label}: Task-Fused, balanced dispatch{other}"
+            figures.append(Figure(name, even / first, "×", "simulated"))
+            name = f"{case.label}: LobRA{other}"
+            figures.append(Figure(name, theirs / first, "×", "simulated", plait=ours / first))
+    notes = (str(asked.assumptions[0]), f"Profile: {profile.source}")
+    return Report("LobRA, device-seconds over the first Task-Fused", tuple(figures), notes)
+
+
+def _crossing(profile: ClusterProfile, factor: float) -> ClusterProfile:
+    """The profile with another speed of tensor parallelism between nodes."""
+    layer = {
+        tp: replace(each, token=each.token * factor) if tp > profile.devices.per_node else each
+        for tp, each in profile.time.layer.items()
+    }
+    return replace(profile, time=replace(profile.time, layer=layer))
+
+
+def _device_seconds(
+    whole: ClusterProfile, case: Case, asked: ScalingOptions, assumption: Assumption
+) -> tuple[float, ...]:
+    """Of a step of Task-Fused, with its buckets divided evenly and balanced, of LobRA and of Plait."""
+    profile = replace(whole, devices=replace(whole.devices, count=case.devices))
+    named = {task.name: task for task in asked.tasks}
+    drawn = [  # one that comes twice has other draws
+        Workload.draw(
+            [named[name]],
+            replace(assumption, seed=assumption.seed + case.tasks[:place].count(name)),
+            SAMPLE_STEPS + asked.steps,
+        ).batches
+        for place, name in enumerate(case.tasks)
+    ]
+    batches = np.concatenate(drawn, axis=1)
+    known, steps = batches[:SAMPLE_STEPS], batches[SAMPLE_STEPS:]
+    own = planned(profile, known, gap=GAP)
+    systems = (
+        [equal_seconds(profile, case.fused, batch, dynamic=True) for batch in steps],
+        [balanced_seconds(profile, case.fused, batch) for batch in steps],
+        [balanced_seconds(profile, case.deployment, batch) for batch in steps],
+        [balanced_seconds(profile, own, batch) for batch in steps],
+    )
+    return tuple(case.devices * float(np.mean(each)) for each in systems)
