@@ -103,7 +103,7 @@ def _crossing(profile: ClusterProfile, factor: float) -> ClusterProfile:
 def _device_seconds(
     whole: ClusterProfile, case: Case, asked: ScalingOptions, assumption: Assumption
 ) -> tuple[float, ...]:
-    """Of a step of Task-Fused, with its buckets divided evenly and balanced, of LobRA and of Plait."""
+    """Device-seconds of a step: Task-Fused, its buckets divided evenly and balanced; LobRA; Plait."""
     profile = replace(whole, devices=replace(whole.devices, count=case.devices))
     named = {task.name: task for task in asked.tasks}
     drawn = [  # one that comes twice has other draws

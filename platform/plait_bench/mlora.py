@@ -273,7 +273,7 @@ class PointOptions:
     """Options of ``mlora/memory_points``.
 
     Attributes:
-        points: numbers of batches that a model is fitted to; it is judged on the others.
+        points: numbers of batches that a model is fitted to; the others are held out.
         samples: of a batch, all of one length, padded as mLoRA pads.
         lengths: tokens of a sample.
         seed: of the order in which batches are fitted to.
@@ -315,7 +315,7 @@ def memory_points(settings: RunSettings, jobs: Sequence[JobSpec], options: Mappi
         observed = observe_extrapolated(config, probes, _engine(False))
         for count in asked.points:
             seen, held = observed[:count], observed[count:]
-            rows = CHUNK_LOGITS // config.vocab_size
+            rows = chunk_rows(config.vocab_size)
             for title, model in (("Eq. 5", _eq5(seen)), ("Plait", MemoryModel.fitted(seen, logit_rows=rows))):
                 off = [
                     100 * abs(error) * each.dynamic / (each.dynamic + each.static)

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from runpy import run_module
 from tempfile import TemporaryDirectory
 from time import process_time, time
 from typing import Any
@@ -23,7 +24,6 @@ from typing import Any
 import yaml
 
 import plait
-from plait.cli.main import main
 from plait.config.fields import build
 from plait.core.errors import ConfigError
 from plait.core.jobs import JobSpec
@@ -45,7 +45,7 @@ FOLDER = "papers"  # below tracking.root
 PLAIT = Path(plait.__file__).parent
 EXPERIMENT = "plait papers"
 NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_. -]")  # characters that MLflow refuses
-LIMIT = 1800.0  # seconds after which a file has failed
+LIMIT = 3600.0  # seconds after which a file has failed
 Record = dict[str, Any]  # of a file: name, digest, paper, state ("ran", "failed", "needs"), seconds, report
 
 
@@ -165,7 +165,7 @@ def run_file(file: PaperFile) -> Record:
 def _processes() -> ForkServerContext:
     """Where processes start from one that has imported what benchmarks need."""
     context = get_context("forkserver")
-    context.set_forkserver_preload(["plait_bench.register"])
+    context.set_forkserver_preload(["plait.__main__", "plait_bench.register"])
     return context
 
 
@@ -178,10 +178,11 @@ def _bench(name: str, printed: Path, said: Path, folder: Path) -> None:
     for number, path in ((1, printed), (2, said)):
         descriptor = os.open(path, os.O_CREAT | os.O_WRONLY)
         os.dup2(descriptor, number)
-    code = main(["bench", name, "--json"])
-    sys.stdout.flush()
-    print(f"\n{process_time()}", file=sys.stderr, flush=True)
-    os._exit(code)
+    sys.argv = ["plait", "bench", name, "--json"]
+    try:
+        run_module("plait", run_name="__main__")
+    finally:
+        print(f"\n{process_time()}", file=sys.stderr, flush=True)
 
 
 def record_runs(root: str, records: Sequence[Record]) -> None:

@@ -133,9 +133,9 @@ def _replayed(asked: PoolOptions, page: int) -> tuple[float, float, float]:
     """Means over the iterations while requests wait: share of the pool with tokens, requests, and share of
     what is reserved that its request never uses."""
     drawn = asked.traffic.draw()
-    scheduler = Scheduler(asked.tokens // page, page, most_prompt_tokens=asked.tokens, most=len(drawn))
+    scheduler = Scheduler(asked.tokens // page, most_prompt_tokens=asked.tokens, most=len(drawn))
     for number, (prompt, answer, _) in enumerate(drawn):
-        scheduler.add(Demand(number, prompt, prompt + answer))
+        scheduler.add(Demand(number, prompt, -(-(prompt + answer) // page)))
     age: dict[int, int] = {}
     rows = []
     while scheduler.waiting:

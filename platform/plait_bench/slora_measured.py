@@ -1,4 +1,4 @@
-"""S-LoRA's comparisons on this machine: mixed ranks, merged weights, and answers beside PEFT's."""
+"""S-LoRA's comparisons of a layer's call on this machine: mixed ranks, and merged weights."""
 
 from __future__ import annotations
 
@@ -9,22 +9,13 @@ from functools import partial
 from statistics import median
 
 import torch
-from peft import LoraConfig, get_peft_model
 
 from plait.config.fields import build
-from plait.core.jobs import AdapterSpec, JobSpec
+from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings
-from plait.models.base import BaseModel
-from plait.models.load import load_model, transformers_model
-from plait.models.quiet import quiet
-from plait.serve.engine import complete
-from plait.serve.requests import Request, Sampling
-from plait.utils.paths import cache_dir
 from plait_bench.benchmarks import BENCHMARKS
 from plait_bench.figures import Baseline, Figure, Report
 from plait_bench.inputs import OPTIONS, at_least_one, require_processor
-from plait_bench.progress import part
-from plait_kernels import Bank
 from plait_kernels.synthetic import Shape, problem
 
 
@@ -126,90 +117,3 @@ def merged(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str,
         figures.append(Figure(name, beside / apart, "×", "measured", note=note))
     notes = (f"Rank {asked.ranks[0]}, {asked.tokens} tokens, {asked.features} features; processor seconds.",)
     return Report("S-LoRA, merged weights", tuple(figures), notes)
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerOptions:
-    """Options of ``slora/vs_peft``.
-
-    Attributes:
-        adapters: numbers of adapters; each gets one request.
-        prompt: tokens of a prompt.
-        answer: tokens of an answer.
-        rank: of an adapter.
-    """
-
-    adapters: tuple[int, ...]
-    prompt: int
-    answer: int
-    rank: int = 8
-
-    def __post_init__(self) -> None:
-        at_least_one(self, "prompt", "answer", "rank")
-
-
-@BENCHMARKS.register("slora/vs_peft")
-@torch.no_grad()
-def vs_peft(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
-    """New tokens a processor second of requests for different adapters: together, and one by one with PEFT.
-
-    Raises:
-        ConfigError: a wrong option, or another device than the processor.
-    """
-    del jobs
-    require_processor(settings)
-    asked = build(AnswerOptions, options, OPTIONS)
-    base = load_model(settings.model, cache=cache_dir(), device="cpu")
-    plain = transformers_model(settings.model, cache=cache_dir())
-    targets = list(AdapterSpec(asked.rank).target_modules)
-    with quiet():
-        alone = get_peft_model(
-            plain, LoraConfig(r=asked.rank, target_modules=targets, task_type="CAUSAL_LM")
-        ).eval()
-    one = _peft_seconds(alone, asked)
-    figures, piece = [], part("adapters", len(asked.adapters))
-    for count in asked.adapters:
-        piece(str(count))
-        took = _joint_seconds(base, count, asked)
-        rate, theirs = count * asked.answer / took, asked.answer / one
-        beside = Baseline(theirs, "PEFT, one by one", at_least=1.0)
-        name = f"{count} adapter{'s' * (count > 1)}"
-        figures.append(Figure(f"{name}: new tokens a second", rate, "tokens/s", "measured", beside))
-        figures.append(Figure(f"{name}: over PEFT", rate / theirs, "×", "measured"))
-    notes = (
-        f"{settings.model.kind}; a request for each adapter, prompts of {asked.prompt} tokens, "
-        f"{asked.answer} new ones, rank {asked.rank}; processor seconds.",
-    )
-    return Report("Answers of many adapters", tuple(figures), notes)
-
-
-def _peft_seconds(model: torch.nn.Module, asked: AnswerOptions) -> float:
-    """Of one request, after one that does not count."""
-    ids = torch.full((1, asked.prompt), 5)
-    mask = torch.ones_like(ids)
-
-    def run() -> None:
-        model.generate(  # type: ignore[operator]
-            input_ids=ids,
-            attention_mask=mask,
-            max_new_tokens=asked.answer,
-            min_new_tokens=asked.answer,
-            do_sample=False,
-            pad_token_id=0,
-        )
-
-    return _seconds(1, run)[0]
-
-
-def _joint_seconds(base: BaseModel, count: int, asked: AnswerOptions) -> float:
-    """Of one request for each adapter, together."""
-    bank = Bank(base.sites, device=torch.device("cpu"), compute_dtype=base.dtype)
-    sites = [site.name for site in base.sites]
-    for number in range(count):
-        bank.attach(str(number), rank=asked.rank, scale=2.0, dropout=0.0, seed=number, sites=sites)
-    bank.refresh()
-    sampling = Sampling(asked.answer, stop_tokens=frozenset())
-    requests = [Request((5,) * asked.prompt, str(number), sampling) for number in range(count)]
-    began = time.process_time()
-    complete(base, bank, requests)
-    return time.process_time() - began

@@ -129,10 +129,12 @@ LONG: dict[str, tuple[dict[str, Any], str, Any]] = {
     "lorafusion/scheduler_time": ({"bench.options.batches": [10, 400]}, "bench.options.capacity", 8192),
     "slora/kernels": ({}, "bench.options.ranks", [8, 64]),
     "slora/merged": ({}, "bench.options.features", 512),
-    "slora/vs_peft": ({"bench.options.adapters": [1, 5]}, "bench.options.prompt", 8),
+    "slora/vs_peft": ({}, "bench.options.prompt_tokens", 8),
 }
-# These train the jobs of a search, so they run by `plait bench` alone.
-WITH_JOBS = {f"mlora/{name}" for name in ("batch_lora", "graph_pruning", "loss_curves", "single_gpu")}
+# These train jobs of a search or take long, so they run by `plait bench` alone.
+WITH_JOBS = {"slora/adapters"} | {
+    f"mlora/{name}" for name in ("batch_lora", "graph_pruning", "loss_curves", "single_gpu")
+}
 EVERY = MOVED | (LONG if os.environ.get("PLAIT_PAPERS") == "1" else {})
 MOST_LINES = 36  # of a headline: figures, beside their heading
 
