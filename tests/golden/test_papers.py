@@ -186,9 +186,9 @@ def changed(config: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
     copy: dict[str, Any] = json.loads(json.dumps(config))
     *owners, last = path.split(".")
     place: Any = copy
-    for key in owners:
-        place = place[int(key)] if isinstance(place, list) else place[key]
-    key = int(last) if isinstance(place, list) else last
+    for owner in owners:
+        place = place[int(owner)] if isinstance(place, list) else place[owner]
+    key: Any = int(last) if isinstance(place, list) else last
     if value is None:
         del place[key]
         return copy
