@@ -457,7 +457,7 @@ def started(tracker: Tracker, log: EventLog) -> Tracker:
     run = SearchRun(log, tracker.board, SearchClock(lambda: 0.0), 100)
     tables = SearchTables(log.path.parent, run.write_table)
     spans = SpanLog(log.path.parent, "me")
-    tracker._started = _Started("demo", (), log, Writer(Nowhere(), log, 3600.0), run, tables, spans)
+    tracker._started = _Started("demo", (), log, Writer(Nowhere().send, log, 3600.0), run, tables, spans)
     return tracker
 
 

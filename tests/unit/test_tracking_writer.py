@@ -58,7 +58,7 @@ def log(tmp_path: Path) -> Iterator[EventLog]:
 @pytest.fixture
 def writer(log: EventLog) -> Callable[..., Writer]:
     def make(sender: Recorder, flush_seconds: float = 60.0) -> Writer:
-        return Writer(sender, log, flush_seconds, first_delay=0.001)
+        return Writer(sender.send, log, flush_seconds, first_delay=0.001)
 
     return make
 
@@ -198,7 +198,7 @@ def test_closing_without_the_store_ends_the_thread_and_keeps_what_waits(writer: 
 def test_a_store_that_hangs_is_given_up_without_progress(log: EventLog) -> None:
     answer = threading.Event()
     sender = Recorder(lambda _: None if answer.wait(30) else TimeoutError())
-    kept = Writer(sender, log, 0.0, stall=0.01)
+    kept = Writer(sender.send, log, 0.0, stall=0.01)
     log.append(point("a", 1))
     assert not kept.flush()
     answer.set()

@@ -74,17 +74,6 @@ def _between(low: float, high: float) -> str:
     return f"{low:g}" if low == high else f"between {low:g} and {high:g}"
 
 
-def known_violations(job: JobSpec, search: SearchSettings) -> dict[str, float]:
-    """By how much a job's own settings break each constraint on them, by the constraint's text; 0 or less if
-    satisfied. This is all that is known before the job trains."""
-    held = numbers(job)
-    return {
-        str(each): each.violation(held[each.metric])
-        for each in search.limits
-        if each.metric not in METRICS and each.metric in held
-    }
-
-
 def check_kept(search: SearchSettings, jobs: Iterable[JobSpec]) -> None:
     """Check that jobs whose best evaluation is kept have evaluations before their ends, by their own settings
     or at rungs.
@@ -147,7 +136,12 @@ def _check_measured(metric: str, spec: DataSpec) -> None:
 def rejection(job: JobSpec, search: SearchSettings) -> JobResult | None:
     """The result of a job that is not trained because its own settings break a constraint; None for
     others."""
-    known = known_violations(job, search)
+    held = numbers(job)  # all that is known before it trains
+    known = {
+        str(each): each.violation(held[each.metric])
+        for each in search.limits
+        if each.metric not in METRICS and each.metric in held
+    }
     broken = [text for text, amount in known.items() if amount > 0]
     if not broken:
         return None

@@ -333,18 +333,15 @@ def tables(board: Leaderboard, rows: Sequence[JobRecord]) -> dict[str, str]:
 
 
 def note(board: Leaderboard) -> dict[str, str]:
-    """The tag with what the search has found; none before there is anything to tell."""
-    return {names.TAG_NOTE: found} if (found := best_so_far(board)) else {}
-
-
-def best_so_far(board: Leaderboard) -> str:
-    """One line for the run's page about what the search has found; "" if it has found nothing."""
+    """The tag with one line for the run's page about what the search has found; none if it has found
+    nothing."""
     if board.others:
-        return f"Pareto front so far: {', '.join(row.name for row in board.front()) or 'empty'}"
+        front = ", ".join(row.name for row in board.front())
+        return {names.TAG_NOTE: f"Pareto front so far: {front or 'empty'}"}
     best = board.best()
     if best is None or best.objective is None:
-        return ""
-    return f"Best so far: {best.name}, objective {best.objective:.6g}"
+        return {}
+    return {names.TAG_NOTE: f"Best so far: {best.name}, objective {best.objective:.6g}"}
 
 
 # ---- the end -----------------------------------------------------------------------------------------

@@ -195,7 +195,7 @@ class Tracker:
                 clock.follow(point)
         run = SearchRun(log, self.board, clock, self._settings.points)
         sender = StoreSender(self._connection.store, found.run_id, self._ids)
-        writer = Writer(sender, log, self._settings.flush_seconds, between=self._between)
+        writer = Writer(sender.send, log, self._settings.flush_seconds, between=self._between)
         if found.away is not None:
             self.away, writer.away = found.away, found.away.value
         tables = SearchTables(folder.parent, run.write_table)

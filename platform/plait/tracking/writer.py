@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from plait.core.errors import StorageError
 from plait.tracking.event_log import EventLog
@@ -48,25 +47,15 @@ class UpdateRun:
 Request = OpenRun | UseData | UpdateRun | LogText | LogFolder | SetStatus
 
 
-class Sender(Protocol):
-    """Carries requests out: the store, or a recorder in tests."""
-
-    def send(self, request: Request) -> None:
-        """Carry one request out.
-
-        Raises:
-            RefusedError: the store will never take it.
-            Exception: the store does not answer, or not now.
-        """
-
-
 class Writer:
     """Sends records in the background.
 
     Args:
+        send: carries out one request; raises RefusedError if the store will never take it, and any other
+            error if it does not answer, or not now.
         flush_seconds: time that a record waits, so that several are sent together; longer if sending would
-            take more than a small share of the time. between: called in the thread after each round of
-            sending; its errors are ignored.
+            take more than a small share of the time.
+        between: called in the thread after each round of sending; its errors are ignored.
         first_delay: seconds before a request is tried a second time.
         stall: seconds without any progress after which flush() gives up.
 
@@ -78,7 +67,7 @@ class Writer:
 
     def __init__(
         self,
-        sender: Sender,
+        send: Callable[[Request], None],
         log: EventLog,
         flush_seconds: float,
         *,
@@ -86,7 +75,7 @@ class Writer:
         first_delay: float = FIRST_DELAY,
         stall: float = STALL_SECONDS,
     ) -> None:
-        self._sender = sender
+        self._send = send
         self._log = log
         self._flush_seconds = flush_seconds
         self._between = between
@@ -203,7 +192,7 @@ class Writer:
             if self._closing:
                 return False
             try:
-                self._sender.send(self._requests[0])
+                self._send(self._requests[0])
             except RefusedError as refusal:
                 self._refused.append(redact(str(refusal)))
             except Exception as error:
