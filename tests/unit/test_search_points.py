@@ -6,7 +6,7 @@ import pytest
 
 from plait.core.errors import SearchError
 from plait.core.space import Choice, Dimension, Domain, Real, Space, Value, Whole
-from plait.search.points import read_point, read_values
+from plait.search.points import read_value, read_values
 
 ODD = Whole(1, 9, step=2)
 TENTHS = Real(0.05, 0.95, step=0.1)
@@ -15,7 +15,7 @@ RATES = Choice((2e-4, 1.0), ("2e-4", "1"))
 
 
 def read(domain: Domain, text: str) -> Value:
-    return read_point(Space((Dimension("key", domain),)), [f"key={text}"])["key"]
+    return read_value(Dimension("key", domain), text)
 
 
 @pytest.mark.parametrize(
@@ -54,12 +54,6 @@ def test_a_value_that_is_searched(domain: Domain, text: str, value: Value) -> No
 def test_a_value_that_is_not(domain: Domain, text: str) -> None:
     with pytest.raises(SearchError, match="must come from"):
         read(domain, text)
-
-
-def test_a_key_with_hydras_plus_is_the_key() -> None:
-    assert read_point(Space((Dimension("key", ODD),)), ["+key=3"]) == {"key": 3}
-    with pytest.raises(SearchError, match="twice"):
-        read_point(Space((Dimension("key", ODD),)), ["+key=3", "key=5"])
 
 
 def test_values_from_a_file_are_read_like_overrides() -> None:

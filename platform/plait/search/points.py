@@ -58,27 +58,21 @@ def read_enqueued(settings: SearchSettings, space: Space) -> list[EnqueuedPoint]
     return found
 
 
-def read_point(space: Space, overrides: Sequence[str]) -> dict[str, Value]:
-    """The values that overrides such as ``train.lr=2e-4`` give to searched keys; other keys are left open.
+def read_values(space: Space, values: Mapping[str, object]) -> dict[str, Value]:
+    """The values that a configuration file gives to searched keys; other keys are left open.
 
     Raises:
-        SearchError: one is not ``key=value``, its key is not searched or is given twice, or its value is
-            outside the key's domain.
+        SearchError: a key is not searched, or its value is outside the key's domain.
     """
     known = {dimension.name: dimension for dimension in space.dimensions}
-    point: dict[str, Value] = {}
-    for override in overrides:
-        key, text = _split(override, known)
+    for key, value in values.items():
         if key not in known:
             raise SearchError(
-                override,
+                f"{key}={as_written(value)}",
                 f"This search does not search over {key}.",
                 f"The searched keys are: {choices(known)}.",
             )
-        if key in point:
-            raise SearchError(override, f"{key} is given twice.", "Give it once.")
-        point[key] = read_value(known[key], text)
-    return point
+    return {key: read_value(known[key], as_written(value)) for key, value in values.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +138,6 @@ def _split(override: str, known: Iterable[str]) -> tuple[str, str]:
     if not equals:
         raise SearchError(override, "A value is given as KEY=VALUE.", f"Keys are: {choices(list(known))}.")
     return key.lstrip("+"), text
-
-
-def read_values(space: Space, values: Mapping[str, object]) -> dict[str, Value]:
-    """The same for values from a configuration file; errors as for :func:`read_point`."""
-    return read_point(space, [f"{key}={as_written(value)}" for key, value in values.items()])
 
 
 def read_value(dimension: Dimension, text: str) -> Value:
