@@ -335,24 +335,22 @@ def _print(row: dict[str, Any], backends: Sequence[str]) -> None:
     )
 
 
-def _start(options: argparse.Namespace) -> dict[str, Any]:
-    """The existing result in the file, if it has the same device, versions and commit; else a new result."""
-    fresh = {"environment": environment(options.device), "dtype": options.dtype, "rows": [], "failures": []}
+def resumed(file: Path | None, fresh: dict[str, Any]) -> dict[str, Any]:
+    """The result in the file, if all but its lists are those of a new one, such as device and commit."""
     try:
-        found = json.loads(options.json.read_text()) if options.json is not None else {}
+        found = json.loads(file.read_text()) if file is not None else {}
     except (OSError, ValueError):
         found = {}
-    if all(found.get(key) == fresh[key] for key in ("environment", "dtype")):
-        return {**fresh, **found}
-    return fresh
+    same = all(found.get(key) == value for key, value in fresh.items() if not isinstance(value, list))
+    return {**fresh, **found} if same else fresh
 
 
-def _write(options: argparse.Namespace, result: dict[str, Any]) -> None:
+def write(file: Path | None, result: dict[str, Any]) -> None:
     """Replace the file; a run that is stopped leaves the last complete one."""
-    if options.json is not None:
-        scratch = options.json.with_name(options.json.name + ".part")
+    if file is not None:
+        scratch = file.with_name(file.name + ".part")
         scratch.write_text(json.dumps(result, indent=1) + "\n")
-        scratch.replace(options.json)
+        scratch.replace(file)
 
 
 def _key(row: dict[str, Any]) -> list[object]:
@@ -377,7 +375,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; return 1 if a backend is wrong at a shape, or a shape could not be measured."""
     options = parse(arguments)
     begin = time.monotonic()
-    result = _start(options)
+    fresh = {"environment": environment(options.device), "dtype": options.dtype, "rows": [], "failures": []}
+    result = resumed(options.json, fresh)
     result["peak"] = asdict(measure_peak(options.device, getattr(torch, options.dtype)))
     peak = Peak(**result["peak"])
     cases = grid(options.layers, options.tokens, options.adapters, options.ranks, options.dropout)
@@ -388,12 +387,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{len(left) - index} of {len(cases)} shapes are left: run again with the same file")
             break
         _measured(case, peak, options, result)
-        _write(options, result)
+        write(options.json, result)
     rows = result["rows"]
     for backend in options.backends if rows else ():
         speed = math.exp(statistics.fmean(math.log(row["to_torch_lora"][backend]) for row in rows))
         print(f"{backend}: {speed:.3f} times torch LoRA's speed, geometric mean of {len(rows)} shapes")
-    _write(options, result)
+    write(options.json, result)
     right = all(found["right"] for row in rows for found in row["checks"].values())
     return 0 if right and not result["failures"] else 1
 

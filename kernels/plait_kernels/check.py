@@ -1,30 +1,39 @@
 """`python -m plait_kernels.check`: are the backends right on this machine? Needs only torch (and Triton).
 
 Every case is compared with float64 by the rule of `bench_check`, run twice for equal bits, and its dropout
-masks are compared with the formula; unwritten memory is filled with NaN. It prints one line for each case and
-writes JSON; the exit status is 1 if anything is wrong.
+masks are compared with the formula; unwritten memory is filled with NaN. So are the passes between the
+products and the loss. It prints one line for each case; the exit status is 1 if anything is wrong.
+
+What is known least comes first: Triton in bfloat16, with dropout. The file is written after each case, and
+the same command resumes from it if device, versions and commit are the same. `--seconds` limits a run.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from plait_kernels import passes, plain
 from plait_kernels.backends import BACKENDS
 from plait_kernels.bank import GRADIENTS
-from plait_kernels.bench import environment
+from plait_kernels.bench import environment, resumed, write
 from plait_kernels.bench_check import check
 from plait_kernels.dropout import keep_mask
 from plait_kernels.errors import KernelError
+from plait_kernels.loss import labelled_cross_entropy
 from plait_kernels.synthetic import Problem, Shape, problem
+from plait_kernels.triton_backend import TRITON
 
 DTYPES = ("float32", "float16", "bfloat16")
 RANKS = (1, 3, 16, 17, 100, 256)
@@ -32,7 +41,7 @@ RANKS = (1, 3, 16, 17, 100, 256)
 
 @dataclass(frozen=True)
 class Finding:
-    """One backend at one shape: its relative RMS errors and torch LoRA's, and the faults found."""
+    """One backend or pass at one shape: its relative RMS errors, plain torch's, and the faults found."""
 
     backend: str
     dtype: str
@@ -115,10 +124,82 @@ def examine(shape: Shape, backend: str, device: torch.device, dtype: torch.dtype
     return Finding(backend, str(dtype), shape, found.errors, found.torch_errors, tuple(wrong))
 
 
+_PASS_SHAPE = Shape(37, 1000, (), ())
+
+
+def examine_pass(shape: Shape, name: str, device: torch.device, dtype: torch.dtype) -> Finding:
+    """A pass between the products, or the loss, in half precision: output and gradient of Triton's kernel.
+
+    The truth is plain torch's of the same numbers in float32 and float64.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    x, grad = (torch.randn(37, 1000, device=device, generator=generator).to(dtype) for _ in range(2))
+    head = (torch.randn(1000, 1000, device=device, generator=generator) / 30).to(dtype)
+    run = _PASSES[name]
+    with poisoned_memory():
+        first, second = run(head, x, grad, TRITON.name), run(head, x, grad, TRITON.name)
+    unfused_run = run(head, x, grad, "")
+    truth = run(head.double(), x.double(), grad.double(), "")
+    names = ("out", "dx")
+    sizes = {key: _rms(each) or 1.0 for key, each in zip(names, truth, strict=True)}
+    errors, unfused = (
+        {
+            key: _rms(each.double() - true) / sizes[key]
+            for key, each, true in zip(names, some, truth, strict=True)
+        }
+        for some in (first, unfused_run)
+    )
+    wrong = [] if all(errors[key] <= 2 * unfused[key] for key in names) else ["error above twice torch's"]
+    if not all(torch.equal(one, other) for one, other in zip(first, second, strict=True)):
+        wrong.append("two runs differ")
+    return Finding(name, str(dtype), shape, errors, unfused, tuple(wrong))
+
+
+def _rms(tensor: Tensor) -> float:
+    return float(tensor.double().square().mean().sqrt())
+
+
+Both = tuple[Tensor, Tensor]
+
+
+def _norm(weight: Tensor, x: Tensor, grad: Tensor, backend: str) -> Both:
+    own = passes if backend else plain
+    out, scales = own.rms(x, weight[0], 1e-5, 0.0)[:2]
+    return out, own.rms_back(grad, x, weight[0], scales, 0.0)
+
+
+def _gated(_: Tensor, x: Tensor, grad: Tensor, backend: str) -> Both:
+    own, half = (passes if backend else plain), grad[:, :500].contiguous()
+    return own.gated(x, plain.SILU), own.gated_back(half, x, plain.SILU)
+
+
+def _rotated(tables: Tensor, x: Tensor, grad: Tensor, backend: str) -> Both:
+    own, both = (passes if backend else plain), (x.clone(), grad.clone())
+    cos, sin = tables[:37, :16].contiguous(), tables[37:74, :16].contiguous()
+    for tensor, back in zip(both, (False, True), strict=True):
+        own.rotate_(tensor.view(37, 50, 20), cos, sin, back=back)
+    return both
+
+
+def _loss(head: Tensor, x: Tensor, _: Tensor, backend: str) -> Both:
+    rows, targets = x.clone().requires_grad_(), torch.arange(37, device=x.device)
+    weights = torch.linspace(0.1, 1.0, 37, device=x.device)
+    loss, nll = labelled_cross_entropy(rows, head, None, targets, weights, softcap=20.0, backend=backend)
+    return nll, torch.autograd.grad(loss, rows)[0]
+
+
+_PASSES: dict[str, Callable[[Tensor, Tensor, Tensor, str], Both]] = {
+    "norm": _norm,
+    "gated MLP": _gated,
+    "rotation": _rotated,
+    "loss": _loss,
+}
+
+
 def _examined(shape: Shape, backend: str, device: torch.device, dtype: torch.dtype) -> Finding:
     """What `examine` finds; an error becomes a finding, so that the other cases still run."""
     try:
-        return examine(shape, backend, device, dtype)
+        return (examine if backend in BACKENDS else examine_pass)(shape, backend, device, dtype)
     except (RuntimeError, KernelError) as error:
         return Finding(backend, str(dtype), shape, {}, {}, (str(error)[:500],))
 
@@ -144,26 +225,53 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda" if cuda else "cpu"))
     parser.add_argument("--backends", nargs="+", choices=list(BACKENDS))
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES)
-    parser.add_argument("--json", type=Path, help="write every figure to this file")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no case after so many")
+    parser.add_argument("--json", type=Path, help="write every figure to this file, and resume from it")
     options = parser.parse_args(arguments)
-    there = [name for name in BACKENDS if BACKENDS[name].runs(options.device, torch.float32)]
-    findings = []
-    for shape in shapes():
-        for dtype in (getattr(torch, name) for name in options.dtypes or DTYPES):
-            for backend in options.backends or there:
-                runs = BACKENDS[backend].runs(options.device, dtype)
-                if runs or options.dtypes or backend not in there:
-                    findings.append(_examined(shape, backend, options.device, dtype))
-                    _print(findings[-1])
-    wrong = sum(bool(found.wrong) for found in findings)
+    begin, device = time.monotonic(), options.device
+    result = resumed(options.json, {"environment": environment(device), "findings": []})
+    findings = result["findings"]
+    done = [(each["backend"], each["dtype"], each["shape"]) for each in findings]
+    cases = [case for case in _cases(options) if (case[1], str(case[2]), _as_json(case[0])) not in done]
+    for index, (shape, backend, dtype) in enumerate(cases):
+        if time.monotonic() - begin > options.seconds:
+            print(f"{len(cases) - index} cases are left: run again with the same file")
+            break
+        found = _examined(shape, backend, device, dtype)
+        _print(found)
+        findings.append(_as_json(found))
+        write(options.json, result)
+    wrong = sum(bool(found["wrong"]) for found in findings)
     print(f"{len(findings)} cases, {wrong} wrong")
-    if options.json is not None:
-        result = {
-            "environment": environment(options.device),
-            "findings": [asdict(found) for found in findings],
-        }
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    write(options.json, result)
     return 1 if wrong else 0
+
+
+def _as_json(value: Any) -> dict[str, Any]:
+    """A dataclass as it is read from a file."""
+    found: dict[str, Any] = json.loads(json.dumps(asdict(value)))
+    return found
+
+
+def _cases(options: argparse.Namespace) -> list[tuple[Shape, str, torch.dtype]]:
+    """What is to be examined; what is known least comes first."""
+    there = [name for name in BACKENDS if BACKENDS[name].runs(options.device, torch.float32)]
+    found = [
+        (shape, backend, dtype)
+        for shape in shapes()
+        for dtype in (getattr(torch, name) for name in options.dtypes or DTYPES)
+        for backend in options.backends or there
+        if options.dtypes or backend not in there or BACKENDS[backend].runs(options.device, dtype)
+    ]
+    halves = [dtype for dtype in (torch.bfloat16, torch.float16) if TRITON.runs(options.device, dtype)]
+    if TRITON.name in (options.backends or there):
+        found += [(_PASS_SHAPE, name, dtype) for name in _PASSES for dtype in halves]
+    return sorted(found, key=_known)
+
+
+def _known(case: tuple[Shape, str, torch.dtype]) -> tuple[bool, ...]:
+    shape, backend, dtype = case
+    return backend not in (TRITON.name, *_PASSES), dtype != torch.bfloat16, not shape.dropout
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def keep_tile(words, first, seed, module, threshold, BM: tl.constexpr, BK: tl.co
 
     Above the 32 bits of `module`: how many times 8 features of the layer come before the first one here.
     """
-    c3 = ((module >> 32) + first // 8 + tl.arange(0, BK // 8)).to(tl.uint32)[None, :]
+    c3 = ((module >> 32).to(tl.int32) + first // 8 + tl.arange(0, BK // 8)).to(tl.uint32)[None, :]
     q_high, c1 = _turned(words[0] ^ c3, M1)  # the second round
     p_high, c3 = _turned(q_high ^ words[1], M0)  # the third
     c0, c1, c2 = words[2] ^ c1, words[4], p_high ^ words[3]

@@ -129,7 +129,7 @@ def observe_device(
 
 
 def device_context(
-    model: BaseModel, probe: Probe, routing: Routing, options: ProbeOptions
+    model: BaseModel, probe: Probe, routing: Routing | None, options: ProbeOptions
 ) -> MicrobatchContext:
     """The probe's context on the model's own device; every token is the first of the vocabulary."""
     offsets = (0, *accumulate(probe.lengths))
@@ -154,11 +154,11 @@ def probe_loss(model: BaseModel, probe: Probe, hidden: torch.Tensor) -> torch.Te
     return loss
 
 
-def probe_routing(probe: Probe, bank: Bank) -> Routing:
-    """Which rows have which adapter."""
+def probe_routing(probe: Probe, bank: Bank, first: int = 0) -> Routing:
+    """Which rows have which adapter; these are named by numbers from ``first`` on."""
     routed, start = [], 0
     for index, segment in enumerate(probe.segments):
-        routed.append(RoutedSegment(str(index), start, start + sum(segment.lengths)))
+        routed.append(RoutedSegment(str(first + index), start, start + sum(segment.lengths)))
         start += sum(segment.lengths)
     counters = RowCounters(*(torch.zeros(start, dtype=torch.int64) for _ in range(4)))
     return Routing.build(bank, routed, counters, training=True)

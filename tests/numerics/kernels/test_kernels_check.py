@@ -28,13 +28,31 @@ def test_a_right_backend_passes_and_is_written_down(tmp_path, capsys):
     assert len(found["findings"]) == 4
     assert all(finding["errors"]["dA"] > 0 and not finding["wrong"] for finding in found["findings"])
     assert "4 cases, 0 wrong" in capsys.readouterr().out
+    del found["findings"][1:]  # as if it had been cut short
+    path.write_text(json.dumps(found))
+    assert check.main([*options, "--json", str(path), "--seconds", "-1"]) == 0
+    assert "3 cases are left" in capsys.readouterr().out
+    assert check.main([*options, "--json", str(path)]) == 0
+    assert len(json.loads(path.read_text())["findings"]) == 4
 
 
 def test_triton_passes_in_its_interpreter():
     if not BACKENDS["triton"].runs(torch.device("cpu"), torch.float32):
         pytest.skip("Triton runs on a CPU only in its interpreter, which is off where there is a GPU")
-    found = check.examine(SMALL, "triton", torch.device("cpu"), torch.float32)
-    assert found.wrong == ()
+    device = torch.device("cpu")
+    assert check.examine(SMALL, "triton", device, torch.float32).wrong == ()
+    for name in ("norm", "gated MLP", "rotation", "loss"):
+        found = check.examine_pass(Shape(37, 1000, (), ()), name, device, torch.float16)
+        assert found.errors["dx"] > 0
+        assert found.wrong == (), found
+
+
+def test_a_wrong_pass_is_reported(monkeypatch):
+    if not BACKENDS["triton"].runs(torch.device("cpu"), torch.float32):
+        pytest.skip("Triton runs on a CPU only in its interpreter, which is off where there is a GPU")
+    monkeypatch.setattr(check.passes, "gated_back", lambda _, x, __: torch.zeros_like(x))
+    found = check.examine_pass(Shape(37, 1000, (), ()), "gated MLP", torch.device("cpu"), torch.float16)
+    assert found.wrong == ("error above twice torch's",)
 
 
 def _unwritten(_, run):
