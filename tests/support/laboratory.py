@@ -26,6 +26,7 @@ from plait.core.spans import ReplicaSpans
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
 from plait.engine.local_worker import LocalWorker
+from plait.engine.redeployment import Prefer
 from plait.engine.worker import Worker, WorkerFacts
 from plait.models.base import BaseModel
 
@@ -239,6 +240,7 @@ class Laboratory:
         cluster: ClusterSettings | None = None,
         renew: Callable[[], Worker] | None = None,
         grown: Callable[[], bool] = lambda: False,
+        prefer: Prefer | None = None,
     ) -> History:
         """Train the jobs together until none is left; ``between`` is called before each iteration.
 
@@ -250,7 +252,13 @@ class Laboratory:
         planner = PlannerSettings(max_jobs=max_jobs)
         settings = RunSettings(engine=engine, planner=planner, cluster=cluster or ClusterSettings())
         coordinator = Coordinator(
-            worker or recorder, data, settings, folder=folder or self.folder, renew=renew, grown=grown
+            worker or recorder,
+            data,
+            settings,
+            folder=folder or self.folder,
+            renew=renew,
+            grown=grown,
+            prefer=prefer,
         )
         for job in jobs:
             coordinator.submit(job, resume_from=(resume_from or {}).get(job.name))

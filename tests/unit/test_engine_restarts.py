@@ -223,7 +223,7 @@ def test_with_processes_that_join_jobs_train_on_from_where_they_are(tmp_path: Pa
     events = trained(coordinator, rungs=True)
     check(events)
     assert not joining
-    moved = [each for each in events if isinstance(each, JobPaused) and each.reason == PauseReason.JOINED]
+    moved = [each for each in events if isinstance(each, JobPaused) and each.reason == PauseReason.MOVED]
     assert len(moved) == 3
     assert all(each.step > 0 for each in moved)
     assert len([each for each in events if isinstance(each, JobProgress)]) == 3 * STEPS

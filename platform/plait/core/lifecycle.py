@@ -48,7 +48,7 @@ ENDED = frozenset(
 class PauseReason(StrEnum):
     """Why a job has no slot. The value is shown after the word "paused".
 
-    ``LOST``: it fell back to its last checkpoint. ``JOINED``: it moves to more processes, as it is. Like a
+    ``LOST``: it fell back to its last checkpoint. ``MOVED``: it moves to other replicas, as it is. Like a
     preempted one, such a job resumes by itself.
     """
 
@@ -56,7 +56,7 @@ class PauseReason(StrEnum):
     BY_ORDER = "by order"
     PREEMPTED = "preempted"
     LOST = "a process was lost"
-    JOINED = "a process joined"
+    MOVED = "the replicas changed"
 
 
 @dataclass(frozen=True, slots=True)

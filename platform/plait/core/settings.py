@@ -114,6 +114,7 @@ class ClusterSettings:
     pipeline: Annotated[int, between(1, 1024)] = 1
     deployment: Annotated[tuple[int, ...], each(at_least(1))] = ()
     tensor: Annotated[int, between(1, 1024)] = 1
+    redeploy: bool = False
     layer_split: Annotated[tuple[int, ...], each(at_least(1))] = ()
     optimiser: Annotated[str, one_of("repeated", "sharded")] = "repeated"
     join_seconds: Annotated[float, above(0)] = 60.0
@@ -362,6 +363,8 @@ class RunSettings:
     def __post_init__(self) -> None:
         if not (capacities := self.cluster.replica_capacities):
             return
+        if self.cluster.redeploy:
+            capacities = (self.engine.capacity or sum(self.cluster.capacities),)
         if self.engine.capacity not in (None, max(capacities)):
             given = list(self.cluster.capacities)
             raise ConfigError(

@@ -76,6 +76,7 @@ class Launcher:
         self._waiting = Waiting(self._door, self._count)
         self._here: _Here | None = None
         self._processes: Processes | None = None
+        self._preferred: tuple[int, ...] = ()
         self._request: Load | None = None
         self._trained = ""  # the digest of the model, once all have come together
         self._restarts = Restarts(cluster.restarts)  # before that
@@ -141,6 +142,10 @@ class Launcher:
         new = self._waiting.all.keys() - {each.hello.process for each in self._processes.all}
         self._waiting.load(self._request, new, self._trained)
         return any(self._waiting.all[number].ready for number in new & self._waiting.all.keys())
+
+    def prefer(self, stages: tuple[int, ...]) -> None:
+        """Let each replica of the next fleets have so many processes, as far as there are enough."""
+        self._preferred = stages
 
     def close(self, *, linger: bool = True) -> None:
         """End all processes; ``linger``: tell those that are still to come that there is nothing to do."""
@@ -277,7 +282,8 @@ class Launcher:
         if request.device == "cpu":
             memory = min(each.hello.memory_bytes // per_host[each.hello.host] for each in all_processes)
         threads = engine.threads or _threads(all_processes)
-        cluster = _remaining(settings.cluster, [each.hello.process for each in all_processes])
+        numbers = [each.hello.process for each in all_processes]
+        cluster = _remaining(settings.cluster, numbers, self._preferred or settings.cluster.stages)
         if settings.cluster.layer_split != cluster.layer_split:
             given = f"cluster.layer_split={list(settings.cluster.layer_split)}"
             stages = max(cluster.stages)
@@ -315,11 +321,15 @@ class Launcher:
         return self._store_port
 
 
-def _remaining(cluster: ClusterSettings, numbers: Sequence[int]) -> ClusterSettings:
-    """The settings of the processes that have come, by the numbers that they were launched with."""
+def _remaining(cluster: ClusterSettings, numbers: Sequence[int], preferred: Sequence[int]) -> ClusterSettings:
+    """The settings of the processes that have come, by the numbers that they were launched with.
+
+    Args:
+        preferred: how many processes each replica should have.
+    """
     capacities = tuple(cluster.capacities[number] for number in numbers if cluster.capacities)
     speeds = tuple(cluster.speeds[number] for number in numbers if cluster.speeds)
-    stages = fitted(cluster.stages, len(numbers))
+    stages = fitted(preferred, len(numbers))
     tensor = cluster.tensor if stages == cluster.stages else 1
     return replace(
         cluster,

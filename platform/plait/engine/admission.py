@@ -55,6 +55,7 @@ class Admission:
         self._facts = facts
         self._engine = settings.engine
         self._capacity = settings.engine.capacity_or_usual
+        self._widest = 0
         self._key = settings.capacity_key
         self._memory_share = settings.planner.memory_share
         self._rooms = {(self._capacity, 0)}  # of replicas: capacity, and bytes beyond the least one's budget
@@ -96,7 +97,7 @@ class Admission:
 
     def _check_fits(self, longest: int) -> None:
         """Check that a sample fits into a microbatch."""
-        if longest <= min(self._capacity, self._facts.max_length):
+        if longest <= min(max(self._capacity, self._widest), self._facts.max_length):
             return
         if longest <= min(self._engine.capacity_or_usual, self._facts.max_length):
             raise ProcessError(
@@ -115,8 +116,13 @@ class Admission:
         self._facts = facts
         self._activations.clear()
 
-    def take_replicas(self, replicas: Sequence[Replica]) -> None:
-        """Count with these replicas, whose capacities and memory may differ, from now on."""
+    def take_replicas(self, replicas: Sequence[Replica], widest: int = 0) -> None:
+        """Count with these replicas, whose capacities and memory may differ, from now on.
+
+        Args:
+            widest: most tokens of a microbatch on replicas that the same processes could make.
+        """
+        self._widest = widest
         memory = self._facts.replica_bytes or (self._facts.memory_bytes,) * len(replicas)
         least = self._facts.memory_bytes
         self._capacity = max(each.capacity or self._capacity for each in replicas)

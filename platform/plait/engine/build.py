@@ -28,6 +28,7 @@ from plait.data.loading import describe_rows, generation_limit, load_data, score
 from plait.engine.admission import choose_capacity
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
+from plait.engine.redeployment import Prefer
 from plait.engine.worker import ActivationShape, Worker, WorkerFacts
 from plait.utils.files import write_text
 from plait.utils.paths import cache_dir
@@ -262,6 +263,7 @@ def build_coordinator(
     commit: Callable[[], None] = lambda: None,
     make_worker: MakeWorker | None = None,
     grown: Callable[[], bool] = lambda: False,
+    prefer: Prefer | None = None,
 ) -> Coordinator:
     """Load the model and put the engine together.
 
@@ -269,6 +271,7 @@ def build_coordinator(
         folder: folder for finished adapters, and for checkpoints if ``checkpoints`` is None.
         make_worker: makes the worker that owns the tensors; None: one in this process.
         grown: whether it would make one with more processes now.
+        prefer: tells it how many processes each replica should have.
 
     Raises:
         ModelError, CapacityError: the model cannot be loaded, or does not fit.
@@ -310,6 +313,7 @@ def build_coordinator(
         profile=stored_profile(replace(settings, engine=own), worker.facts.model),
         renew=None if make_worker is None else renew,
         grown=grown,
+        prefer=prefer,
     )
 
 

@@ -22,24 +22,23 @@ from plait.core.messages import (
     GroupStep,
     JobAdmitted,
     JobPaused,
-    JobProgress,
     Notice,
     RunSchedule,
-    SpansTaken,
     StepJob,
 )
 from plait.core.plans import Choices, Group, Plan, Prediction
 from plait.core.settings import RunSettings
-from plait.core.spans import ReplicaSpans, ReplicaTime
+from plait.core.spans import ReplicaTime
 from plait.cost.profile_store import Profile
 from plait.engine.admission import Admission
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.checkpoints import Checkpointer, checkpoint_name
-from plait.engine.iteration import Finishing, evaluate
+from plait.engine.iteration import Finishing, evaluate, progress, traced
 from plait.engine.jobs import LiveJob, Roster
-from plait.engine.ledger import Ledger, Outcome, Tally
+from plait.engine.ledger import Ledger, Outcome
 from plait.engine.packer import Packer
 from plait.engine.predictions import Expected, Predictions
+from plait.engine.redeployment import Prefer, Redeployment
 from plait.engine.replica_times import on_one_clock, times_between
 from plait.engine.replicas import dispatch_time, replicas_of
 from plait.engine.restarts import Restarts
@@ -64,6 +63,7 @@ class Coordinator:
         commit: makes everything recorded so far durable; called before a checkpoint is taken.
         renew: makes another worker if this one's processes are lost; None: that ends the run.
         grown: whether the worker that ``renew`` makes now would have more processes than this one.
+        prefer: tells ``renew`` how many processes each replica should have.
 
     Attributes:
         restarts: after losses of the worker's processes.
@@ -83,11 +83,13 @@ class Coordinator:
         group: str = "group-0",
         renew: Callable[[], Worker] | None = None,
         grown: Callable[[], bool] = lambda: False,
+        prefer: Prefer | None = None,
     ) -> None:
         self._group = group
         self._settings, self._profile, self._renew, self._grown = settings, profile, renew, grown
         self.restarts = Restarts(settings.cluster.restarts, clock)
         self._lost: LostProcessError | None = None  # from then on until there is another worker
+        self._redeployment = Redeployment(settings, profile, prefer)
         self._ledger = Ledger(worker)
         self._admission = Admission(worker.facts, settings, profile)
         self._predictions = Predictions(worker.facts, self._admission, profile, folder)
@@ -115,7 +117,8 @@ class Coordinator:
         self._worker = self._ledger.worker = worker
         self._replicas = replicas_of(facts, self._settings, self._profile)
         self._admission.take_facts(facts)
-        self._admission.take_replicas(self._replicas)
+        self._redeployment.use(facts, self._replicas)
+        self._admission.take_replicas(self._replicas, self._redeployment.widest)
         self._predictions.take_facts(facts)
         self._packer = Packer(self._replicas, dispatch_time(facts, self._profile))
         self._capacity = self._packer.capacity
@@ -263,7 +266,7 @@ class Coordinator:
         lost, self._lost = self._lost, None
         if lost is not None:
             return self._outlive(self._come_back())
-        return self._outlive(self._take_in() if self._grown() else self._iterate())
+        return self._outlive(self._iterate())
 
     def _settle(self) -> Iterator[Event]:
         roster = self._roster
@@ -278,6 +281,8 @@ class Coordinator:
                 roster.queue(job)
 
     def _iterate(self) -> Iterator[Event]:
+        if self._grown():
+            yield from self._move()
         # A cancelled job may have been adopted by another process, which then owns its checkpoints.
         yield from self.checkpointer.save_due(job for job in self._live.values() if job.cancelled is None)
         yield from self._settle()
@@ -285,7 +290,7 @@ class Coordinator:
         yield from self._train()
         yield from self._evaluate()
         yield from self._finish()
-        yield from _traced(on_one_clock(self._worker.take_spans()))
+        yield from traced(on_one_clock(self._worker.take_spans()))
 
     # ---- lost processes --------------------------------------------------------------------------------
 
@@ -339,22 +344,24 @@ class Coordinator:
         who = "1 process trains" if count == 1 else f"{count} processes train"
         yield Notice(f"{who} again after {seconds:.1f} s")
 
-    def _take_in(self) -> Iterator[Event]:
-        """Train on with the processes that have come since, too: all jobs are saved, and move there as they
-        are."""
+    def _move(self) -> Iterator[Event]:
+        """Train on with all processes that are there, in other replicas: all jobs are saved, and move there
+        as they are."""
         jobs = list(self._live.values())
         saved, events = self.checkpointer.save(jobs, urgent=False)
         yield from events
         if any(_older(job, saved.get(job.name)) for job in jobs):
-            yield from self._iterate()  # the disk refuses: they are taken in later
-            return
+            return  # the disk refuses: later
         for job in jobs:
             job.resume_from = saved.get(job.name, job.resume_from)
             self._finishing.ended(job.name)
             self._roster.queue(job)
-            yield _paused(job, PauseReason.JOINED)
+            yield _paused(job, PauseReason.MOVED)
         seconds = self._change_worker()
-        yield Notice(f"{self._processes} processes train from now on; the change took {seconds:.1f} s")
+        self._redeployment.restart_seconds = seconds
+        replicas = ", ".join(f"⟨{each.tp},{each.pp}⟩" for each in self._replicas)
+        took = f"the change took {seconds:.1f} s"
+        yield Notice(f"{self._processes} processes train from now on, as replicas {replicas}; {took}")
 
     def _change_worker(self) -> float:
         """Have the worker that can be had now; the seconds that this took."""
@@ -378,10 +385,15 @@ class Coordinator:
         return self._roster.live
 
     def _admit(self) -> Iterator[Event]:
-        """Fill the free slots; a job of higher priority preempts one of lower."""
-        if not self._roster.waiting or self._lost is not None:
+        """Fill the free slots; a job of higher priority preempts one of lower. Where that pays, or one needs
+        it, the deployment changes before."""
+        if self._lost is not None:
             return
-        started, preempted = self._roster.choose()
+        started, preempted = self._roster.choose() if self._roster.waiting else ([], [])
+        staying = [job for job in self._live.values() if job not in preempted]
+        if self._redeployment.change([*staying, *started]):
+            yield from self._move()
+            started, preempted = self._roster.choose()
         for job in preempted:
             yield from self._pause(job, PauseReason.PREEMPTED, self._roster.queue)
         if any(job.name in self._live for job in preempted):
@@ -516,16 +528,17 @@ class Coordinator:
         """What came of a group's schedule."""
         ended = self._clock()
         seconds = ended - started
+        self._redeployment.took(seconds)
         events = self._end_failed(run.failures)
         for name, job in jobs.items():
             if name in run.steps:
                 tally, rate = run.tallies[name], job.next_rate()
                 job.advance(tally.tokens)
-                events.append(_progress(job, tally, run.steps[name].grad_norm, rate, seconds))
+                events.append(progress(job, tally, run.steps[name].grad_norm, rate, seconds))
         number = next(self._iterations)
         spans = on_one_clock(self._worker.take_spans())
         times = expected.with_predictions(times_between(spans, started, ended))
-        events += [self._group_step(number, jobs, run, expected, seconds, times), *_traced(spans)]
+        events += [self._group_step(number, jobs, run, expected, seconds, times), *traced(spans)]
         return [*events, *self._predictions.learn(expected, run, seconds, number, times)]
 
     def _group_step(
@@ -576,23 +589,3 @@ def _older(job: LiveJob, checkpoint: Path | None) -> bool:
 
 def _paused(job: LiveJob, reason: PauseReason) -> JobPaused:
     return JobPaused(job.name, job.step, reason, job.cursor.tokens, job.cursor.device_seconds)
-
-
-def _traced(replicas: Sequence[ReplicaSpans]) -> list[Event]:
-    """The event of what replicas did; none where none did anything but wait."""
-    busy = any(span.kind != "waiting" for each in replicas for span in each.spans)
-    return [SpansTaken(tuple(replicas))] if busy else []
-
-
-def _progress(job: LiveJob, tally: Tally, grad_norm: float, rate: float, seconds: float) -> JobProgress:
-    """The event of a job's step that was taken in an iteration of ``seconds``."""
-    return JobProgress(
-        job=job.name,
-        step=job.step,
-        loss=tally.mean,
-        grad_norm=grad_norm,
-        lr=rate,
-        tokens=job.cursor.tokens,
-        device_seconds=job.cursor.device_seconds,
-        tokens_per_s=tally.tokens / seconds if seconds > 0 else 0.0,
-    )

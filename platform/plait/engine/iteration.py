@@ -16,12 +16,15 @@ from plait.core.messages import (
     GenerateJob,
     JobEvaluated,
     JobGenerated,
+    JobProgress,
     KeepWeights,
     Notice,
+    SpansTaken,
 )
+from plait.core.spans import ReplicaSpans
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.jobs import LiveJob
-from plait.engine.ledger import Outcome
+from plait.engine.ledger import Outcome, Tally
 from plait.engine.packer import Packer
 
 RETRY_SECONDS = 10.0  # delay before another attempt to write an adapter
@@ -148,4 +151,24 @@ def _retried(job: str, trouble: str) -> str:
     return (
         f"{job}: its adapter could not be written ({trouble}); trying again every {RETRY_SECONDS:.0f} s "
         "while the others train"
+    )
+
+
+def traced(replicas: Sequence[ReplicaSpans]) -> list[Event]:
+    """The event of what replicas did; none where none did anything but wait."""
+    busy = any(span.kind != "waiting" for each in replicas for span in each.spans)
+    return [SpansTaken(tuple(replicas))] if busy else []
+
+
+def progress(job: LiveJob, tally: Tally, grad_norm: float, rate: float, seconds: float) -> JobProgress:
+    """The event of a job's step that was taken in an iteration of ``seconds``."""
+    return JobProgress(
+        job=job.name,
+        step=job.step,
+        loss=tally.mean,
+        grad_norm=grad_norm,
+        lr=rate,
+        tokens=job.cursor.tokens,
+        device_seconds=job.cursor.device_seconds,
+        tokens_per_s=tally.tokens / seconds if seconds > 0 else 0.0,
     )

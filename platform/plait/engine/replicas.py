@@ -29,24 +29,25 @@ def replicas_of(facts: WorkerFacts, settings: RunSettings, profile: Profile | No
         own = facts.replica_bytes[number] if facts.replica_bytes else most
         capacity = given[number] if given else whole
         if not given and own < most:
-            capacity = _fitting(replace(facts, memory_bytes=own, replica_bytes=()), settings, profile)
+            own_facts = replace(facts, memory_bytes=own, replica_bytes=())
+            capacity, _ = fitting_capacity(own_facts, settings, profile)
         speed = facts.speeds[number] if facts.speeds else 1.0
         pp = (facts.stages[number] if facts.stages else 1) // facts.tensor
         found.append(Replica(number, facts.tensor, pp, (), (device,), capacity, speed))
     return tuple(found)
 
 
-def _fitting(facts: WorkerFacts, settings: RunSettings, profile: Profile | None) -> int:
-    """The run's capacity, halved until a usual job fits into the memory of one device."""
+def fitting_capacity(facts: WorkerFacts, settings: RunSettings, profile: Profile | None) -> tuple[int, bool]:
+    """The run's capacity, halved until a usual job fits into the memory of one replica; whether it fits."""
     capacity = settings.engine.capacity_or_usual
-    while capacity // 2 >= LEAST_CAPACITY:
+    while True:
         engine = replace(settings.engine, capacity=capacity)
         own = replace(settings, engine=engine, cluster=replace(settings.cluster, capacities=()))
         admission = Admission(facts, own, profile)
-        if admission.fits([admission.usual]):
-            break
+        fits = admission.fits([admission.usual])
+        if fits or capacity // 2 < LEAST_CAPACITY:
+            return capacity, fits
         capacity //= 2
-    return capacity
 
 
 def dispatch_time(facts: WorkerFacts, profile: Profile | None) -> TimeModel:

@@ -342,6 +342,7 @@ class _Launch:
                 tracker.commit,
                 None if many is None else watch.following(partial(many.fleet, folder / "processes")),
                 (lambda: False) if many is None else many.grown,
+                None if many is None else many.prefer,
             )
             self._say(_describe_engine(coordinator.plan()))
             run_id = self._start(tracker, stopper)

@@ -142,7 +142,7 @@ class RunningTrial:
     def leave_slot(self, reason: PauseReason) -> None:
         """Note that the engine paused it."""
         # The engine resumes these without the search, in the same slot.
-        if reason not in (PauseReason.PREEMPTED, PauseReason.LOST, PauseReason.JOINED):
+        if reason not in (PauseReason.PREEMPTED, PauseReason.LOST, PauseReason.MOVED):
             self.state = JobState.PAUSED
             self.at_rung = self.at_rung or reason == PauseReason.AT_RUNG
 

@@ -25,6 +25,7 @@ from plait.core.messages import (
     Export,
     GroupStep,
     JobPaused,
+    Notice,
     RunSchedule,
     StepDone,
     StepJob,
@@ -119,6 +120,45 @@ def test_replicas_with_stages_train_as_one_process_does(
         assert first.losses(job.name) == second.losses(job.name)
         again = stored_pairs(second.ended(job.name).adapter)
         assert distance(weights[job.name], again) == 0.0
+
+
+def test_replicas_change_with_the_jobs_and_nothing_is_trained_twice(laboratory: Any, tmp_path: Path) -> None:
+    lab = laboratory("llama")
+    jobs = lab.group(dropout=0.1, steps=STEPS)
+    jobs[6] = replace(jobs[6], train=replace(jobs[6].train, steps=3))  # samples of up to 120 tokens
+    jobs = [*jobs[:3], *jobs[4:]]  # the others have up to 60
+    alone = lab.undisturbed(jobs, kernels="grouped")
+    cluster = ClusterSettings(processes=3, capacities=(64, 64, 64), redeploy=True)
+    settings = RunSettings(model=TINY, engine=ENGINE, cluster=cluster)
+    deployments: list[tuple[int, ...]] = []
+    with closing(Launcher(cluster, start=ForkedProcess)) as launcher:
+
+        def together() -> Fleet:
+            fleet = launcher.fleet(tmp_path / "processes", settings, DataCatalogue(random_data))
+            deployments.append(fleet.facts.stages)
+            return fleet
+
+        def between(turn: int, coordinator: Coordinator) -> None:
+            if turn == 2:
+                coordinator.submit(jobs[-1])
+            coordinator._redeployment.restart_seconds = 1e-9  # so that every gain pays
+
+        found = lab.run(
+            jobs[:-1],
+            worker=together(),
+            between=between,
+            cluster=cluster,
+            renew=together,
+            prefer=launcher.prefer,
+        )
+    assert deployments == [(1, 1, 1), (1, 2), (1, 1, 1)]
+    said = [each.text for each in found.events if isinstance(each, Notice)]
+    assert any("3 processes train from now on, as replicas ⟨1,1⟩, ⟨1,2⟩" in text for text in said)
+    print(said)
+    for job in jobs:
+        assert found.losses(job.name) == pytest.approx(alone.losses(job.name), rel=LOSS_TOLERANCE)
+        weights = stored_pairs(found.ended(job.name).adapter)
+        assert alone.difference_from(weights, job.name) <= WEIGHT_TOLERANCE
 
 
 def test_interrupted_and_resumed_on_another_number_of_stages(laboratory: Any, tmp_path: Path) -> None:

@@ -1,0 +1,74 @@
+"""Which replicas a run's processes make: by the lengths of the jobs that train, where that pays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from curve_worker import CurveWorker
+from laboratory import random_data, random_texts
+
+from plait.core.jobs import AdapterSpec, JobSpec, TrainSpec
+from plait.core.plans import Replica
+from plait.core.settings import ClusterSettings, RunSettings
+from plait.engine.admission import Demand
+from plait.engine.jobs import LiveJob
+from plait.engine.redeployment import MEASURED, Redeployment
+from plait.engine.steps import DataOrder
+
+
+def job(name: str, shortest: int, longest: int, steps: int) -> LiveJob:
+    train = TrainSpec(steps=steps, batch_size=8)
+    spec = JobSpec(name, AdapterSpec(2), train, random_texts(1, shortest, longest, train=40))
+    data = random_data(spec.data)
+    longest = max(data.train.summary()["longest"], data.validation.summary()["longest"])
+    return LiveJob(spec, data, DataOrder.over(train, data.train), Demand(1, longest), 0, 0.0)
+
+
+def weighed(stages: tuple[int, ...]) -> tuple[Redeployment, list[tuple[int, ...]]]:
+    asked: list[tuple[int, ...]] = []
+    cluster = ClusterSettings(processes=3, capacities=(64, 64, 64), redeploy=True)
+    made = Redeployment(RunSettings(cluster=cluster), None, asked.append)
+    use(made, stages)
+    return made, asked
+
+
+def use(made: Redeployment, stages: tuple[int, ...]) -> None:
+    facts = CurveWorker().facts
+    shape = replace(facts.shape, layers=4, weight_bytes=10**6)
+    facts = replace(facts, shape=shape, replica_bytes=tuple(2**30 * each for each in stages))
+    made.use(facts, [Replica(n, pp=pp, capacity=64 * pp) for n, pp in enumerate(stages)])
+
+
+def test_a_job_that_fits_nowhere_changes_the_deployment_at_once() -> None:
+    made, asked = weighed((1, 1, 1))
+    assert made.widest == 192
+    assert not made.change([job("short", 8, 20, 100)])
+    assert made.change([job("short", 8, 20, 100), job("long", 100, 120, 100)])
+    assert asked == [(1, 2)]
+
+
+def test_when_long_jobs_have_gone_a_change_waits_until_it_pays() -> None:
+    made, asked = weighed((1, 2))
+    jobs = [job("short", 8, 20, 1000)]
+    made.restart_seconds = 10.0
+    assert not made.change(jobs)  # nothing was measured yet
+    for _ in range(MEASURED):
+        assert not made.change(jobs)
+        made.took(0.001)
+    assert not made.change(jobs)  # a thousand steps of a millisecond
+    few, _ = weighed((1, 2))
+    few.restart_seconds = 10.0
+    few.change(jobs)
+    for _ in range(MEASURED):
+        few.took(1.0)
+    assert few.change(jobs)
+    assert asked == []
+    use(few, (1, 1, 1))
+    assert not few.change(jobs)
+
+
+def test_without_a_choice_nothing_is_weighed() -> None:
+    made = Redeployment(RunSettings(cluster=ClusterSettings(processes=3)), None, None)
+    use(made, (1, 1, 1))
+    assert made.widest == 0
+    assert not made.change([job("long", 100, 120, 10)])
