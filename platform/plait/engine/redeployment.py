@@ -34,7 +34,7 @@ class Redeployment:
     """Weighs the deployment of one run's processes, if the settings want it.
 
     Args:
-        prefer: is told how many processes each replica should have; None: there is no choice.
+        prefer: gets how many processes each replica should have; None: there is no choice.
 
     Attributes:
         restart_seconds: of the last change; at first an assumption.
