@@ -2,15 +2,13 @@
 
 A seam: a stage alone (:mod:`plait.distributed.stage_worker`) knows no other replica. Here gradients of the
 same layers are added up over the replicas, and only then the norm by which a job steps is known. So norms do
-not travel with hidden states: each stage begins a sum when its last gradient of a batch is there, a thread
-carries it out, and the job steps before its next microbatch, or at the end of the schedule.
+not travel with hidden states (:mod:`plait.distributed.replica_run`).
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
@@ -21,17 +19,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.core.messages import RunSchedule, WorkerEvent
-from plait.core.plans import Microbatch
 from plait.core.settings import EngineSettings
 from plait.distributed.exchange import Exchange
 from plait.distributed.links import Links
-from plait.distributed.stage_run import StageRun
+from plait.distributed.replica_run import ReplicaRun
 from plait.distributed.stage_worker import StageWorker
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.span_recorder import SpanRecorder
 from plait.models.base import BaseModel
-from plait.planner.instructions import NONE, Key, Lists
-from plait.planner.verify import ScheduleError
+from plait.planner.instructions import Key
 from plait.simulate.lowering import Lowering
 from plait_kernels.bank import GRADIENTS, Block, Site
 
@@ -110,10 +106,7 @@ class ReplicaStage(StageWorker):
         self._says_norms = replica == 0
         self._all_pieces, self._process = pieces(layers), process
         self._pieces: list[tuple[dist.ProcessGroup, tuple[Site, ...]]] = []
-        self._stage_run = _ReplicaRun(self, links)
-        self._left = Counter[Key]()  # segments of each global batch before their backward
-        self._to_begin = deque[Key]()
-        self._norms: dict[Key, Future[float]] = {}  # of sums that were begun, not stepped
+        self._stage_run = self._replica_run = ReplicaRun(self, links, links.process)
 
     def _run_window(self, command: RunSchedule) -> list[WorkerEvent]:
         """Run a schedule to its end; before the first one, all processes make their groups."""
@@ -124,50 +117,12 @@ class ReplicaStage(StageWorker):
                 for each in self._all_pieces
                 if self._process in each.holders
             ]
-        parts = (part for each in command.microbatches for part in each.segments)
-        self._left = Counter((part.job, part.step) for part in parts)
-        self._to_begin = deque((each.job, each.step) for each in command.steps)
-        self._begin_sums()
-        self._lowering = Lowering(
-            len(self._layers)
-        )  # a batch may have nothing here: steps are not counted on
+        # A batch may have nothing here, so steps are not counted on from one schedule to the next.
+        self._lowering = Lowering(len(self._layers))
+        self._replica_run.keys = [(each.job, each.step) for each in command.steps]
         return super()._run_window(replace(command, drained=True))
 
-    def forward(self, number: int, microbatch: Microbatch, entering: Tensor | None) -> Tensor | None:
-        """Step those of the microbatch's jobs that are due, and run this stage's layers."""
-        first = {part.job: part.step for part in microbatch.segments}
-        if late := [key for key in self._to_begin if key[1] < first.get(key[0], 0)]:
-            raise ScheduleError(
-                f"{late[0][0]}: step {late[0][1]} is due before its gradients can be added up",
-                "Replicas take global batches in the order of their steps.",
-            )
-        self._step_those([key for key in self._norms if key[1] < first.get(key[0], 0)])
-        return super().forward(number, microbatch, entering)
-
-    def backward(self, number: int, microbatch: Microbatch, gradient: Tensor | None) -> Tensor | None:
-        """Run backward, and begin the sums of batches whose last gradients are there now."""
-        leaving = super().backward(number, microbatch, gradient)
-        self._left.subtract((part.job, part.step) for part in microbatch.segments)
-        self._begin_sums()
-        return leaving
-
-    def end(self) -> None:
-        """Step what has not stepped yet."""
-        self._step_those(list(self._norms))
-
-    def _begin_sums(self) -> None:
-        """In the order of the steps, which all processes have."""
-        while self._to_begin and not self._left[self._to_begin[0]]:
-            key = self._to_begin.popleft()
-            self._norms[key] = self._sum(key)
-
-    def _step_those(self, keys: Sequence[Key]) -> None:
-        if keys:
-            norms = [self._exchange.result(self._norms.pop(key)) for key in keys]
-            self._recorder.lap("exchange", tuple(keys))
-            self.step(keys, norms)
-
-    def _sum(self, key: Key) -> Future[float]:
+    def begin(self, key: Key) -> Future[float]:
         """Begin to add up a job's gradients over the replicas; the norm of the sum, not a number where the
         job failed here."""
         block, failed = self.bank.block(key[0]), key[0] in self._failed
@@ -188,19 +143,12 @@ class ReplicaStage(StageWorker):
         own = (site for site in sites if site.name in block.layout.specs)
         return list(chain.from_iterable(block.at(site, GRADIENTS) for site in own))
 
+    def finish(self, begun: Sequence[Future[float]], keys: Sequence[Key]) -> list[float]:
+        """Wait for the norms of sums.
 
-class _ReplicaRun(StageRun):
-    """Carries out lists without the steps and what travels for them, which the worker sees to."""
-
-    def __init__(self, worker: ReplicaStage, links: Links) -> None:
-        super().__init__(worker, links, links.process)
-        self._worker = worker
-
-    def run(self, lists: Lists, microbatches: Mapping[int, Microbatch]) -> None:
-        """Carry out this stage's list of a window, and take all steps that are left."""
-        bare = [
-            [each._replace(keys=()) for each in own if each.kind != "step" and each.microbatch != NONE]
-            for own in lists
-        ]
-        super().run(bare, microbatches)
-        self._worker.end()
+        Raises:
+            LostProcessError: another process died.
+        """
+        norms = [self._exchange.result(each) for each in begun]
+        self._recorder.lap("exchange", tuple(keys))
+        return norms
