@@ -197,6 +197,12 @@ class ClusterSettings:
                 "With slices of each layer there is one replica, of cluster.pipeline stages for now.",
                 f"Set cluster.processes={self.pipeline * self.tensor}, or leave cluster.tensor out.",
             )
+        if self.tensor > 1 and self.redeploy:
+            raise ConfigError(
+                f"cluster.redeploy=true with cluster.tensor={self.tensor}",
+                "Replicas change between one process and several stages; slices of layers stay.",
+                "Leave one of them out.",
+            )
         stages = [each // self.tensor for each in self.stages]
         if self.layer_split and set(stages) - {1} != {len(self.layer_split)}:
             raise ConfigError(

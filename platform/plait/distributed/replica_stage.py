@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,30 +53,6 @@ def pieces(layers: Sequence[Sequence[range]]) -> list[Piece]:
     return found
 
 
-class ReplicaLinks(Links):
-    """Links of a stage to those of its own replica, by their numbers as stages.
-
-    Args:
-        first: process of the replica's first stage.
-    """
-
-    def __init__(self, stage: int, first: int, device: torch.device) -> None:
-        super().__init__(stage, device)
-        self._first = first
-
-    def expect(self, process: int, *sizes: Any) -> None:
-        """The same, from a stage."""
-        super().expect(self._first + process, *sizes)
-
-    def receive(self, process: int, *what: Any) -> Tensor:
-        """The same, from a stage."""
-        return super().receive(self._first + process, *what)
-
-    def send(self, process: int, message: Tensor) -> None:
-        """The same, to a stage."""
-        super().send(self._first + process, message)
-
-
 class ReplicaStage(StageWorker):
     """A :class:`~plait.engine.worker.Worker` for one stage of one of several replicas.
 
@@ -100,7 +75,7 @@ class ReplicaStage(StageWorker):
         ends = [*accumulate(map(len, layers))]
         replica = next(number for number, end in enumerate(ends) if process < end)
         first = ends[replica] - len(layers[replica])
-        links = ReplicaLinks(process - first, first, model.device)
+        links = Links(process - first, model.device, range(first, ends[replica]))
         super().__init__(model, data, settings, links=links, layers=layers[replica], recorder=recorder)
         self._exchange = exchange
         self._says_norms = replica == 0

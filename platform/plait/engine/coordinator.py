@@ -208,7 +208,7 @@ class Coordinator:
     @property
     def _processes(self) -> int:
         """Processes that train: those of all stages of all replicas."""
-        return sum(each.pp for each in self._replicas)
+        return sum(each.tp * each.pp for each in self._replicas)
 
     def plan(self) -> Plan:
         """The plan as far as it is known: the jobs admitted so far, and what was measured and chosen."""
