@@ -19,10 +19,10 @@ from plait_bench.run import Paper, PublishedEntry, beside_published
 def figure(
     ours: float, result: str, *, why: str = "", headline: bool = True, others: tuple[float, ...] = ()
 ) -> dict[str, Any]:
-    beside = {"kind": "published", "value": 2.0, "source": "paper", "why": why, "others": others}
+    target = {"kind": "published", "value": 2.0, "source": "paper", "why": why, "others": others}
     return {
         "name": "⟨1,2⟩ | speed", "ours": ours, "unit": "s", "how": "simulated", "result": result,
-        "headline": headline, "plait": None, "beside": beside,
+        "headline": headline, "plait": None, "target": target,
     }  # fmt: skip
 
 
