@@ -33,11 +33,16 @@ def _leaves(made: Problem, dtype: torch.dtype) -> Leaves:
     """A and B of every span and site, as leaves of autograd."""
     return [
         [
-            (a.detach().to(dtype).requires_grad_(), b.detach().to(dtype).requires_grad_())
+            (_leaf(a, dtype), _leaf(b, dtype))
             for a, b in (span.block.at(site, COMPUTE) for site in made.bank.sites)
         ]
         for span in made.routing.spans
     ]
+
+
+def _leaf(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy: in float32 the bank's own would change with its gradients, which are in the same buffer."""
+    return weight.detach().to(dtype, copy=True).requires_grad_()
 
 
 def _lora(made: Problem, x: Tensor, leaves: Leaves, masks: list[list[Tensor]] | None) -> Tensor:

@@ -52,6 +52,18 @@ def test_a_recorded_capacity_precedes_a_profiled_one_and_the_default() -> None:
     assert choose_capacity(OPEN, facts(), None, jobs) == USUAL_CAPACITY
 
 
+def test_on_a_gpu_the_usual_capacity_follows_its_memory() -> None:
+    jobs = {(ADAPTER, 50)}
+    found = [
+        choose_capacity(OPEN, facts(memory), None, jobs, on_gpu=True) for memory in (10**12, 10**6, 10**4)
+    ]
+    assert found[0] == 16_384
+    assert found == sorted(found, reverse=True)
+    assert len(set(found)) == 3
+    assert choose_capacity(OPEN, facts(), profile(512), jobs, on_gpu=True) == 512
+    assert choose_capacity(OPEN, facts(), None, jobs, recorded=64, on_gpu=True) == 64
+
+
 def test_the_longest_sample_fits() -> None:
     jobs = {(ADAPTER, 50), (ADAPTER, 3001)}
     assert choose_capacity(OPEN, facts(), None, jobs) == 3001

@@ -19,6 +19,7 @@ from plait.engine.build import (
     LoadedData,
     check_engine,
     free_memory,
+    on_gpu,
     open_data,
     replica_bytes,
     settle_dtype,
@@ -210,7 +211,7 @@ def _plan_local(command: SearchCommand) -> Outlook:
     stored = stored_profile(settings, shape.digest)
     facts = worker_facts(settings.model, shape, free_memory(settings))
     asked = {(job.adapter, data.longest(job.data)) for job in jobs}
-    capacity = choose_capacity(settings, facts, stored, asked)
+    capacity = choose_capacity(settings, facts, stored, asked, on_gpu=on_gpu(settings))
     settings = replace(settings, engine=replace(settings.engine, capacity=capacity))
     workload = Workload.of(jobs, data)
     device, processes = choose_device(settings.engine.device), settings.cluster.processes

@@ -20,6 +20,11 @@ DTYPES = ("float32", "bfloat16", "float16")
 AUTO = "auto"
 MOST_THREADS = 1024  # CPU threads: torch crashes at absurd numbers
 USUAL_CAPACITY = 2048  # tokens of a microbatch if nothing has been measured
+GPU_CAPACITIES = (
+    16_384,
+    8192,
+    4096,
+)  # on a GPU: the first that leaves memory for other jobs
 DIRECTIONS = ("minimize", "maximize")
 EACH_DIRECTION = Rule(
     "maximize, minimize or a list of them",

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from plait.core.errors import CapacityError, ProcessError
 from plait.core.jobs import AdapterSpec
 from plait.core.plans import Replica
-from plait.core.settings import USUAL_CAPACITY, RunSettings
+from plait.core.settings import GPU_CAPACITIES, USUAL_CAPACITY, RunSettings
 from plait.cost.memory import FEATURES, MemoryModel, MemoryShape
 from plait.cost.profile_store import Profile
 from plait.engine.worker import ActivationShape, WorkerFacts
@@ -23,6 +23,7 @@ GIB = 2**30
 USUAL_RANK = 16
 LEAST_CAPACITY = 128  # smaller microbatches are not tried, however little memory there is
 SAVED_COPIES = 2.0  # copies that backward keeps and passes on, of each input and output of a linear
+GPU_SHARE = 0.75  # of the memory, for one job of a capacity chosen without a profile; others have the rest
 LOSS_COPIES = 3  # logits, their softmax and its gradient, in float32
 
 
@@ -247,8 +248,12 @@ def choose_capacity(
     profile: Profile | None,
     jobs: Collection[tuple[AdapterSpec, int]],
     recorded: int | None = None,
+    *,
+    on_gpu: bool = False,
 ) -> int:
     """The capacity of a run: the given one, else the recorded one, else the profile's, else the usual one.
+
+    On a GPU the usual one follows its memory, since it takes thousands of tokens to keep it busy.
 
     Unless given, it is at least the longest sample, and is halved while a job does not fit into memory.
 
@@ -262,7 +267,13 @@ def choose_capacity(
     if recorded is not None:
         return max(recorded, longest)
     least = max(longest, LEAST_CAPACITY)
-    tried = max(profile.capacity if profile is not None else USUAL_CAPACITY, longest)
+    usual = USUAL_CAPACITY
+    if on_gpu and profile is None:
+        share = settings.planner.memory_share * GPU_SHARE
+        roomy = replace(settings, planner=replace(settings.planner, memory_share=share))
+        fitting = (each for each in GPU_CAPACITIES if _each_fits(each, roomy, facts, None, jobs))
+        usual = next(fitting, USUAL_CAPACITY)
+    tried = max(profile.capacity if profile is not None else usual, longest)
     while tried > least and not _each_fits(tried, settings, facts, profile, jobs):
         tried = max(tried // 2, least)
     return tried

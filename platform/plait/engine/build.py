@@ -96,6 +96,13 @@ def open_data(
     return LoadedData(catalogue, facts, lengths, tuple(filter(None, said)))
 
 
+def on_gpu(settings: RunSettings) -> bool:
+    """Whether the run's device is a GPU."""
+    from plait.engine.devices import choose_device
+
+    return choose_device(settings.engine.device).type != "cpu"
+
+
 def free_memory(settings: RunSettings) -> int:
     """Bytes of each of the run's devices, as its worker will count them."""
     from plait.engine.devices import choose_device, device_bytes
@@ -175,6 +182,7 @@ def settle_engine(
         profile,
         {(job.adapter, data.longest(job.data)) for job in jobs},
         recorded if isinstance(recorded, int) else None,
+        on_gpu=on_gpu(settings),
     )
     asked: dict[str, int | str] = {
         "engine.capacity": capacity,
