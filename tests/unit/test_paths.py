@@ -46,6 +46,8 @@ def test_what_an_option_cannot_take_is_refused_without_its_password(
         ["export", "x", "--to", "y", "--trial"],
         ["leaderboard", "x", "y"],
         ["trace", "--nonsense"],
+        ["export", "x", "--to", "a\0b"],
+        ["launch", "slurm", "--to", "a\0b"],
     ):
         assert main([*arguments, "http://u:secret@h/x"]) == 2
         said = capsys.readouterr().err

@@ -18,7 +18,7 @@ from plait.core.errors import EXIT_DONE, EXIT_INTERRUPTED, ConfigError, StorageE
 from plait.core.settings import TrackingSettings
 from plait.search.recorded import given, known_command
 from plait.utils.files import OWNER_ONLY, write_text
-from plait.utils.paths import user_path
+from plait.utils.paths import as_path, user_path
 from plait.utils.spelling import did_you_mean
 
 SYSTEMS = ("slurm",)
@@ -96,7 +96,7 @@ def _parser() -> Parser:
         "--time", type=_word, metavar="LIMIT", help="[DAYS-]HOURS:MINUTES:SECONDS; default: the partition's"
     )
     parser.add_argument("--partition", type=_word, metavar="NAME", help="default: the cluster's")
-    parser.add_argument("--to", type=Path, metavar="FILE", help="default: NAME.sbatch")
+    parser.add_argument("--to", type=as_path, metavar="FILE", help="default: NAME.sbatch")
     return parser
 
 

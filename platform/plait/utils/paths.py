@@ -38,11 +38,14 @@ def as_path(text: str) -> Path:
     """The path that an argument of the command line gives; an address, which may hold a password, is none.
 
     Raises:
-        ArgumentTypeError: it is an address.
+        ArgumentTypeError: it is an address, or no file can have this name.
     """
     if "://" in text:
         raise ArgumentTypeError("it must be a path, not an address")
-    return Path(text)
+    try:
+        return user_path(text)
+    except StorageError as error:
+        raise ArgumentTypeError(error.value) from error
 
 
 def _shipped(name: str) -> Path:
