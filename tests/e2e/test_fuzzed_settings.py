@@ -115,14 +115,16 @@ FLAGS = {
 OPTIONS = {  # of the verbs that read a finished search
     "control": words("--json --warm --wait --root"),
     "leaderboard": words("--format --sort --reverse --uri --root --experiment"),
-    "export": words("--to --trial --uri --root --experiment"),
+    "export": words("--to --trial --form --uri --root --experiment"),
     "generate": words(
         """
         --prompt --file --validation --trial --no-base --max-new-tokens --temperature --top-p --seed --stop
         --chat --plain --json --uri --root --experiment
         """
     ),
-    "serve": words("--trial --max-new-tokens --queue --pool-tokens --uri --root --experiment"),
+    "serve": words(
+        "--trial --max-new-tokens --queue --pool-tokens --wait --adapters --model --uri --root --experiment"
+    ),
     "launch": words("--nodes --tasks-per-node --gpus-per-task --cpus-per-task --time --partition --to"),
 }
 ALONE = words("--json --warm --reverse --no-base --chat --plain")  # options without a value

@@ -110,6 +110,10 @@ def test_the_verbs_that_read(
     assert main(["export", "mine", "--trial", "1", "--to", out]) == 0
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert config["r"] == int(next(row["adapter.rank"] for row in rows if row["trial"] == "1"))
+    assert "| adapter.rank |" in (tmp_path / "out" / "README.md").read_text()
+    merged = str(tmp_path / "merged")
+    assert main(["export", "mine", "--trial", "1", "--to", merged, "--form", "merged"]) == 0
+    assert (tmp_path / "merged" / "model.safetensors").is_file()
     assert main(["leaderboard", "other"]) == 2
     assert main(["export", "mine", "--to", out]) == 2
 

@@ -15,6 +15,7 @@ from peft import PeftModel
 
 from plait.adapters.peft_folder import export_adapter
 from plait.adapters.variants import attach
+from plait.cli.chat import Chat
 from plait.core.errors import InputError, StorageError
 from plait.core.jobs import AdapterSpec
 from plait.core.settings import ModelSettings
@@ -280,6 +281,29 @@ def test_an_adapter_that_cannot_be_read_any_more_ends_its_own_requests(
     assert one is not None
     assert two is not None
     assert one.tokens == two.tokens
+
+
+def test_a_chat_is_answered_by_the_current_adapter_and_goes_on_when_it_changes(
+    served: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    models: dict[str, str | None] = {"base": None, "rank8": "rank8"}
+    chat = Chat(served.base, served.engine(2000), models, "rank8", FREE)
+    lines = iter(["Hi", "/use base", "/use nobody", "And?", "/models", "/new", "Hi", "/quit", "never read"])
+    prompts = []
+    assert chat.run(lambda prompt: (prompts.append(prompt), next(lines))[1]) == 0  # type: ignore[func-returns-value]
+    assert prompts == ["rank8> ", "rank8> ", *["base> "] * 6]
+    told = capsys.readouterr()
+    assert "models: base, rank8" in told.err
+    spoken: list[dict[str, str]] = []
+    wanted = []
+    for line, adapter in (("Hi", "rank8"), ("And?", None), ("Hi", None)):
+        spoken = [*(spoken if line == "And?" else []), {"role": "user", "content": line}]
+        text = served.base.tokeniser.apply_chat_template(spoken, tokenize=False, add_generation_prompt=True)
+        tokens = tuple(served.base.tokeniser(text, add_special_tokens=False)["input_ids"])
+        wanted.append(served.alone(Request(tokens, adapter, FREE)).text)
+        spoken.append({"role": "assistant", "content": wanted[-1]})
+    assert told.out == f"{wanted[0]}\n{wanted[1]}\nbase\nrank8\n{wanted[2]}\n"
+    assert chat.messages == spoken
 
 
 def test_an_adapter_that_is_not_finite_ends_its_own_requests_alone(served: Served) -> None:

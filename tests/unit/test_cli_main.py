@@ -305,6 +305,7 @@ def test_finding_a_verb_that_is_not_there() -> None:
         ("ui", "--port"),
         ("generate", "--validation N"),
         ("serve", "PLAIT_SERVE_KEY"),
+        ("chat", "/use NAME"),
     ],
 )
 @pytest.mark.parametrize("flag", ["--help", "-h"])

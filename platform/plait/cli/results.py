@@ -1,4 +1,4 @@
-"""The verbs for finished and running searches: ui, leaderboard, export, forget."""
+"""The verbs for finished and running searches: ui, leaderboard, forget."""
 
 from __future__ import annotations
 
@@ -55,22 +55,6 @@ def leaderboard(arguments: Sequence[str]) -> int:
     from plait.cli.leaderboard import show
 
     show(store_settings(known), known.name, known.format, known.sort, reverse=known.reverse)
-    return EXIT_DONE
-
-
-def export(arguments: Sequence[str]) -> int:
-    """Export an adapter as a PEFT folder."""
-    parser = store_parser("export", "Export an adapter from the store as a PEFT folder.")
-    parser.add_argument(
-        "name", nargs="?", help="search, or MLflow run id of one adapter; default: the newest search"
-    )
-    parser.add_argument("--to", type=as_path, required=True, metavar="DIR", help="the folder to create")
-    parser.add_argument("--trial", type=int, metavar="N", help="trial of the search; default: the best")
-    known = parser.parse_args(arguments)
-    from plait.tracking.results import export as export_adapter
-
-    record, folder = export_adapter(store_settings(known), known.name, known.to, trial=known.trial)
-    print(f"{record.name}: {folder}")
     return EXIT_DONE
 
 

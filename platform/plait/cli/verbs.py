@@ -184,7 +184,8 @@ Examples
     ),
     Verb("control", "plait.cli.control:main", "pause, stop, extend or inspect a running search"),
     Verb("generate", "plait.cli.generate:main", "try a search's adapters on prompts, beside the base model"),
-    Verb("serve", "plait.cli.serve:main", "serve a search's adapters with OpenAI's interface"),
+    Verb("chat", "plait.cli.chat:main", "talk to a search's adapters in the terminal"),
+    Verb("serve", "plait.cli.serve:main", "serve adapters of a search or of folders with OpenAI's interface"),
     Verb("ui", "plait.cli.results:ui", "open the results in MLflow"),
     Verb("leaderboard", "plait.cli.results:leaderboard", "print a search's adapters, best first"),
     Verb("trace", "plait.cli.trace:main", "write a timeline of what each process of a search did"),
@@ -195,7 +196,7 @@ Examples
         hydra=True,
     ),
     Verb("forget", "plait.cli.results:forget", "delete a search: folder, study and MLflow runs"),
-    Verb("export", "plait.cli.results:export", "export an adapter as a PEFT folder"),
+    Verb("export", "plait.cli.export:main", "export an adapter, also merged or for llama.cpp"),
 )
 
 

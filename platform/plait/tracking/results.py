@@ -129,12 +129,7 @@ def export(
         SearchError: the search or trial does not exist, or has no adapter.
         StorageError: the store or the folder cannot be used.
     """
-    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
-        raise StorageError(
-            f"{destination} already exists",
-            "Exporting does not overwrite an existing folder.",
-            "Choose a new folder.",
-        )
+    free_folder(destination)
     store, run = _find(settings, name)
     record = job_record(run) if names.TAG_TRIAL in run.data.tags else chosen(_result(store, run), trial)
     with storage_errors(store.location):
@@ -152,6 +147,20 @@ def export(
                 destination.rmdir()
             shutil.move(copied, destination)
     return record, destination
+
+
+def free_folder(destination: Path) -> None:
+    """Refuse a folder that exists and is not empty.
+
+    Raises:
+        StorageError: it is not free.
+    """
+    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+        raise StorageError(
+            f"{destination} already exists",
+            "Exporting does not overwrite an existing folder.",
+            "Choose a new folder.",
+        )
 
 
 def chosen(result: SearchResult, trial: int | None) -> JobRecord:

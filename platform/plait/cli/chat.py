@@ -1,0 +1,125 @@
+"""`plait chat`: talk to a search's adapters in the terminal, and switch between them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from plait.cli.generate import POOL_TOKENS, load_base
+from plait.cli.results import store_parser, store_settings
+from plait.core.errors import EXIT_DONE, ConfigError, PlaitError, SearchError, choices
+from plait.core.lifecycle import JobState
+
+if TYPE_CHECKING:
+    from plait.models.base import BaseModel
+    from plait.serve.engine import Engine
+    from plait.serve.requests import Sampling
+
+BASE = "base"
+HELP = "/use NAME switches the adapter, /models lists them, /new begins a new conversation, /quit ends."
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Talk to a search's adapters."""
+    parser = store_parser("chat", "Talk to a search's adapters in the terminal, and switch between them.")
+    add = parser.add_argument
+    parser.epilog = HELP
+    add("name", nargs="?", help="name of the search; default: the newest")
+    add("--trial", type=int, metavar="N", help="the adapter to begin with; default: the best, else the first")
+    add("--max-new-tokens", type=int, default=256, metavar="N", help="most tokens of an answer; default: 256")
+    add("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
+    add("--top-p", type=float, default=1.0, help="sample from the likeliest tokens with this probability")
+    add("--seed", type=int, default=0, help="seed of sampling; default: 0")
+    known = parser.parse_args(arguments)
+    from plait.serve.engine import Engine
+    from plait.serve.requests import Sampling
+    from plait.tracking.results import chosen, load_search
+    from plait.tracking.trained import adapter_folder, base_model
+
+    sampling = Sampling(known.max_new_tokens, known.temperature, known.top_p, known.seed)
+    settings = store_settings(known)
+    search = load_search(settings, known.name)
+    records = [record for record in search.records if record.state == JobState.FINISHED]
+    if not records:
+        raise SearchError(f"search {search.name!r} has no finished trial", "Only these have an adapter.")
+    first = chosen(search, known.trial) if known.trial is not None else search.best or records[0]
+    folders = {record.name: adapter_folder(search, record, settings) for record in records}
+    base, adapters = load_base(base_model(search, settings), folders)
+    if not base.tokeniser.chat_template:
+        raise ConfigError(
+            "plait chat", "The model's tokeniser has no chat template.", "Use `plait generate --plain`."
+        )
+    models: dict[str, str | None] = {BASE: None} | {name: name for name in folders}
+    chat = Chat(base, Engine(base, adapters, pool_tokens=POOL_TOKENS), models, first.name, sampling)
+    print(HELP)
+    return chat.run(_line)
+
+
+def _line(prompt: str) -> str | None:
+    """A line of input; None at its end."""
+    try:
+        return input(prompt)
+    except EOFError:
+        print()
+        return None
+
+
+@dataclass(slots=True)
+class Chat:
+    """A conversation; each answer is by the model that is current.
+
+    Attributes:
+        models: the adapter of each name; None: the base model.
+    """
+
+    base: BaseModel
+    engine: Engine
+    models: Mapping[str, str | None]
+    current: str
+    sampling: Sampling
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    def run(self, read: Callable[[str], str | None]) -> int:
+        """Read lines and answer them, to the end of the input or /quit."""
+        while (line := read(f"{self.current}> ")) is not None:
+            word, _, rest = line.strip().partition(" ")
+            if word == "/quit":
+                break
+            if word == "/new":
+                self.messages.clear()
+            elif word == "/models":
+                print(*self.models, sep="\n")
+            elif word == "/use" and rest.strip() in self.models:
+                self.current = rest.strip()
+            elif word.startswith("/"):
+                known = f"; models: {choices(self.models)}" if word == "/use" else ""
+                print(f"{HELP}{known}", file=sys.stderr)
+            elif word:
+                self._answer(line)
+        return EXIT_DONE
+
+    def _answer(self, line: str) -> None:
+        """Print an answer while it is generated; Ctrl-C ends it, and what there is of it stays."""
+        from plait.serve.requests import Request
+
+        self.messages.append({"role": "user", "content": line})
+        tokeniser = self.base.tokeniser
+        text = tokeniser.apply_chat_template(self.messages, tokenize=False, add_generation_prompt=True)
+        tokens = tuple(tokeniser(text, add_special_tokens=False)["input_ids"])
+        number, pieces = None, []
+        try:
+            number = self.engine.add(Request(tokens, self.models[self.current], self.sampling))
+            for update in self.engine.run():
+                print(update.text, end="", flush=True)
+                pieces.append(update.text)
+        except PlaitError as error:  # a conversation that is too long, say
+            print(error, file=sys.stderr)
+            self.messages.pop()
+            return
+        except KeyboardInterrupt:
+            if number is not None:
+                self.engine.cancel(number)
+        print()
+        self.messages.append({"role": "assistant", "content": "".join(pieces)})

@@ -1,0 +1,84 @@
+"""`plait export`: an adapter as a PEFT folder, merged into its base model, or for llama.cpp."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from plait.cli.results import store_parser, store_settings
+from plait.core.errors import EXIT_DONE, StorageError
+from plait.utils.paths import as_path
+
+if TYPE_CHECKING:
+    from plait.core.settings import ModelSettings, TrackingSettings
+    from plait.tracking.leaderboard import JobRecord
+
+FORMS = ("peft", "merged", "gguf")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Export an adapter."""
+    parser = store_parser("export", "Export an adapter from the store.")
+    add = parser.add_argument
+    add("name", nargs="?", help="search, or MLflow run id of one adapter; default: the newest search")
+    add("--to", type=as_path, required=True, metavar="DIR", help="the folder to create")
+    add("--trial", type=int, metavar="N", help="trial of the search; default: the best")
+    add(
+        "--form",
+        choices=FORMS,
+        default="peft",
+        help="peft (default), also for vLLM and SGLang; merged: the whole model; gguf: for llama.cpp",
+    )
+    known = parser.parse_args(arguments)
+    from plait.tracking.results import export, free_folder
+
+    settings = store_settings(known)
+    if known.form == "peft":
+        record, folder = export(settings, known.name, known.to, trial=known.trial)
+        (folder / "README.md").write_text(_card(record, folder, "peft"), encoding="utf-8")
+    else:
+        free_folder(known.to)
+        with tempfile.TemporaryDirectory(prefix="plait-export-") as name:
+            record, folder = export(settings, known.name, Path(name) / "adapter", trial=known.trial)
+            _write(known.form, _base_model(settings, known.name, record), record, folder, known.to)
+    print(f"{record.name}: {known.to}")
+    return EXIT_DONE
+
+
+def _write(form: str, model: ModelSettings, record: JobRecord, folder: Path, target: Path) -> None:
+    from plait.adapters.exports import write_gguf, write_merged
+
+    write = write_merged if form == "merged" else write_gguf
+    write(model, folder, target, _card(record, folder, form))
+
+
+def _base_model(settings: TrackingSettings, name: str | None, record: JobRecord) -> ModelSettings:
+    """The base model of a record's search, as the search trained on it."""
+    from plait.tracking.results import load_search
+    from plait.tracking.trained import base_model
+
+    search = load_search(settings, None if name == record.run_id else name)
+    if record.run_id not in {each.run_id for each in search.records}:
+        raise StorageError(
+            f"{name}", "Only a search's name leads to its base model.", "Give the search and --trial."
+        )
+    return base_model(search, settings)
+
+
+def _card(record: JobRecord, folder: Path, form: str) -> str:
+    from plait.adapters.exports import model_card
+
+    config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    facts = {
+        **record.parameters,
+        "steps": record.step,
+        "tokens": record.tokens,
+        "eval loss": record.eval_loss,
+        "accuracy": record.accuracy,
+        "objective": record.objective,
+    }
+    shown = {key: value for key, value in facts.items() if value is not None}
+    return model_card(config["base_model_name_or_path"], record.name, config["r"], shown, form=form)
