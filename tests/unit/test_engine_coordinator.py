@@ -27,9 +27,11 @@ from plait.core.messages import (
     JobAdmitted,
     JobEvaluated,
     JobGenerated,
+    JobPaused,
     JobProgress,
     JobSaved,
     Notice,
+    PauseReason,
     RunSchedule,
     SaveCheckpoint,
     WorkerEvent,
@@ -336,6 +338,47 @@ def test_answers_are_generated_and_scored_at_the_end() -> None:
     (command,) = [c for c in worker.commands if isinstance(c, Generate)]
     assert (command.max_new_tokens, [each.job for each in command.jobs]) == (8, ["a", "b"])
     assert sum(round(e.device_seconds * 1e9) for e in of(JobResult, events)) == made.device_ns
+
+
+def test_answers_at_evaluations_are_scored_at_rungs_and_a_job_without_them_fails() -> None:
+    """Those at a rung are of the weights there, those at the end of the best ones; each comes once."""
+    asked: list[tuple[bool, list[str]]] = []
+    catalogue = DataCatalogue(
+        load_lengths,
+        generation_limit=lambda _: 8,
+        each_evaluation=lambda _: True,
+        score=lambda _spec, rows, _texts: [0.5] * len(rows),
+    )
+    worker = CurveWorker(
+        fault=lambda kind, name, step: "no room" if (kind, name, step) == ("generate", "c", 2) else None
+    )
+    execute = worker.execute
+
+    def noting(command: Command) -> Sequence[WorkerEvent]:
+        if isinstance(command, Generate):
+            asked.append((command.best, sorted(each.job for each in command.jobs)))
+        return execute(command)
+
+    worker.execute = noting  # type: ignore[method-assign]
+    made = coordinator(worker, catalogue=catalogue)
+    for name in "abc":
+        made.submit(job(name, steps=3, validation=(4, 4)), rungs=(2,) if name != "b" else (), measured=True)
+    waiting: list[str] = []
+    events: list[Event] = []
+    for _ in range(100):
+        if made.idle:
+            break
+        for name in waiting:
+            made.resume(name, PauseReason.AT_RUNG)
+        now = made.advance()
+        events += now
+        waiting = [event.job for event in of(JobPaused, now)]
+    accuracies = [(e.job, e.step, e.accuracy) for e in of(JobGenerated, events)]
+    assert sorted(accuracies) == [("a", 2, 0.5), ("a", 3, 0.5), ("b", 3, 0.5)]
+    assert asked[0] == (False, ["a", "c"])
+    assert all(best for best, _ in asked[1:])
+    failed = [e for e in of(JobResult, events) if e.job == "c"]
+    assert [(e.state, e.reason) for e in failed] == [("failed", "no room")]
 
 
 def test_a_job_whose_answers_do_not_fit_into_memory_is_finished_without_them() -> None:

@@ -566,6 +566,14 @@ def test_a_rung_metric_that_the_data_does_not_give_is_refused() -> None:
         check_measured(search, [DataSpec.of("reasoning_gym", validation=0)])
 
 
+def test_rungs_by_accuracy_need_answers_at_rungs() -> None:
+    stopping = StoppingSettings(kind="median", metric="eval/accuracy")
+    search = SearchSettings(metric="train/loss", stopping=stopping)
+    with pytest.raises(ConfigError, match="generate_at"):
+        check_measured(search, [DataSpec.of("reasoning_gym", generate=True)])
+    check_measured(search, [DataSpec.of("reasoning_gym", generate=True, generate_at="evaluation")])
+
+
 def test_a_metric_is_taken_where_all_data_gives_it() -> None:
     without, generated = (
         DataSpec.of("reasoning_gym", validation=0),

@@ -10,7 +10,7 @@ from optuna.pruners import BasePruner
 
 from plait.core.jobs import JobSpec, TrainSpec
 from plait.core.lifecycle import JobResult, JobState, PauseReason
-from plait.core.messages import Event, JobAdmitted, JobEvaluated, JobPaused, JobProgress
+from plait.core.messages import Event, JobAdmitted, JobEvaluated, JobGenerated, JobPaused, JobProgress
 from plait.core.settings import SearchSettings, StoppingSettings
 from plait.engine.catalogue import DataCatalogue
 from plait.search.objective import Observed
@@ -197,6 +197,18 @@ def test_only_values_measured_at_a_rung_are_stored_and_compared() -> None:
     search.tell(JobEvaluated(Trial(1).name, 2, 2.5, 4))
     assert search.memory.drawn[1].values == {2: 2.5}
     assert search.stopper.decisions(lambda: 2) == [(Trial(1), STOP)]
+
+
+def test_accuracies_are_compared_when_they_are_known_not_when_the_loss_is() -> None:
+    search = Search(metric="eval/accuracy")
+    for step, accuracy in ((2, 0.25), (4, 0.75)):
+        search.trains(0, step)
+        search.tell(JobEvaluated(Trial(0).name, step, 1.0, 10))
+        assert step not in search.memory.drawn[0].values
+        search.tell(JobGenerated(Trial(0).name, step, accuracy))
+        assert search.memory.drawn[0].values[step] == accuracy
+        search.rule.answer = CONTINUE
+        assert [found for _, found in search.stopper.decisions(lambda: 2)] == [CONTINUE]
 
 
 def test_passed_rungs_are_stored_once_and_only_for_asynchronous_rules() -> None:

@@ -103,10 +103,12 @@ class GenerateJob:
 
 @dataclass(frozen=True, slots=True)
 class Generate:
-    """Generate answers greedily, for several jobs together."""
+    """Generate answers greedily, for several jobs together; ``best``: with the weights of jobs' best
+    evaluations, if they keep them."""
 
     jobs: tuple[GenerateJob, ...]
     max_new_tokens: int
+    best: bool = True
 
 
 @dataclass(frozen=True, slots=True)

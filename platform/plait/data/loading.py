@@ -104,6 +104,12 @@ def generation_limit(spec: DataSpec) -> int | None:
     return options.max_new_tokens if isinstance(options, VerifiedOptions) and options.generate else None
 
 
+def each_evaluation(spec: DataSpec) -> bool:
+    """Whether answers are generated and scored whenever the validation loss is measured."""
+    options = parse_options(spec)
+    return isinstance(options, VerifiedOptions) and options.generate and options.generate_at == "evaluation"
+
+
 def score(spec: DataSpec, rows: Sequence[int], texts: Sequence[str]) -> tuple[float, ...]:
     """The verifier's scores of answers: 1 is right, lower is partly right or wrong.
 

@@ -86,11 +86,13 @@ class VerifiedOptions(CommonOptions):
     """Options of a source that can score answers.
 
     Attributes:
-        generate: at the end of a job, answer the validation prompts and score the answers.
+        generate: answer the validation prompts and score the answers.
+        generate_at: at the end of a job, or whenever its validation loss is measured, as at rungs.
         max_new_tokens: tokens of the longest answer.
     """
 
     generate: bool = False
+    generate_at: Literal["end", "evaluation"] = "end"
     max_new_tokens: Annotated[int, at_least(1)] = 32
 
     def __post_init__(self) -> None:

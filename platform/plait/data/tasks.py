@@ -122,7 +122,9 @@ def score(options: TaskOptions, rows: Sequence[int], texts: Sequence[str]) -> tu
 
 SOURCES.add(
     "reasoning_gym",
-    Source(TaskOptions, open_rows, check_task, score, no_effect=("generate", "max_new_tokens")),
+    Source(
+        TaskOptions, open_rows, check_task, score, no_effect=("generate", "generate_at", "max_new_tokens")
+    ),
 )
 
 

@@ -24,7 +24,7 @@ from plait.core.settings import (
     RunSettings,
 )
 from plait.cost.profile_store import Profile, ProfileKey, load_profile
-from plait.data.loading import describe_rows, generation_limit, load_data, score
+from plait.data.loading import describe_rows, each_evaluation, generation_limit, load_data, score
 from plait.engine.admission import choose_capacity
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
@@ -84,7 +84,9 @@ def open_data(
             cache=cache_dir(),
         )
 
-    catalogue = DataCatalogue(load, generation_limit=generation_limit, score=score)
+    catalogue = DataCatalogue(
+        load, generation_limit=generation_limit, each_evaluation=each_evaluation, score=score
+    )
     facts: dict[str, Any] = {}
     lengths: dict[str, Any] = {}
     said: dict[str, None] = {}

@@ -20,6 +20,7 @@ class DataCatalogue:
     Args:
         load: returns the tokenised data of a spec (``plait.data.load_data`` bound to a tokeniser).
         generation_limit: returns the most new tokens of an answer, or None if none are generated.
+        each_evaluation: returns whether answers are generated whenever the validation loss is measured.
         score: scores generated answers to rows of the source (``plait.data.score``).
     """
 
@@ -28,10 +29,12 @@ class DataCatalogue:
         load: Callable[[DataSpec], TokenisedData],
         *,
         generation_limit: Callable[[DataSpec], int | None] = lambda _: None,
+        each_evaluation: Callable[[DataSpec], bool] = lambda _: False,
         score: Scorer | None = None,
     ) -> None:
         self._load = load
         self.generation_limit = generation_limit
+        self.each_evaluation = each_evaluation
         self._score = score
         self._by_spec: dict[DataSpec, TokenisedData] = {}
 

@@ -33,7 +33,7 @@ from plait.cost.profile_store import Profile
 from plait.engine.admission import Admission
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.checkpoints import Checkpointer, checkpoint_name
-from plait.engine.iteration import Finishing, evaluate, progress, traced
+from plait.engine.iteration import Finishing, answered, evaluate, progress, traced
 from plait.engine.jobs import LiveJob, Roster
 from plait.engine.ledger import Ledger, Outcome
 from plait.engine.packer import Packer
@@ -568,10 +568,14 @@ class Coordinator:
         )
 
     def _evaluate(self) -> list[Event]:
-        """Validation losses of all jobs that are due, in joint forward passes."""
+        """Validation losses of all jobs that are due, in joint forward passes, and accuracies where they are
+        wanted at evaluations; those of jobs that are done come when they are finished."""
         due = [job for job in self._live.values() if job.evaluation_due]
         measured, failed = evaluate(due, self._send, self._packer)
-        return [*self._end_failed(failed), *measured]
+        going = [job for job in due if not job.done and job.name not in failed]
+        asked = [job for job in going if self._data.each_evaluation(job.spec.data)]
+        found, unanswered = answered(asked, self._send, self._data, best=False)
+        return [*self._end_failed(failed | unanswered), *measured, *found]
 
     def _finish(self) -> list[Event]:
         """End every job whose budget is spent."""

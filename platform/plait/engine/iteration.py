@@ -64,6 +64,35 @@ def evaluate(due: Sequence[LiveJob], send: Send, packer: Packer) -> tuple[list[J
     return measured, outcome.failures
 
 
+def answered(
+    jobs: Sequence[LiveJob], send: Send, data: DataCatalogue, *, best: bool
+) -> tuple[list[JobGenerated], dict[str, str]]:
+    """Generate answers to the validation prompts of all jobs that have some together, and score them.
+
+    Args:
+        best: with the weights of jobs' best evaluations, if they keep them.
+
+    Returns:
+        The accuracies, and why the other jobs have none, by name.
+    """
+    asking: dict[int, list[LiveJob]] = {}
+    for job in jobs:
+        limit = data.generation_limit(job.spec.data)
+        if limit is not None and len(job.data.validation) > 0:
+            asking.setdefault(limit, []).append(job)
+    found: list[JobGenerated] = []
+    failed: dict[str, str] = {}
+    for limit, group in asking.items():
+        wanted = [GenerateJob(job.name, tuple(range(len(job.data.validation)))) for job in group]
+        outcome = send(Generate(tuple(wanted), limit, best))
+        failed |= {job.name: outcome.failures[job.name] for job in group if job.name in outcome.failures}
+        for job in group:
+            if job.name not in failed:
+                scores = data.scores(job.spec.data, job.data, outcome.generated[job.name])
+                found.append(JobGenerated(job.name, job.step, sum(scores) / len(scores)))
+    return found, failed
+
+
 @dataclass(slots=True)
 class _Progress:
     """How far the finishing of a job has come.
@@ -126,25 +155,15 @@ class Finishing:
         return events, finished
 
     def _score(self, jobs: Sequence[LiveJob]) -> list[Event]:
-        """Generate answers to the validation prompts of all jobs that need them together, and score them."""
+        """The accuracies of jobs' answers; a job without them is finished all the same."""
         self._progress |= {job.name: _Progress() for job in jobs}
-        asking: dict[int, list[LiveJob]] = {}
-        for job in jobs:
-            limit = self._data.generation_limit(job.spec.data)
-            if limit is not None and len(job.data.validation) > 0:
-                asking.setdefault(limit, []).append(job)
-        events: list[Event] = []
-        for limit, group in asking.items():
-            wanted = [GenerateJob(job.name, tuple(range(len(job.data.validation)))) for job in group]
-            outcome = self._send(Generate(tuple(wanted), limit))
-            for job in group:
-                if trouble := outcome.failures.get(job.name):
-                    self._progress[job.name].unscored = trouble
-                    events.append(Notice(f"{job.name}: answers could not be generated: {trouble}"))
-                    continue
-                scores = self._data.scores(job.spec.data, job.data, outcome.generated[job.name])
-                events.append(JobGenerated(job.name, job.step, sum(scores) / len(scores)))
-        return events
+        found, failed = answered(jobs, self._send, self._data, best=True)
+        for name, trouble in failed.items():
+            self._progress[name].unscored = trouble
+        notices = [
+            Notice(f"{name}: answers could not be generated: {trouble}") for name, trouble in failed.items()
+        ]
+        return [*notices, *found]
 
 
 def _retried(job: str, trouble: str) -> str:

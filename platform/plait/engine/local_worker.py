@@ -366,7 +366,7 @@ class LocalWorker:
         """Generate the answers of all jobs together; the time is divided by tokens."""
         started = self._clock()
         splits = {each.job: self._data_of(each.job).validation for each in command.jobs}
-        with self.adapters.at_best([each.job for each in command.jobs]):
+        with self.adapters.at_best([each.job for each in command.jobs if command.best]):
             answers = answer(command, splits, self._model, self.bank, capacity=self._capacity)
         seconds = self._clock() - started
         work = tuple((each.job, 0) for each in command.jobs)

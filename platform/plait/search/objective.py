@@ -12,7 +12,7 @@ from plait.core.lifecycle import JobResult, JobState
 from plait.core.messages import Event, JobAdmitted, JobEvaluated, JobGenerated, JobProgress
 from plait.core.objectives import Constraint
 from plait.core.settings import SearchSettings
-from plait.data.loading import generation_limit
+from plait.data.loading import each_evaluation, generation_limit
 from plait.data.sources import parse_options
 from plait.search.rungs import rung_metric
 
@@ -110,7 +110,14 @@ def check_measured(search: SearchSettings, data: Iterable[DataSpec]) -> None:
         for metric in _metrics(search):
             _check_measured(metric, spec)
         if search.stopping.active:
-            _check_measured(rung_metric(search).metric, spec)
+            metric = rung_metric(search).metric
+            _check_measured(metric, spec)
+            if metric == "eval/accuracy" and not each_evaluation(spec):
+                raise ConfigError(
+                    "rungs by eval/accuracy with data.generate_at=end",
+                    "Trials are compared at rungs by answers that are generated there.",
+                    "Set data.generate_at=evaluation.",
+                )
 
 
 def _metrics(search: SearchSettings) -> list[str]:

@@ -20,7 +20,7 @@ from typing import Any, Protocol, Self
 from plait.core.errors import InputError, ProcessError, StorageError
 from plait.core.jobs import JobSpec
 from plait.core.lifecycle import JobResult, JobState, PauseReason
-from plait.core.messages import Event, JobAdmitted, JobEvaluated, JobPaused, Notice
+from plait.core.messages import Event, JobAdmitted, JobEvaluated, JobGenerated, JobPaused, Notice
 from plait.core.settings import SearchSettings
 from plait.engine.iteration import SPENT
 from plait.search.objective import Observed, rejection
@@ -431,7 +431,7 @@ class SearchLoop:
             if self._stopper is not None:
                 self._stopper.handle(event, self._observed)
             match event:
-                case JobEvaluated():
+                case JobEvaluated() | JobGenerated():
                     self._report(event)
                 case JobAdmitted() if event.job.name in self._trials:
                     self._source.resume(self._trials[event.job.name].trial)
@@ -447,11 +447,14 @@ class SearchLoop:
         if self._view is not None:
             self._view.handle(event)
 
-    def _report(self, event: JobEvaluated) -> None:
+    def _report(self, event: JobEvaluated | JobGenerated) -> None:
         """Store intermediate objectives at evaluations only, because a database takes tens of milliseconds
-        for each."""
+        for each; accuracies when they are known."""
         running = self._trials.get(event.job)
-        value = self._observed.value(event.job, self._settings.objectives[0].metric)
+        metric = self._settings.objectives[0].metric
+        if (metric == "eval/accuracy") != isinstance(event, JobGenerated):
+            return
+        value = self._observed.value(event.job, metric)
         if running is not None and value is not None and math.isfinite(value):
             self._source.report(running.trial, event.step, value)
 

@@ -18,6 +18,7 @@ SHARE = 8  # the first rung, and the distance of evenly spaced ones, is 1/SHARE 
 # Metrics that are measured at every rung, and whether less is better.
 RUNG_METRICS = {
     "eval/loss": True,
+    "eval/accuracy": False,
     "train/loss": True,
     "train/grad_norm": True,
     "train/tokens": True,

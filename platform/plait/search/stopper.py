@@ -16,7 +16,14 @@ from optuna.trial import Trial as LiveTrial
 
 from plait.core.jobs import JobSpec
 from plait.core.lifecycle import JobResult, JobState
-from plait.core.messages import Event, JobAdmitted, JobEvaluated, JobPaused, JobProgress
+from plait.core.messages import (
+    Event,
+    JobAdmitted,
+    JobEvaluated,
+    JobGenerated,
+    JobPaused,
+    JobProgress,
+)
 from plait.core.objectives import Constraint
 from plait.core.settings import SearchSettings
 from plait.engine.catalogue import DataCatalogue
@@ -164,7 +171,9 @@ class Stopper:
                 self._reach(event.job, event.step)
                 if not self.measured:
                     self._measure(event.job, event.step, observed)
-            case JobEvaluated() if self.measured:
+            case JobEvaluated() if self._metric == "eval/loss":
+                self._measure(event.job, event.step, observed)
+            case JobGenerated() if self._metric == "eval/accuracy":
                 self._measure(event.job, event.step, observed)
             case JobResult():
                 self._trials.pop(event.job, None)
