@@ -6,6 +6,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,8 @@ from transformers import PreTrainedTokenizerFast
 from plait.core.errors import ConfigError, DataError, InputError, StorageError
 from plait.core.jobs import DataSpec
 from plait.core.samples import RowCounts, Sample, Split
-from plait.data.loading import check_data, describe_rows, generation_limit, load_data, score
+from plait.data.loading import check_data, describe_rows, generation_limit, load_data
+from plait.data.scoring import score
 from plait.data.sources import parse_options
 from plait.data.tasks import HASH_DEPENDENT, TaskOptions, generate_task
 from plait.data.tokenising import Rendered, tokenise
@@ -605,3 +607,37 @@ def test_gsm8k_is_read_with_named_fields(tmp_path, tokeniser):
     data = load_data(spec, tokeniser, max_length=3000, cache=tmp_path)
     assert (len(data.train), len(data.validation)) == (48, 16)
     assert all("#### " in labelled_text(data.train[i], tokeniser) for i in range(48))
+
+
+def test_a_named_function_scores_the_answers_to_a_file_s_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "own_scorer.py").write_text(
+        "def same(texts, rows):\n    return [text == row['completion'] for text, row in zip(texts, rows)]\n"
+        "def one(texts, rows):\n    return [1.0]\n"
+    )
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{n}=", "completion": f"{n}"}) + "\n" for n in range(9)))
+
+    def spec(**options: Any) -> DataSpec:
+        return DataSpec.of("file", path=str(file), validation=3, generate=True, **options)
+
+    whole = spec(scorer="own_scorer:same", max_new_tokens=5)
+    check_data(whole)
+    assert generation_limit(whole) == 5
+    tokeniser = byte_tokeniser()
+    rows = load_data(whole, tokeniser, max_length=50, cache=tmp_path / "cache").validation.rows
+    right = [str(row) for row in rows]
+    assert score(whole, rows.tolist(), right) == (1.0, 1.0, 1.0)
+    assert score(whole, rows.tolist(), ["no", *right[1:]]) == (0.0, 1.0, 1.0)
+    with pytest.raises(ConfigError, match="one finite number for each text"):
+        score(spec(scorer="own_scorer:one"), rows.tolist(), right)
+    for wrong, said in (
+        ({}, "has no verifier"),
+        ({"scorer": "own_scorer:other"}, "other"),
+        ({"scorer": "nowhere:same"}, "nowhere"),
+        ({"scorer": "own_scorer"}, "package.module:function"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            check_data(spec(**wrong))

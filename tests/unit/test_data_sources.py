@@ -15,7 +15,8 @@ from plait.core.errors import ConfigError, DataError
 from plait.core.jobs import DataSpec
 from plait.core.settings import ModelSettings
 from plait.data.examples import Pair
-from plait.data.loading import check_data, generation_limit, load_data, score
+from plait.data.loading import check_data, generation_limit, load_data
+from plait.data.scoring import score
 from plait.data.sources import SOURCES, CommonOptions, Rows, Source, VerifiedOptions
 from plait.models.load import load_tokeniser
 

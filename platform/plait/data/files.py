@@ -15,9 +15,10 @@ from plait.core.errors import ConfigError, DataError, choices
 from plait.data.datasets_library import files_of, is_saved, read_saved, split_folder
 from plait.data.examples import Example, NamedFields, Row, read_example
 from plait.data.formats import PARSERS, SUFFIXES
-from plait.data.sources import SOURCES, FieldOptions, Rows, Source
+from plait.data.sources import GENERATION, SOURCES, FieldOptions, Rows, Source
 from plait.utils.paths import user_path
 
+PLACES = ("path", "validation_path", "split", "validation_split")
 Format = Literal["json", "csv", "tsv", "parquet"]
 
 
@@ -82,7 +83,11 @@ def open_rows(options: FileOptions) -> Rows:
 
 SOURCES.add(
     "file",
-    Source(FileOptions, open_rows, no_effect=("path", "validation_path", "split", "validation_split")),
+    Source(
+        FileOptions,
+        open_rows,
+        no_effect=(*PLACES, *GENERATION),
+    ),
 )
 
 

@@ -13,7 +13,7 @@ from plait.core.checks import NOT_EMPTY
 from plait.core.errors import DataError
 from plait.data.datasets_library import SPLIT, read_hub
 from plait.data.examples import Example, NamedFields, Row, read_example
-from plait.data.sources import SOURCES, FieldOptions, Rows, Source
+from plait.data.sources import GENERATION, SOURCES, FieldOptions, Rows, Source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ def open_rows(options: HubOptions) -> Rows:
     return _rows(options, options.split, options.size, separate)
 
 
-SOURCES.add("hub", Source(HubOptions, open_rows))
+SOURCES.add("hub", Source(HubOptions, open_rows, no_effect=GENERATION))
 
 
 def _rows(options: HubOptions, split: str, limit: int | None, separate: Rows | None = None) -> Rows:

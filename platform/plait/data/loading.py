@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from plait.core.errors import ConfigError, DataError, choices
+from plait.core.errors import DataError
 from plait.core.jobs import DataSpec, JobSpec
 from plait.core.samples import Int64, RowCounts, Sample, Share, Split, TokenisedData
 from plait.data.cache import content_digest, read_cached, write_cached
 from plait.data.examples import Example
 from plait.data.overlong import Candidate, LengthLimit, described, fit
+from plait.data.scoring import check_scorer
 from plait.data.sources import SOURCES, CommonOptions, Rows, VerifiedOptions, parse_options
 from plait.data.tokenising import Renderer, check_tokeniser, tokenise, tokeniser_digest
 
@@ -35,6 +36,7 @@ def check_data(spec: DataSpec) -> None:
         DataError: a file or a row cannot be used, or there are too few rows for the split.
     """
     source, options = SOURCES.get(spec.source), parse_options(spec)
+    check_scorer(options, spec.source)
     if source.check is None:
         _read(source.open(options), options)
     else:
@@ -108,27 +110,6 @@ def each_evaluation(spec: DataSpec) -> bool:
     """Whether answers are generated and scored whenever the validation loss is measured."""
     options = parse_options(spec)
     return isinstance(options, VerifiedOptions) and options.generate and options.generate_at == "evaluation"
-
-
-def score(spec: DataSpec, rows: Sequence[int], texts: Sequence[str]) -> tuple[float, ...]:
-    """The verifier's scores of answers: 1 is right, lower is partly right or wrong.
-
-    Args:
-        rows: rows of the source that the answers belong to: ``data.validation.rows`` of the samples.
-        texts: the answers, in the same order.
-
-    Raises:
-        ConfigError: the source has no verifier.
-    """
-    source = SOURCES.get(spec.source)
-    if source.score is None:
-        able = [name for name in SOURCES if SOURCES.get(name).score is not None]
-        raise ConfigError(
-            f"data.source={spec.source!r}",
-            "This data source has no verifier.",
-            f"Choose one that has: {choices(able)}.",
-        )
-    return source.score(parse_options(spec), rows, texts)
 
 
 @dataclass(frozen=True, slots=True)

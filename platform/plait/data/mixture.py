@@ -14,7 +14,7 @@ from plait.config.fields import build, convert, unknown_key
 from plait.core.checks import NOT_EMPTY
 from plait.core.errors import ConfigError, DataError, choices
 from plait.data.examples import Example
-from plait.data.sources import SOURCES, CommonOptions, Rows, Source, VerifiedOptions
+from plait.data.sources import GENERATION, SOURCES, CommonOptions, Rows, Source
 
 MIXTURE = "mixture"
 WEIGHT, SOURCE = "weight", "source"
@@ -22,7 +22,7 @@ WEIGHT, SOURCE = "weight", "source"
 MEANT = {"path": "file", "id": "hub", "task": "reasoning_gym"}
 # Options of the whole mixture; each entry has its own size.
 SHARED = tuple(each.name for each in fields(CommonOptions) if each.name != "size")
-UNUSED = {each.name for each in fields(VerifiedOptions)} - {each.name for each in fields(CommonOptions)}
+UNUSED = set(GENERATION)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -83,17 +83,20 @@ class CommonOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifiedOptions(CommonOptions):
-    """Options of a source that can score answers.
+    """Options of a source whose answers can be scored, by its own verifier or by a function.
 
     Attributes:
         generate: answer the validation prompts and score the answers.
         generate_at: at the end of a job, or whenever its validation loss is measured, as at rungs.
         max_new_tokens: tokens of the longest answer.
+        scorer: "package.module:function", which scores answers in place of the source's verifier: it takes a
+            list of texts and a list of rows, and returns a number for each; 1 is right.
     """
 
     generate: bool = False
     generate_at: Literal["end", "evaluation"] = "end"
     max_new_tokens: Annotated[int, at_least(1)] = 32
+    scorer: str | None = None
 
     def __post_init__(self) -> None:
         CommonOptions.__post_init__(self)
@@ -106,7 +109,7 @@ class VerifiedOptions(CommonOptions):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FieldOptions(CommonOptions):
+class FieldOptions(VerifiedOptions):
     """Options of a source whose rows can have fields with other names.
 
     Attributes:
@@ -118,7 +121,7 @@ class FieldOptions(CommonOptions):
     completion_field: str | None = None
 
     def __post_init__(self) -> None:
-        CommonOptions.__post_init__(self)
+        VerifiedOptions.__post_init__(self)
         if (self.prompt_field is None) != (self.completion_field is None):
             raise ConfigError(
                 f"data.prompt_field={self.prompt_field}, data.completion_field={self.completion_field}",
@@ -163,7 +166,8 @@ class Source:
         options: dataclass of its options; a subclass of :class:`VerifiedOptions` if it has a verifier.
         open: returns the rows that the options describe.
         check: raises the errors that can be found before a model is loaded; None: found by reading all rows.
-        score: its verifier, which scores answers to rows, given by number; 1 is right.
+        score: its verifier, which scores answers to rows, given by number; 1 is right. None: a function that
+            ``data.scorer`` names scores them.
         no_effect: options that do not change the samples, or change ``Rows.digest`` with them.
     """
 
@@ -173,6 +177,10 @@ class Source:
     score: Callable[[Any, Sequence[int], Sequence[str]], tuple[float, ...]] | None = None
     no_effect: tuple[str, ...] = ()
 
+
+# Options of answers, which do not change the samples.
+_COMMON = {each.name for each in fields(CommonOptions)}
+GENERATION = tuple(each.name for each in fields(VerifiedOptions) if each.name not in _COMMON)
 
 SOURCES: Registry[Source] = Registry(
     "data source",

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 from plait.core.checks import Rule, at_least
 from plait.core.errors import ConfigError, DataError, choices
 from plait.data.examples import Example, Pair
-from plait.data.sources import SOURCES, VALIDATION, Rows, Source, VerifiedOptions
+from plait.data.sources import GENERATION, SOURCES, VALIDATION, Rows, Source, VerifiedOptions
 from plait.utils.spelling import did_you_mean
 
 LEAST_ALIKE = 0.5  # least ratio of difflib, for the name of a task or of its setting
@@ -122,9 +122,7 @@ def score(options: TaskOptions, rows: Sequence[int], texts: Sequence[str]) -> tu
 
 SOURCES.add(
     "reasoning_gym",
-    Source(
-        TaskOptions, open_rows, check_task, score, no_effect=("generate", "generate_at", "max_new_tokens")
-    ),
+    Source(TaskOptions, open_rows, check_task, score, no_effect=GENERATION),
 )
 
 

@@ -24,7 +24,8 @@ from plait.core.settings import (
     RunSettings,
 )
 from plait.cost.profile_store import Profile, ProfileKey, load_profile
-from plait.data.loading import describe_rows, each_evaluation, generation_limit, load_data, score
+from plait.data.loading import describe_rows, each_evaluation, generation_limit, load_data
+from plait.data.scoring import score
 from plait.engine.admission import choose_capacity
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator

@@ -568,8 +568,7 @@ class Coordinator:
         )
 
     def _evaluate(self) -> list[Event]:
-        """Validation losses of all jobs that are due, in joint forward passes, and accuracies where they are
-        wanted at evaluations; those of jobs that are done come when they are finished."""
+        """Validation losses of all jobs that are due; accuracies of those that go on, where they are wanted."""
         due = [job for job in self._live.values() if job.evaluation_due]
         measured, failed = evaluate(due, self._send, self._packer)
         going = [job for job in due if not job.done and job.name not in failed]
