@@ -568,12 +568,11 @@ class Coordinator:
         )
 
     def _evaluate(self) -> list[Event]:
-        """Validation losses of all jobs that are due; accuracies of those that go on, where they are wanted."""
+        """Validation losses of all jobs that are due; where wanted, accuracies of those that go on."""
         due = [job for job in self._live.values() if job.evaluation_due]
         measured, failed = evaluate(due, self._send, self._packer)
         going = [job for job in due if not job.done and job.name not in failed]
-        asked = [job for job in going if self._data.each_evaluation(job.spec.data)]
-        found, unanswered = answered(asked, self._send, self._data, best=False)
+        found, unanswered = answered(going, self._send, self._data, at_end=False)
         return [*self._end_failed(failed | unanswered), *measured, *found]
 
     def _finish(self) -> list[Event]:

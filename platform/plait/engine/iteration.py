@@ -65,12 +65,13 @@ def evaluate(due: Sequence[LiveJob], send: Send, packer: Packer) -> tuple[list[J
 
 
 def answered(
-    jobs: Sequence[LiveJob], send: Send, data: DataCatalogue, *, best: bool
+    jobs: Sequence[LiveJob], send: Send, data: DataCatalogue, *, at_end: bool
 ) -> tuple[list[JobGenerated], dict[str, str]]:
     """Generate answers to the validation prompts of all jobs that have some together, and score them.
 
     Args:
-        best: with the weights of jobs' best evaluations, if they keep them.
+        at_end: with the weights of jobs' best evaluations, if they keep them. Otherwise with those of now, and
+            only where answers are wanted at each evaluation.
 
     Returns:
         The accuracies, and why the other jobs have none, by name.
@@ -78,13 +79,14 @@ def answered(
     asking: dict[int, list[LiveJob]] = {}
     for job in jobs:
         limit = data.generation_limit(job.spec.data)
-        if limit is not None and len(job.data.validation) > 0:
+        wanted_now = at_end or data.each_evaluation(job.spec.data)
+        if limit is not None and wanted_now and len(job.data.validation) > 0:
             asking.setdefault(limit, []).append(job)
     found: list[JobGenerated] = []
     failed: dict[str, str] = {}
     for limit, group in asking.items():
         wanted = [GenerateJob(job.name, tuple(range(len(job.data.validation)))) for job in group]
-        outcome = send(Generate(tuple(wanted), limit, best))
+        outcome = send(Generate(tuple(wanted), limit, best=at_end))
         failed |= {job.name: outcome.failures[job.name] for job in group if job.name in outcome.failures}
         for job in group:
             if job.name not in failed:
@@ -157,7 +159,7 @@ class Finishing:
     def _score(self, jobs: Sequence[LiveJob]) -> list[Event]:
         """The accuracies of jobs' answers; a job without them is finished all the same."""
         self._progress |= {job.name: _Progress() for job in jobs}
-        found, failed = answered(jobs, self._send, self._data, best=True)
+        found, failed = answered(jobs, self._send, self._data, at_end=True)
         for name, trouble in failed.items():
             self._progress[name].unscored = trouble
         notices = [
