@@ -70,8 +70,8 @@ def answered(
     """Generate answers to the validation prompts of all jobs that have some together, and score them.
 
     Args:
-        at_end: with the weights of jobs' best evaluations, if they keep them. Otherwise with those of now, and
-            only where answers are wanted at each evaluation.
+        at_end: with the weights of jobs' best evaluations, if they keep them. Otherwise with those of now,
+            and only where answers are wanted at each evaluation.
 
     Returns:
         The accuracies, and why the other jobs have none, by name.
