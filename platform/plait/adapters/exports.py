@@ -1,4 +1,7 @@
-"""An adapter in other forms: merged into its base model, for llama.cpp, and described on a model card."""
+"""An adapter in other forms: merged into its base model, for llama.cpp, and described on a model card.
+
+A seam: only exports meet GGUF and whole models that are saved.
+"""
 
 from __future__ import annotations
 

@@ -568,7 +568,7 @@ class Coordinator:
         )
 
     def _evaluate(self) -> list[Event]:
-        """Validation losses of all jobs that are due; where wanted, accuracies of those that go on."""
+        """Validation losses of all jobs that are due; where wanted, accuracies of those that continue."""
         due = [job for job in self._live.values() if job.evaluation_due]
         measured, failed = evaluate(due, self._send, self._packer)
         going = [job for job in due if not job.done and job.name not in failed]
