@@ -8,13 +8,14 @@ alike.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, chain, pairwise
 from statistics import median
 from typing import TypeVar
 
-from plait.core.errors import LostProcessError, ProcessError
+from plait.core.errors import LostProcessError, ProcessError, ShortStageError
 from plait.core.jobs import DataSpec
 from plait.core.messages import (
     Attach,
@@ -41,12 +42,13 @@ from plait.core.plans import Microbatch
 from plait.core.settings import ClusterSettings, EngineSettings
 from plait.core.spans import ProcessState, ReplicaSpans
 from plait.distributed.channel import Answer, Build, Choose, Measure, Provide, Share
-from plait.distributed.processes import Processes
+from plait.distributed.processes import Asked, Processes
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.schedules import Round, rounds
 from plait.engine.worker import WorkerFacts
 
 Value = TypeVar("Value")
+Merge = Callable[[Mapping[int, Answer]], Sequence[WorkerEvent]]  # the answers of all stages into one's
 
 
 class Fleet:
@@ -72,6 +74,9 @@ class Fleet:
         self._sharded = cluster.optimiser == "sharded"
         self._staged = cluster.staged
         self._replicas = [range(*each) for each in pairwise([0, *accumulate(cluster.stages)])]  # processes
+        self._begun: deque[tuple[Asked, Merge]] = deque()  # by a pipeline, not yet answered
+        self._flying = False  # whether the last schedule left a pipeline undrained
+        self._done = [deque[Sequence[WorkerEvent]]() for _ in range(len(processes))]  # schedules, by stage
         self.facts = self._build(engine, memory_bytes, cluster)
 
     def _build(
@@ -169,6 +174,12 @@ class Fleet:
 
     def _execute(self, command: Command) -> Sequence[WorkerEvent]:
         match command:
+            case Attach() if self._flying:
+                self._provide(command.job.data)
+                self._begin(command, lambda answers: self._attached(command, answers))
+                return ()
+            case RunSchedule() if self._staged and (self._flying or not command.drained):
+                return self._follow(command)
             case Attach():
                 return self._attach(command)
             case RunSchedule() | Evaluate() if self._staged:
@@ -192,10 +203,42 @@ class Fleet:
                 self._jobs -= {command.job} if isinstance(command, Detach) else set()
                 return ()
 
+    def _follow(self, command: RunSchedule) -> Sequence[WorkerEvent]:
+        """Send a pipeline what follows while it does what was sent before; what is done by now."""
+        self._begin(command, self._schedules_done)
+        self._flying = not command.drained
+        events: list[WorkerEvent] = []
+        while len(self._begun) > self._flying:
+            asked, merge = self._begun.popleft()
+            events += merge(self.processes.answers(asked))
+        return events
+
+    def _begin(self, command: Command, merge: Merge) -> None:
+        every = dict.fromkeys(range(len(self.processes)), command)
+        self._begun.append((self.processes.begin(every), merge))
+
+    def _schedules_done(self, answers: Mapping[int, Answer]) -> Sequence[WorkerEvent]:
+        """The schedules that all stages are done with; some are done earlier than others."""
+        for stage, answer in zip(self._done, answers.values(), strict=True):
+            stage += [each.events for each in answer.events if isinstance(each, ScheduleDone)]
+        found: list[WorkerEvent] = []
+        while all(self._done):
+            own = [stage.popleft() for stage in self._done]
+            found.append(ScheduleDone((*_of_stages(own), *_one_step(own))))
+        return found
+
     def _attach(self, command: Attach) -> Sequence[WorkerEvent]:
         self._provide(command.job.data)
-        answers = self.processes.ask_all(command)
+        return self._attached(command, self.processes.ask_all(command))
+
+    def _attached(self, command: Attach, answers: Mapping[int, Answer]) -> Sequence[WorkerEvent]:
         short = {number for number, answer in answers.items() if _out_of_memory(answer.events)}
+        if short and self._staged and self._flying:
+            raise ShortStageError(
+                f"a stage ran out of memory while {command.job.name} was attached",
+                "Each stage keeps the activations of several microbatches.",
+                "Lower engine.capacity or planner.max_jobs.",
+            )
         if short:
             self.processes.ask(dict.fromkeys(sorted(answers.keys() - short), Detach(command.job.name)))
             return [_one_shortage([event for answer in answers.values() for event in answer.events])]
@@ -239,7 +282,7 @@ class Fleet:
         answers = self.processes.ask(requests)
         events: list[WorkerEvent] = []
         for processes in self._replicas:
-            events += _of_stages({n: answers[n] for n in processes if n in answers})
+            events += _of_stages([answers[n].events for n in processes if n in answers])
         return [*events, *_one_step(_opened(each.events) for each in answers.values())]
 
     def _run_schedule(self, command: RunSchedule) -> Sequence[WorkerEvent]:
@@ -329,11 +372,11 @@ def _check_alike(job: str, answers: Mapping[int, Answer]) -> None:
         )
 
 
-def _of_stages(answers: Mapping[int, Answer]) -> Sequence[WorkerEvent]:
-    """The microbatches of one replica: losses of the last stage, and the seconds of all."""
-    if not answers:
+def _of_stages(events: Sequence[Sequence[WorkerEvent]]) -> Sequence[WorkerEvent]:
+    """The microbatches of one replica, given the events of its stages: losses of the last, seconds of all."""
+    if not events:
         return []
-    own = [_opened(each.events) for each in answers.values()]
+    own = [_opened(each) for each in events]
     seconds: dict[int, float] = {}
     for event in chain.from_iterable(own):
         if isinstance(event, MicrobatchDone):

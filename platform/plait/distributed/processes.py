@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
+from typing import NamedTuple
 
 from plait.core.errors import LostProcessError, PlaitError, ShortStageError
 from plait.core.spans import ProcessState, ReplicaSpans, Span
@@ -52,13 +53,31 @@ GOOD = Fate(None, "")  # as far as is known
 
 
 @dataclass(slots=True, eq=False)
+class Asked:
+    """What was sent to some processes at once, and what they have answered, by their numbers."""
+
+    left: set[int]
+    answers: dict[int, Answer] = field(default_factory=dict)
+    refused: dict[int, PlaitError] = field(default_factory=dict)
+
+
+class Begun(NamedTuple):
+    """A request to one process: when it was sent, and whether no other was before it then."""
+
+    asked: Asked
+    sent: float
+    alone: bool
+
+
+@dataclass(slots=True, eq=False)
 class Process:
     """A process of the run.
 
     Attributes:
         doing: the last request, in words.
-        asked: when that was sent, or answered.
+        asked: when that was sent, or the one before it answered.
         busy: whether it is not answered yet.
+        begun: requests that are not answered.
         heard: time of its last sign of life.
         loaded: digest of the model that it has loaded; "": none yet.
         contents: digests of the data sets that it has.
@@ -71,6 +90,7 @@ class Process:
     doing: str = "starting"
     asked: float = field(default_factory=time.monotonic)
     busy: bool = False
+    begun: deque[Begun] = field(default_factory=deque)
     heard: float = field(default_factory=time.monotonic)
     loaded: str = ""
     contents: set[str] = field(default_factory=set)
@@ -88,7 +108,9 @@ class Process:
         Raises:
             OSError: it is gone, or does not take it.
         """
-        self.doing, self.asked, self.busy = DOING[type(request).__name__], time.monotonic(), True
+        if not self.busy:
+            self.asked = time.monotonic()
+        self.doing, self.busy = DOING[type(request).__name__], True
         self.channel.send(request)
 
     def __str__(self) -> str:
@@ -165,43 +187,65 @@ class Processes:
             LostProcessError: a process died, or was silent for too long: then all are ended.
             PlaitError: what a process says cannot be done, once all have answered.
         """
+        return self.answers(self.begin(requests))
+
+    def begin(self, requests: Mapping[int, object]) -> Asked:
+        """Send each process its request, which it takes after those before.
+
+        Raises:
+            LostProcessError: a process died: then all are ended.
+        """
         if self.error is not None:
             raise self.error
-        pending: dict[object, tuple[int, Process]] = {}
+        asked = Asked(set(requests))
         for number, request in requests.items():
             process = self.all[number]
-            pending[process.channel.connection] = number, process
             try:
                 process.send(request)
             except OSError as error:
                 full = isinstance(error, BlockingIOError)
                 raise self.lost(process, "does not accept what is sent to it" if full else "died") from error
+            process.begun.append(Begun(asked, time.monotonic(), alone=not process.begun))
         sent = time.monotonic()  # after the last one: a large data set takes a while to send
-        for _, process in pending.values():
-            process.heard = sent
-        answers: dict[int, Answer] = {}
-        refused: dict[int, PlaitError] = {}
-        while pending:
+        for number in requests:
+            self.all[number].heard = sent
+        return asked
+
+    def answers(self, asked: Asked) -> dict[int, Answer]:
+        """The answers to what was sent, in the order of the processes.
+
+        Raises:
+            as :meth:`ask`.
+        """
+        if self.error is not None:
+            raise self.error
+        while asked.left:
             self.watch()
+            pending: dict[object, tuple[int, Process]] = {
+                each.channel.connection: (number, each) for number, each in enumerate(self.all) if each.begun
+            }
             for number, process in self._ready(pending):
                 match self._receive(process):
                     case Answer() as answer:
-                        answers[number] = answer
-                        del pending[process.channel.connection]
+                        own = process.begun.popleft().asked
+                        own.answers[number] = answer
+                        own.left.discard(number)
                     case Refusal(ShortStageError() as short):
                         raise self._ended_by(self._named(number, short))
                     case Refusal() as refusal:
-                        refused[number] = refusal.error
-                        del pending[process.channel.connection]
-        if refused:
-            first = min(refused)
-            lost = isinstance(refused[first], LostProcessError)  # the others
-            said = self._named(first, refused[first]) if answers or lost else refused[first]
+                        own = process.begun.popleft().asked
+                        own.refused[number] = refusal.error
+                        own.left.discard(number)
+        if asked.refused:
+            first = min(asked.refused)
+            error = asked.refused[first]
+            lost = isinstance(error, LostProcessError)  # the others
+            said = self._named(first, error) if asked.answers or lost else error
             if isinstance(said, LostProcessError):
                 self.close(lost=True)
                 self.error = said
             raise said
-        return {number: answers[number] for number in sorted(answers)}
+        return {number: asked.answers[number] for number in sorted(asked.answers)}
 
     def _ended_by(self, error: PlaitError) -> PlaitError:
         """End all processes, some of which wait for an answer that will not come."""
@@ -239,13 +283,15 @@ class Processes:
         process.heard = time.monotonic()
         assert isinstance(message, Answer | Refusal | Beat)
         if isinstance(message, Answer):
-            process.clock.learn(process.asked, message.began, message.ended, process.heard)
+            first = process.begun[0]
+            if first.alone:
+                process.clock.learn(first.sent, message.began, message.ended, process.heard)
             process.spans.extend(message.spans)
             self.spent += message.seconds
         elif isinstance(message, Refusal):
             self.spent += process.heard - process.asked
         if not isinstance(message, Beat):
-            process.asked, process.busy = process.heard, False
+            process.asked, process.busy = process.heard, len(process.begun) > 1
         return message
 
     def close(self, *, lost: bool = False) -> None:

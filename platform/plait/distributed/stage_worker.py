@@ -178,7 +178,8 @@ class StageWorker(LocalWorker):
         steps = {(each.job, each.step): each for each in command.steps}
         filled = [number for number, each in numbered.items() if each.segments]
         schedule = _Schedule(len(filled) + len(steps), steps)
-        self._schedules.append(schedule)
+        if schedule.left:  # one that only drains is nothing by itself
+            self._schedules.append(schedule)
         self._of_number |= dict.fromkeys(filled, schedule)
         self._of_key |= dict.fromkeys(steps, schedule)
         self._stage_run.run(lists, numbered)

@@ -146,7 +146,7 @@ class Checkpointer:
 
     def save_due(self, jobs: Iterable[LiveJob]) -> list[Event]:
         """Save the jobs whose checkpoints are due."""
-        return list(self._save([job for job in jobs if self._due(job)]))
+        return list(self._save([job for job in jobs if self.due(job)]))
 
     def save(self, jobs: Iterable[LiveJob], *, urgent: bool = True) -> tuple[dict[str, Path], list[Event]]:
         """Save the jobs that have trained since their last checkpoint.
@@ -170,7 +170,8 @@ class Checkpointer:
         failed_at = self._record(job).failed_at
         return failed_at is not None and self._clock() - failed_at < RETRY_SECONDS
 
-    def _due(self, job: LiveJob) -> bool:
+    def due(self, job: LiveJob) -> bool:
+        """Whether a job is to be saved now."""
         record = self._record(job)
         if job.done or job.step <= record.step:
             return False

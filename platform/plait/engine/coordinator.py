@@ -16,24 +16,23 @@ from plait.core.jobs import JobSpec
 from plait.core.lifecycle import JobState, PauseReason
 from plait.core.messages import (
     Attach,
+    Attached,
     Command,
     Detach,
     Event,
-    GroupStep,
     JobAdmitted,
     JobPaused,
     Notice,
     RunSchedule,
-    StepJob,
 )
 from plait.core.plans import Choices, Group, Plan, Prediction
 from plait.core.settings import RunSettings
-from plait.core.spans import ReplicaTime
 from plait.cost.profile_store import Profile
 from plait.engine.admission import Admission
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.checkpoints import Checkpointer, checkpoint_name
-from plait.engine.iteration import Finishing, answered, evaluate, progress, traced
+from plait.engine.flights import flights_of
+from plait.engine.iteration import Finishing, answered, evaluate, group_step, progress, traced
 from plait.engine.jobs import LiveJob, Roster
 from plait.engine.ledger import Ledger, Outcome
 from plait.engine.packer import Packer
@@ -103,6 +102,7 @@ class Coordinator:
         )
         self._arrivals = count()
         self._iterations = count(1)
+        self._ended = clock()  # when the last step was done
         self._stopping = False
         self._joined: list[str] = []
         self._chosen = dict(worker.facts.chosen)
@@ -122,6 +122,8 @@ class Coordinator:
         self._predictions.take_facts(facts)
         self._packer = Packer(self._replicas, dispatch_time(facts, self._profile))
         self._capacity = self._packer.capacity
+        order, expect = self._settings.engine.schedule, self._predictions.expect
+        self._flights = flights_of(facts.stages if facts.tensor == 1 else (), order, self._packer, expect)
         for job in self._roster.all():  # a shard of the moments is larger if there are fewer
             job.demand = self._admission.demand_here(job.spec.adapter, job.demand.longest)
 
@@ -227,12 +229,7 @@ class Coordinator:
     @property
     def account(self) -> str:
         """What checkpoints have cost so far, next to what lost processes have; "" if there were none."""
-        saved, restarts = self.checkpointer, self.restarts
-        words = f"{saved.count} took {saved.seconds:.1f} s"
-        if not restarts.count:
-            return words if saved.count else ""
-        times = f"{restarts.count} restart{'s' * (restarts.count > 1)} after lost processes"
-        return f"{words}; {times} took {restarts.seconds:.1f} s and repeated {restarts.steps} steps"
+        return self.restarts.account(self.checkpointer.count, self.checkpointer.seconds)
 
     @property
     def idle(self) -> bool:
@@ -271,10 +268,10 @@ class Coordinator:
     def _settle(self) -> Iterator[Event]:
         roster = self._roster
         for job in roster.all():
-            if job.cancelled is not None:
+            if job.cancelled is not None and not job.in_flight:
                 yield self._end(job, *job.cancelled)
         for job in [*roster.live.values(), *roster.waiting]:
-            if job.holds:
+            if job.holds and not job.in_flight:
                 yield from self._pause(job, min(job.holds), roster.pause)  # a rung before an order
         for job in list(roster.paused.values()):
             if not job.holds:
@@ -284,6 +281,8 @@ class Coordinator:
         if self._grown():
             yield from self._move()
         # A cancelled job may have been adopted by another process, which then owns its checkpoints.
+        if any(self.checkpointer.due(job) for job in self._live.values()):
+            yield from self._land()
         yield from self.checkpointer.save_due(job for job in self._live.values() if job.cancelled is None)
         yield from self._settle()
         yield from self._admit()
@@ -347,6 +346,7 @@ class Coordinator:
     def _move(self) -> Iterator[Event]:
         """Train on with all processes that are there, in other replicas: all jobs are saved, and move there
         as they are."""
+        yield from self._land()
         jobs = list(self._live.values())
         saved, events = self.checkpointer.save(jobs, urgent=False)
         yield from events
@@ -394,6 +394,9 @@ class Coordinator:
         if self._redeployment.change([*staying, *started]):
             yield from self._move()
             started, preempted = self._roster.choose()
+        if any(job.in_flight for job in preempted):
+            yield from self._land()  # they leave at the next boundary
+            return
         for job in preempted:
             yield from self._pause(job, PauseReason.PREEMPTED, self._roster.queue)
         if any(job.name in self._live for job in preempted):
@@ -408,17 +411,19 @@ class Coordinator:
         outcome = self._send(Attach(job.spec, job.resume_from, job.warm_from))
         if outcome.out_of_memory is not None:
             return self._turn_away(job, outcome.out_of_memory)
-        events: list[Event] = []
         if job.name in outcome.attached:
-            attached = outcome.attached[job.name]
-            job.resume_at(attached.cursor)
-            self._ledger.charge(job, attached.seconds)
-            self.checkpointer.admitted(job, attached.checkpoint)
-            events += [Notice(f"{job.name}: {text}") for text in attached.notices]
-            if job.name not in self._joined:
-                self._joined.append(job.name)
-            events.append(JobAdmitted(job.spec, job.step, job.order.steps, self._group))
-        return [*events, *self._end_failed(outcome.failures)]
+            return self._attached(job, outcome.attached[job.name])
+        job.attaching = job.name not in outcome.failures  # behind what is in flight
+        return self._end_failed(outcome.failures)
+
+    def _attached(self, job: LiveJob, attached: Attached) -> list[Event]:
+        job.resume_at(attached.cursor)
+        self._ledger.charge(job, attached.seconds)
+        self.checkpointer.admitted(job, attached.checkpoint)
+        if job.name not in self._joined:
+            self._joined.append(job.name)
+        notices = [Notice(f"{job.name}: {text}") for text in attached.notices]
+        return [*notices, JobAdmitted(job.spec, job.step, job.order.steps, self._group)]
 
     def _turn_away(self, job: LiveJob, detail: str) -> list[Event]:
         """Handle a job whose attaching ran out of memory: it waits until fewer train; if none trains, it
@@ -454,9 +459,19 @@ class Coordinator:
         return [*events, _paused(job, reason)]
 
     def _end_failed(self, failures: Mapping[str, str]) -> list[Event]:
-        return [self._end(self._live[name], JobState.FAILED, reason) for name, reason in failures.items()]
+        """End these jobs; one that is in flight ends when it is not."""
+        events: list[Event] = []
+        for name, reason in failures.items():
+            job = self._live[name]
+            why = job.cancelled or (JobState.FAILED, reason)
+            if job.in_flight:
+                job.cancelled = why
+            else:
+                events.append(self._end(job, *why))
+        return events
 
     def _interrupt(self) -> list[Event]:
+        before = self._outlive(self._land())
         jobs = self._roster.all()
         ends = [self._end(job, *job.cancelled) for job in jobs if job.cancelled is not None]
         jobs = [job for job in jobs if job.cancelled is None]
@@ -466,7 +481,7 @@ class Coordinator:
             self._fall_back()
             saved, events = self.checkpointer.save(jobs)
         ends += [self._end(job, JobState.PAUSED, INTERRUPTED, checkpoint=saved.get(job.name)) for job in jobs]
-        return [*events, *ends]
+        return [*before, *events, *ends]
 
     def _end(
         self,
@@ -491,12 +506,15 @@ class Coordinator:
 
     def _train(self) -> Iterator[Event]:
         """Run one global batch of every live job through the model, then take each job's step."""
+        if self._flights is not None:
+            yield from self._fly(self._flights.next(self._live.values(), self._clock()))
+            return
         started = self._clock()
         while jobs := {name: job for name, job in self._live.items() if job.trains}:
             microbatches = self._packer.pack([job.next_batch() for job in jobs.values()])
             expected = self._predictions.expect(microbatches, self._live)
             order = by_completion(jobs, microbatches)
-            steps = [StepJob(name, jobs[name].step + 1, jobs[name].next_rate()) for name in order]
+            steps = [jobs[name].next_step() for name in order]
             later = (job.later_batch() for job in jobs.values())
             self._packer.prepare(batch for batch in later if batch is not None)
             run = self._send(RunSchedule((*microbatches, *steps), self._settings.engine.schedule))
@@ -504,6 +522,24 @@ class Coordinator:
                 yield from self._stepped(jobs, run, started, expected)
                 return
             yield from self._make_room(list(jobs.values()), run.out_of_memory)
+
+    def _fly(self, command: RunSchedule | None) -> Iterator[Event]:
+        """Send a pipeline what follows what is in flight; what is done by now."""
+        run = self._send(command) if command is not None else Outcome()
+        for name in (*run.attached, *run.failures):
+            self._live[name].attaching = False
+        for name, attached in run.attached.items():
+            yield from self._attached(self._live[name], attached)
+        yield from self._end_failed(run.failures)
+        for outcome in run.schedules:
+            assert self._flights is not None
+            flight = self._flights.landed()
+            yield from self._stepped(flight.jobs, outcome, max(flight.sent, self._ended), flight.expected)
+
+    def _land(self) -> Iterator[Event]:
+        """Wait for all that is in flight."""
+        if self._flights is not None:
+            yield from self._fly(self._flights.next((), self._clock()))
 
     def _make_room(self, jobs: Sequence[LiveJob], detail: str) -> list[Event]:
         """Handle a step that ran out of memory: the job with the lowest standing leaves, the others repeat
@@ -526,50 +562,25 @@ class Coordinator:
         self, jobs: Mapping[str, LiveJob], run: Outcome, started: float, expected: Expected
     ) -> list[Event]:
         """What came of a group's schedule."""
-        ended = self._clock()
+        ended = self._ended = self._clock()
         seconds = ended - started
         self._redeployment.took(seconds)
         events = self._end_failed(run.failures)
         for name, job in jobs.items():
             if name in run.steps:
-                tally, rate = run.tallies[name], job.next_rate()
+                tally = run.tallies[name]
                 job.advance(tally.tokens)
-                events.append(progress(job, tally, run.steps[name].grad_norm, rate, seconds))
+                events.append(progress(job, tally, run.steps[name].grad_norm, seconds))
         number = next(self._iterations)
         spans = on_one_clock(self._worker.take_spans())
         times = expected.with_predictions(times_between(spans, started, ended))
-        events += [self._group_step(number, jobs, run, expected, seconds, times), *traced(spans)]
+        step = group_step(self._group, number, tuple(jobs), run, expected, seconds, self._capacity, times)
+        events += [step, *traced(spans)]
         return [*events, *self._predictions.learn(expected, run, seconds, number, times)]
-
-    def _group_step(
-        self,
-        number: int,
-        jobs: Iterable[str],
-        run: Outcome,
-        expected: Expected,
-        seconds: float,
-        replicas: tuple[ReplicaTime, ...],
-    ) -> GroupStep:
-        names = tuple(jobs)
-        return GroupStep(
-            group=self._group,
-            iteration=number,
-            jobs=names,
-            microbatches=run.microbatches,
-            tokens=run.tokens,
-            seconds=seconds,
-            peak_bytes=run.peak_bytes,
-            capacity=self._capacity,
-            job_tokens=tuple(run.tallies[name].tokens for name in names),
-            predicted_seconds=expected.seconds,
-            predicted_bytes=expected.bytes,
-            bytes_by_rule=expected.by_rule,
-            replicas=replicas,
-        )
 
     def _evaluate(self) -> list[Event]:
         """Validation losses of all jobs that are due; where wanted, accuracies of those that continue."""
-        due = [job for job in self._live.values() if job.evaluation_due]
+        due = [job for job in self._live.values() if job.evaluation_due and not job.in_flight]
         measured, failed = evaluate(due, self._send, self._packer)
         going = [job for job in due if not job.done and job.name not in failed]
         found, unanswered = answered(going, self._send, self._data, at_end=False)

@@ -14,6 +14,7 @@ from plait.core.messages import (
     Export,
     Generate,
     GenerateJob,
+    GroupStep,
     JobEvaluated,
     JobGenerated,
     JobProgress,
@@ -21,11 +22,12 @@ from plait.core.messages import (
     Notice,
     SpansTaken,
 )
-from plait.core.spans import ReplicaSpans
+from plait.core.spans import ReplicaSpans, ReplicaTime
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.jobs import LiveJob
 from plait.engine.ledger import Outcome, Tally
 from plait.engine.packer import Packer
+from plait.engine.predictions import Expected
 
 RETRY_SECONDS = 10.0  # delay before another attempt to write an adapter
 SPENT = "budget spent"
@@ -168,6 +170,48 @@ class Finishing:
         return [*notices, *found]
 
 
+def group_step(
+    group: str,
+    number: int,
+    jobs: tuple[str, ...],
+    run: Outcome,
+    expected: Expected,
+    seconds: float,
+    capacity: int,
+    replicas: tuple[ReplicaTime, ...],
+) -> GroupStep:
+    """The event of an iteration of a group."""
+    return GroupStep(
+        group=group,
+        iteration=number,
+        jobs=jobs,
+        microbatches=run.microbatches,
+        tokens=run.tokens,
+        seconds=seconds,
+        peak_bytes=run.peak_bytes,
+        capacity=capacity,
+        job_tokens=tuple(run.tallies[name].tokens for name in jobs),
+        predicted_seconds=expected.seconds,
+        predicted_bytes=expected.bytes,
+        bytes_by_rule=expected.by_rule,
+        replicas=replicas,
+    )
+
+
+def progress(job: LiveJob, tally: Tally, grad_norm: float, seconds: float) -> JobProgress:
+    """The event of a job's last step, which was taken in an iteration of ``seconds``."""
+    return JobProgress(
+        job=job.name,
+        step=job.step,
+        loss=tally.mean,
+        grad_norm=grad_norm,
+        lr=job.rate_of(job.step),
+        tokens=job.cursor.tokens,
+        device_seconds=job.cursor.device_seconds,
+        tokens_per_s=tally.tokens / seconds if seconds > 0 else 0.0,
+    )
+
+
 def _retried(job: str, trouble: str) -> str:
     return (
         f"{job}: its adapter could not be written ({trouble}); trying again every {RETRY_SECONDS:.0f} s "
@@ -179,17 +223,3 @@ def traced(replicas: Sequence[ReplicaSpans]) -> list[Event]:
     """The event of what replicas did; none where none did anything but wait."""
     busy = any(span.kind != "waiting" for each in replicas for span in each.spans)
     return [SpansTaken(tuple(replicas))] if busy else []
-
-
-def progress(job: LiveJob, tally: Tally, grad_norm: float, rate: float, seconds: float) -> JobProgress:
-    """The event of a job's step that was taken in an iteration of ``seconds``."""
-    return JobProgress(
-        job=job.name,
-        step=job.step,
-        loss=tally.mean,
-        grad_norm=grad_norm,
-        lr=rate,
-        tokens=job.cursor.tokens,
-        device_seconds=job.cursor.device_seconds,
-        tokens_per_s=tally.tokens / seconds if seconds > 0 else 0.0,
-    )

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from plait.core.jobs import JobSpec
 from plait.core.lifecycle import JobResult, JobState, PauseReason
-from plait.core.messages import NANOSECONDS, Cursor
+from plait.core.messages import NANOSECONDS, Cursor, StepJob
 from plait.core.plans import GlobalBatch
 from plait.core.samples import TokenisedData
 from plait.engine.admission import Admission, Demand
@@ -40,6 +40,8 @@ class LiveJob:
         evaluated: step of the last evaluation.
         warm_from: folder of the weights that it starts with; None for fresh ones.
         started: whether this process has trained it.
+        flying: steps that were sent to a pipeline and are not done.
+        attaching: whether its attaching was sent to a pipeline and is not done.
         recorded: device seconds that earlier processes recorded; if one was killed, also after its last
             checkpoint.
     """
@@ -63,6 +65,8 @@ class LiveJob:
     evaluated: int | None = None
     warm_from: Path | None = None
     started: bool = False
+    flying: int = 0
+    attaching: bool = False
     recorded: float = 0.0
 
     @property
@@ -83,16 +87,32 @@ class LiveJob:
     @property
     def evaluation_due(self) -> bool:
         """Whether the validation loss is due after the last step."""
-        if len(self.data.validation) == 0 or self.evaluated == self.step:
+        return self.evaluated != self.step and self._evaluated_at(self.step)
+
+    def _evaluated_at(self, step: int) -> bool:
+        if len(self.data.validation) == 0:
             return False
         every = self.spec.train.eval_every
-        at_rung = self.measured and self.step in self.rungs
-        return self.done or at_rung or (every > 0 and self.step > 0 and self.step % every == 0)
+        at_rung = self.measured and step in self.rungs
+        return step >= self.order.steps or at_rung or (every > 0 and step > 0 and step % every == 0)
 
     @property
     def trains(self) -> bool:
         """Whether its next step may be taken."""
         return not self.done and not self.holds
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a pipeline works on it, so that it cannot be saved, moved or ended now."""
+        return self.flying > 0 or self.attaching
+
+    @property
+    def may_fly(self) -> bool:
+        """Whether its next step may be sent to a pipeline: no decision is due after those in flight."""
+        if not self.trains or self.attaching or self.cancelled is not None:
+            return False
+        at = self.step + self.flying
+        return not self.flying or not (at >= self.order.steps or at in self.rungs or self._evaluated_at(at))
 
     @property
     def wants_slot(self) -> bool:
@@ -105,8 +125,8 @@ class LiveJob:
         return -self.spec.train.priority, self.arrival
 
     def next_batch(self) -> GlobalBatch:
-        """The global batch of the next step."""
-        return self._batch(self.step + 1)
+        """The global batch of the next step that was not sent to the worker."""
+        return self._batch(self.step + self.flying + 1)
 
     def later_batch(self) -> GlobalBatch | None:
         """The global batch of the step after the one to come; None if the job will probably not take it at
@@ -123,9 +143,13 @@ class LiveJob:
         """The validation split as a batch, after the steps done."""
         return validation_batch(self.spec, self.data.validation, self.step)
 
-    def next_rate(self) -> float:
-        """Learning rate of the next step."""
-        return learning_rate(self.spec.train, self.step + 1, self.order.steps)
+    def next_step(self) -> StepJob:
+        """The next step that was not sent to the worker, at its learning rate."""
+        return StepJob(self.name, self.step + self.flying + 1, self.rate_of(self.step + self.flying + 1))
+
+    def rate_of(self, step: int) -> float:
+        """Learning rate of a step."""
+        return learning_rate(self.spec.train, step, self.order.steps)
 
     def reach(self) -> None:
         """Wait here if this is a rung that it has not passed."""
@@ -145,6 +169,7 @@ class LiveJob:
         self.resume_from = checkpoint or self.resume_from
         self.holds.discard(PauseReason.AT_RUNG)
         self.evaluated = None
+        self.flying, self.attaching = 0, False
 
     def resume_at(self, cursor: Cursor) -> None:
         """Continue from a checkpoint's cursor.

@@ -30,6 +30,7 @@ from plait.core.messages import (
     RunSchedule,
     SaveCheckpoint,
     Saved,
+    ScheduleDone,
     StepDone,
     WorkerEvent,
 )
@@ -61,6 +62,7 @@ class Outcome:
     attached: dict[str, Attached] = field(default_factory=dict)
     generated: dict[str, Generated] = field(default_factory=dict)
     out_of_memory: str | None = None
+    schedules: list[Outcome] = field(default_factory=list)  # of a pipeline, those that are done by now
     microbatches: int = 0
     peaks: dict[int, ObservedPeak] = field(default_factory=dict)
 
@@ -90,8 +92,17 @@ class Ledger:
     def send(self, command: Command, jobs: Mapping[str, LiveJob]) -> Outcome:
         """Carry out a command and charge it to ``jobs``, which must include every job that it concerns."""
         outcome = Outcome()
-        for event in self._executed(command, jobs):
+        self._take(self._executed(command, jobs), command, jobs, outcome)
+        return outcome
+
+    def _take(
+        self, events: Sequence[WorkerEvent], command: Command, jobs: Mapping[str, LiveJob], outcome: Outcome
+    ) -> None:
+        for event in events:
             match event:
+                case ScheduleDone(done):
+                    outcome.schedules.append(Outcome())
+                    self._take(done, command, jobs, outcome.schedules[-1])
                 case MicrobatchDone():
                     self._microbatch(event, jobs, outcome)
                 case StepDone():
@@ -109,7 +120,6 @@ class Ledger:
                     self._wasted(command, event.seconds, jobs)
                 case Saved():
                     self.charge(jobs[event.job], event.seconds)
-        return outcome
 
     def _executed(self, command: Command, jobs: Mapping[str, LiveJob]) -> Sequence[WorkerEvent]:
         """What came of a command; the time of one whose worker is lost is charged, too."""

@@ -81,13 +81,13 @@ class Packer:
     def _pack(self, batches: Batches) -> Microbatches:
         check_fits(batches, capacity=self.capacity)
         if self._dispatcher is None:
-            return self._packed(batches, self.capacity)
+            return self.bins(batches, self.capacity).microbatches()
         parts = self._dispatcher.parts(batches)
         packed = [
             (replica, each)
             for replica, own in parts.items()
             if own
-            for each in self._packed(own, self._capacities[replica])
+            for each in self.bins(own, self._capacities[replica]).microbatches()
         ]
         made = tuple(
             replace(each, replica=replica, index=index) for index, (replica, each) in enumerate(packed)
@@ -95,15 +95,16 @@ class Packer:
         verify_contents(made, batches, self._capacities)
         return made
 
-    def _packed(self, batches: Sequence[GlobalBatch], capacity: int) -> Microbatches:
+    def bins(self, batches: Sequence[GlobalBatch], capacity: int) -> PackedBatches:
+        """The samples of each microbatch of these batches."""
         lengths = [batch.lengths for batch in batches]
         simple = first_fit_decreasing(lengths, capacity=capacity)
         first = PackedBatches(tuple(batches), tuple(map(tuple, simple)))
         if len(simple) <= 1 or len(simple) == bins_bound(lengths, capacity=capacity):
-            return first.microbatches()
+            return first
         better = packed_batches(batches, capacity=capacity, limits=STEP_LIMITS)
         self.repeats = self.repeats and better.limit_hit != "time"
-        return (better if len(better.bins) < len(simple) else first).microbatches()
+        return better if len(better.bins) < len(simple) else first
 
 
 class _Dispatcher:

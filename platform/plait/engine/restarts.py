@@ -36,3 +36,11 @@ class Restarts:
         self.count += 1
         self._times = [each for each in self._times if now - each < WITHIN] + [now]
         return len(self._times) <= self._limit
+
+    def account(self, checkpoints: int, seconds: float) -> str:
+        """What so many checkpoints have cost, next to what lost processes have; "" if there were none."""
+        words = f"{checkpoints} took {seconds:.1f} s"
+        if not self.count:
+            return words if checkpoints else ""
+        times = f"{self.count} restart{'s' * (self.count > 1)} after lost processes"
+        return f"{words}; {times} took {self.seconds:.1f} s and repeated {self.steps} steps"

@@ -1,0 +1,85 @@
+"""What was sent to a pipeline and is not done: windows of steps, planned one after another while it trains.
+
+A seam: the coordinator decides about jobs and knows no pipeline. A job's next step is planned before the step
+in flight is done, unless something is to be decided after that one: at its end, at a rung, at an evaluation.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from plait.core.messages import RunSchedule
+from plait.core.plans import Microbatch
+from plait.engine.jobs import LiveJob
+from plait.engine.packer import Packer
+from plait.engine.predictions import Expected
+from plait.planner.verify import verify_contents
+from plait.planner.windows import Windows
+
+OPEN_ORDERS = ("plait", "lorafusion")  # the others drain the pipeline after each step
+Expect = Callable[[tuple[Microbatch, ...], Mapping[str, LiveJob]], Expected]
+
+
+@dataclass(slots=True)
+class Flight:
+    """A window that is not done, with what was expected of it, and when it was sent."""
+
+    jobs: dict[str, LiveJob]
+    expected: Expected
+    sent: float
+
+
+class Flights:
+    """The windows of one pipeline that are not done, oldest first.
+
+    Args:
+        expect: predicts a window.
+    """
+
+    def __init__(self, stages: int, order: str, packer: Packer, expect: Expect) -> None:
+        capacity = packer.capacity
+        self._order, self._capacity, self._expect = order, capacity, expect
+        self._flights: deque[Flight] = deque()
+        self._windows = Windows(
+            stages,
+            capacity,
+            lambda batches: packer.bins(batches, capacity),
+            filling=order == "plait",
+        )
+
+    def next(self, jobs: Iterable[LiveJob], now: float) -> RunSchedule | None:
+        """The next window: a step of each of these jobs that may take one. If none may, one that drains the
+        pipeline; None if it is drained."""
+        own = {job.name: job for job in jobs if job.may_fly}
+        if not own:
+            self._windows.drained()
+            return RunSchedule((), self._order) if self._flights else None
+        batches = [job.next_batch() for job in own.values()]
+        microbatches = self._windows.plan(batches)
+        filled = tuple(each for each in microbatches if each.segments)
+        verify_contents(filled, batches, {0: self._capacity})
+        self._flights.append(Flight(own, self._expect(filled, own), now))
+        steps = [job.next_step() for job in own.values()]
+        for job in own.values():
+            job.flying += 1
+        return RunSchedule((*microbatches, *steps), self._order, drained=False)
+
+    def landed(self) -> Flight:
+        """The oldest window, which is done now."""
+        flight = self._flights.popleft()
+        for job in flight.jobs.values():
+            job.flying -= 1
+        return flight
+
+
+def flights_of(stages: Sequence[int], order: str, packer: Packer, expect: Expect) -> Flights | None:
+    """Those of a single pipeline whose order leaves it undrained; None for any other worker.
+
+    Args:
+        stages: of each replica.
+    """
+    if len(stages) != 1 or stages[0] == 1 or order not in OPEN_ORDERS:
+        return None
+    return Flights(stages[0], order, packer, expect)
