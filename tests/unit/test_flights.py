@@ -38,7 +38,15 @@ from plait.engine.worker import WorkerFacts
 from plait.simulate.lowering import Lowering
 
 STAGES = 3
-LATE = 2  # schedules that are sent before the oldest is done
+
+
+@dataclass
+class Late:
+    """An answer, and what the stages still have to do before it comes."""
+
+    events: list[WorkerEvent]
+    jobs: set[str] = field(default_factory=set)
+    left: set[tuple[int, object]] = field(default_factory=set)
 
 
 @dataclass
@@ -46,7 +54,7 @@ class Pipeline(CurveWorker):
     """Answers late, as the stages of a pipeline do. Each window's lists are checked after those before it."""
 
     lowering: Lowering = field(default_factory=lambda: Lowering(STAGES))
-    late: deque[tuple[set[str], WorkerEvent]] = field(default_factory=deque)
+    late: deque[Late] = field(default_factory=deque)
     failed: set[str] = field(default_factory=set)
     drains: int = 0
 
@@ -55,12 +63,12 @@ class Pipeline(CurveWorker):
         return replace(super().facts, stages=(STAGES,))
 
     def execute(self, command: Command) -> Sequence[WorkerEvent]:
-        flying = {job for jobs, _ in self.late for job in jobs}
+        flying = {job for each in self.late for job in each.jobs}
         match command:
             case RunSchedule():
                 return self._follow(command)
             case Attach() if self.late:
-                self.late += [(set(), event) for event in super().execute(command)]
+                self.late.append(Late(list(super().execute(command))))
                 return ()
             case Detach(job) | SaveCheckpoint(job) | Export(job):
                 assert job not in flying
@@ -70,15 +78,24 @@ class Pipeline(CurveWorker):
         return super().execute(command)
 
     def _follow(self, command: RunSchedule) -> list[WorkerEvent]:
-        self.lowering.window(command.microbatches, drained=command.drained)
+        begin = self.lowering.next
+        lists = self.lowering.window(command.microbatches, drained=command.drained)
         self.drains += command.drained
-        if command.steps:
-            items = tuple(each for each in command.items if isinstance(each, StepJob) or each.segments)
+        items = tuple(each for each in command.items if isinstance(each, StepJob) or each.segments)
+        if items:
             done = ScheduleDone(tuple(super().execute(replace(command, items=items))))
-            self.late.append(({each.job for each in command.steps}, done))
-        found = []
-        while len(self.late) > (0 if command.drained else LATE):
-            found.append(self.late.popleft()[1])
+            numbers = [n for n, each in enumerate(command.microbatches, begin) if each.segments]
+            keys = [(each.job, each.step) for each in command.steps]
+            left = {(stage, each) for stage in range(STAGES) for each in (*numbers, *keys)}
+            self.late.append(Late([done], {each.job for each in command.steps}, left))
+        for stage, own in enumerate(lists):
+            for each in own:
+                over = {"backward": [each.microbatch], "step": each.keys}.get(each.kind, ())
+                for one in self.late:
+                    one.left -= {(stage, what) for what in over}
+        found: list[WorkerEvent] = []
+        while self.late and not self.late[0].left and (command.drained or len(self.late) > 1):
+            found += self.late.popleft().events
         return found
 
     def _step(self, asked: StepJob) -> WorkerEvent:

@@ -75,7 +75,7 @@ class Flights:
 
 
 def flights_of(stages: Sequence[int], order: str, packer: Packer, expect: Expect) -> Flights | None:
-    """Those of a single pipeline whose order leaves it undrained; None for any other worker.
+    """The flights of a single pipeline whose order leaves it undrained; None for any other worker.
 
     Args:
         stages: of each replica.

@@ -1,8 +1,9 @@
 """Plans one window of a pipeline after another, each so that it may follow what is still in flight.
 
-A window has the next global batch of some jobs. Which jobs these are may change from window to window, as
-jobs join and leave. The bubble lemma (:mod:`plait.planner.schedule`) holds across windows: distances that one
-window does not keep to its end, the next one keeps.
+A seam: pure, so that distances are checked without an engine. A window has the next global batch of some
+jobs. Which jobs these are may change from window to window, as jobs join and leave. The bubble lemma
+(:mod:`plait.planner.schedule`) holds across windows: distances that one window does not keep to its end, the
+next one keeps.
 """
 
 from __future__ import annotations
