@@ -463,11 +463,9 @@ class Coordinator:
         events: list[Event] = []
         for name, reason in failures.items():
             job = self._live[name]
-            why = job.cancelled or (JobState.FAILED, reason)
-            if job.in_flight:
-                job.cancelled = why
-            else:
-                events.append(self._end(job, *why))
+            job.cancelled = job.cancelled or (JobState.FAILED, reason)
+            if not job.in_flight:
+                events.append(self._end(job, *job.cancelled))
         return events
 
     def _interrupt(self) -> list[Event]:
