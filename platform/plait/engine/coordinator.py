@@ -548,12 +548,8 @@ class Coordinator:
             events = self._pause(last, PauseReason.PREEMPTED, self._roster.queue, urgent=True)
             if last.name not in self._live:
                 return events
-            return [
-                *events,
-                self._end(
-                    last, JobState.FAILED, f"out of memory, and its checkpoint could not be saved: {detail}"
-                ),
-            ]
+            reason = f"out of memory, and its checkpoint could not be saved: {detail}"
+            return [*events, self._end(last, JobState.FAILED, reason)]
         return [self._end(last, JobState.FAILED, f"out of memory, with no other job training: {detail}")]
 
     def _stepped(
