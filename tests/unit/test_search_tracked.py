@@ -12,9 +12,12 @@ from plait.core.settings import RunSettings, SearchSettings, TrackingSettings
 from plait.search.attributes import TRACKED
 from plait.search.checks import tracked_run
 from plait.search.launch import without_store
-from plait.search.storage import in_memory
+from plait.search.recorded import RecordedCommand, write_command
+from plait.search.storage import in_memory, open_storage
+from plait.search.stored import board_of_study
 from plait.tracking.connection import AwayError, _is_away
 from plait.tracking.location import Location
+from plait.utils.paths import search_folder
 
 HERE, THERE = "http://here:5000", "http://there:5000"
 AWAY = AwayError(f"tracking.uri={HERE}: no answer", "One must answer.", "Start it.")
@@ -79,3 +82,14 @@ def test_a_database_that_refuses_is_not_unavailable(text: str, away: bool) -> No
     error = OperationalError("", None, Exception(text))
     assert _is_away(location, error) is away
     assert not _is_away(replace(location, uri="sqlite:////runs/mlflow.db"), error)
+
+
+def test_the_leaderboard_read_from_the_study_has_the_searchs_name_and_its_trials(tmp_path: Path) -> None:
+    study = optuna.create_study(study_name="mine", storage=open_storage(None, tmp_path))
+    for value in (2.0, 1.0):
+        study.tell(study.ask(), value)
+    write_command(search_folder(tmp_path, "mine"), RecordedCommand("mine", "sweep", (), str(tmp_path)))
+    found = board_of_study(TrackingSettings(root=tmp_path), "mine")
+    assert found is not None
+    assert (found.name, found.state, [each.trial for each in found.records]) == ("mine", "paused", [1, 0])
+    assert board_of_study(TrackingSettings(root=tmp_path), "another") is None
