@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -261,6 +261,7 @@ class Bank:
         self.anchor = torch.zeros((), device=self.device, requires_grad=True)
         self._targets: dict[frozenset[str], frozenset[str]] = {}
         self.placed: dict[object, tuple[tuple[Site, slice], ...]] = {}  # columns of layers' sites
+        self.wanted: dict[tuple[Any, ...], None] = {}  # tables that a backend needs for a microbatch
         self.tables: dict[object, Tensor] = {}  # layouts of layers on the device, made by a backend
         if len(self.site_index) != len(self.sites):
             names = [site.name for site in self.sites]

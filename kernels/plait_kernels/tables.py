@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from plait_kernels.bank import ABSENT, GRADIENTS
+from plait_kernels.bank import ABSENT, GRADIENTS, Bank
 from plait_kernels.layer import LayerCall, Placed
 from plait_kernels.routing import Routing
-from plait_kernels.uploads import distance, table, upload
+from plait_kernels.uploads import distance, table, together
 
 RANK_STEP = 16  # rows of S are padded to a multiple of it, as in `triton_common`
 WIDTHS = (16, 32, 64)  # ranks that a program multiplies at once
@@ -97,16 +97,48 @@ class SpanTable:
     gradients: Tensor
 
 
-def _device(values: Sequence[object], routing: Routing, dtype: torch.dtype = torch.int64) -> Tensor:
-    return table(values, routing.bank.device, dtype)
+def _table(routing: Routing, make: Callable[..., Any], *given: object) -> Any:
+    """A table of the microbatch; those that earlier microbatches needed are made with it and sent as one."""
+    key = (make, *given)
+    found = routing.tables.get(key)
+    if found is None:
+        wanted = routing.bank.wanted
+        wanted[key] = None
+        keys = [each for each in wanted if each not in routing.tables]
+        made = [each[0](routing, *each[1:]) for each in keys]
+        routing.tables.update(zip(keys, _sent(made, routing.bank.device), strict=True))
+        found = routing.tables[key]
+    return found
+
+
+def _sent(made: Sequence[Any], device: torch.device) -> list[Any]:
+    """The same tables on the device."""
+    names = [[field.name for field in fields(table) if field.name in _SENT] for table in made]
+    tensors = [getattr(table, name) for table, own in zip(made, names, strict=True) for name in own]
+    there = iter(together(tensors, device))
+    return [
+        replace(table, **{name: next(there) for name in own}) for table, own in zip(made, names, strict=True)
+    ]
+
+
+_SENT = ("spans", "scales", "addresses", "gradients", "tiles", "work", "shared")
+
+
+def _host(rows: Sequence[object]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.int64)
+
+
+def _origin(bank: Bank, dtype: torch.dtype) -> Tensor:
+    """A tensor from whose address offsets count."""
+    key = ("origin", dtype)
+    if key not in bank.tables:
+        bank.tables[key] = torch.zeros(16, dtype=dtype, device=bank.device)
+    return bank.tables[key]
 
 
 def span_table(routing: Routing) -> SpanTable:
     """The span table of a microbatch."""
-    found = routing.tables.get("spans")
-    if found is None:
-        found = routing.tables["spans"] = _span_table(routing)
-    return cast("SpanTable", found)
+    return cast("SpanTable", _table(routing, _span_table))
 
 
 def _span_table(routing: Routing) -> SpanTable:
@@ -115,22 +147,21 @@ def _span_table(routing: Routing) -> SpanTable:
         stride = -(-span.block.rank // RANK_STEP) * RANK_STEP
         rows.append((span.block.rank, span.threshold, span.block.seed, packed - span.start * stride))
         packed += (span.stop - span.start) * stride
-    origin = torch.zeros(16, dtype=bank.compute_dtype, device=bank.device)
-    gradient_origin = torch.zeros(16, dtype=torch.float32, device=bank.device)
+    origin, gradient_origin = _origin(bank, bank.compute_dtype), _origin(bank, torch.float32)
     local = torch.stack([span.block.local for span in routing.fused])
     weights = [distance(span.block.copy, origin) for span in routing.fused]
     gradients = [distance(span.block.state[GRADIENTS], gradient_origin) for span in routing.fused]
     return SpanTable(
-        spans=_device(rows, routing),
-        scales=_device([span.block.scale for span in routing.fused], routing, torch.float32),
+        spans=_host(rows),
+        scales=torch.tensor([span.block.scale for span in routing.fused], dtype=torch.float32),
         packed=packed,
         max_rank=max(span.block.rank for span in routing.fused),
         rank_factor=math.gcd(RANK_STEP, *(span.block.rank for span in routing.fused)),
         dropout=any(span.threshold for span in routing.fused),
         origin=origin,
         gradient_origin=gradient_origin,
-        addresses=upload(_moved(local, weights), bank.device),
-        gradients=upload(_moved(local, gradients), bank.device),
+        addresses=_moved(local, weights),
+        gradients=_moved(local, gradients),
     )
 
 
@@ -141,34 +172,26 @@ def _moved(local: Tensor, distances: list[int]) -> Tensor:
 
 def tile_table(routing: Routing, rows: int) -> TileTable:
     """Tiles of `rows` rows of every span, and of the rows that have no adapter."""
-    key = ("tiles", rows)
-    found = routing.tables.get(key)
-    if found is None:
-        tiles = _tiles(routing, rows)
-        found = routing.tables[key] = TileTable(_device(tiles, routing), len(tiles))
-    return cast("TileTable", found)
+    return cast("TileTable", _table(routing, _tile_table, rows))
 
 
-def _tiles(routing: Routing, rows: int) -> list[tuple[int, int, int]]:
+def _tile_table(routing: Routing, rows: int) -> TileTable:
     parts, end = [], 0
     for index, span in enumerate(routing.fused):
         parts += [(end, span.start, -1), (span.start, span.stop, index)]
         end = span.stop
     parts.append((end, routing.tokens, -1))
-    return [
+    tiles = [
         (first, min(rows, stop - first), index)
         for start, stop, index in parts
         for first in range(start, stop, rows)
     ]
+    return TileTable(_host(tiles), len(tiles))
 
 
 def work_table(routing: Routing, rows: int, ranks: range) -> WorkTable:
     """Work of tiles of `rows` rows, of the adapters whose rank is one of `ranks`."""
-    key = ("work", rows, ranks)
-    found = routing.tables.get(key)
-    if found is None:
-        found = routing.tables[key] = _work_table(routing, rows, ranks)
-    return cast("WorkTable", found)
+    return cast("WorkTable", _table(routing, _work_table, rows, ranks))
 
 
 def _width(left: int) -> int:
@@ -206,10 +229,10 @@ def _work_table(routing: Routing, rows: int, ranks: range) -> WorkTable:
             classes.append(WidthClass(width, begin, len(pieces), factors[width]))
         begin += len(pieces)
     return WorkTable(
-        work=_device([piece for pieces in work.values() for piece in pieces], routing),
+        work=_host([piece for pieces in work.values() for piece in pieces]),
         classes=tuple(classes),
         slots=slots,
-        shared=_device(shared, routing),
+        shared=_host(shared),
         shared_count=len(shared),
         max_rank=max((routing.fused[spans[0]].block.rank for spans in by_adapter.values()), default=0),
     )
@@ -234,7 +257,7 @@ def site_table(call: LayerCall) -> Tensor:
             )
             for site, columns in call.placed
         ]
-        found = call.bank.tables[key] = _device(rows, call.routing)
+        found = call.bank.tables[key] = table(rows, call.bank.device)
     return found
 
 
@@ -244,7 +267,7 @@ def block_table(call: LayerCall, width: int, out_features: int) -> Tensor:
     found = call.bank.tables.get(key)
     if found is None:
         rows = _blocks(call.placed, width, out_features)
-        found = call.bank.tables[key] = _device(rows, call.routing)
+        found = call.bank.tables[key] = table(rows, call.bank.device)
     return found
 
 

@@ -19,6 +19,23 @@ def upload(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=device.type in ("cuda", "meta"))
 
 
+def together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """The host's tensors on a device, sent as one; each begins at a multiple of 16 bytes."""
+    ends, total = [], 0
+    for tensor in tensors:
+        ends.append(total + tensor.numel() * tensor.element_size())
+        total = -(-ends[-1] // 16) * 16
+    whole = torch.zeros(total, dtype=torch.uint8)
+    parts = []
+    for tensor, end in zip(tensors, ends, strict=True):
+        parts.append(slice(end - tensor.numel() * tensor.element_size(), end))
+        whole[parts[-1]].view(tensor.dtype).copy_(tensor.flatten())
+    sent = upload(whole, device)
+    return [
+        sent[part].view(tensor.dtype).view(tensor.shape) for tensor, part in zip(tensors, parts, strict=True)
+    ]
+
+
 def table(values: Sequence[object], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """A tensor of these values on a device."""
     return upload(torch.tensor(values, dtype=dtype), device)

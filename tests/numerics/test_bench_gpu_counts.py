@@ -39,3 +39,9 @@ def test_every_part_of_a_step_is_counted(report: Report) -> None:
         assert ours(report, f"step, {part}: launches") > 0
     assert ours(report, "step: waits of the host") >= 1
     assert ours(report, "microbatch: host time") > 0
+
+
+def test_tables_of_a_microbatch_are_sent_at_once_before_its_first_kernel(report: Report) -> None:
+    notes = {figure.name: figure.note for figure in report.figures}
+    assert notes["step, forward: launches"].startswith("2 uploads, 0 waits")  # with the ends of the samples
+    assert notes["step, backward: launches"].startswith("0 uploads, 0 waits")
