@@ -47,6 +47,10 @@ Short = tuple[str, ...]
             ["cluster.deployment=[1, 2]", "cluster.processes=2"],
         ),
         (
+            ["adapter.rank=1,2", "cluster.processes=2", "cluster.pipeline=2", "cluster.shard_base=true"],
+            ["cluster.shard_base=true", "[2]"],
+        ),
+        (
             ["adapter.rank=1,2", "model.family=gpt2", "cluster.processes=2", "cluster.tensor=2"],
             ["cluster.tensor", "gpt2", "cluster.pipeline"],
         ),

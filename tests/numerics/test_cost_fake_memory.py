@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig
 
-from plait.cost.fake_memory import observe_extrapolated, observe_whole
+from plait.cost.fake_memory import fake_model, observe_extrapolated, observe_whole
 from plait.cost.memory import MemoryModel
 from plait.cost.peaks import StorageCounter
 from plait.cost.probes import Probe, ProbeOptions, ProbeSegment, probe_grid
+from plait.planning.model_memory import llama_linears, weight_bytes
 from plait_kernels.loss import CHUNK_LOGITS
 
 HELD_OUT = 6
@@ -101,3 +104,44 @@ def test_counter_counts_each_storage_once_and_forgets_it() -> None:
         assert counter.live == 0
         counter.restart()
         assert counter.peak == 0
+
+
+class Part:
+    """One of several processes, of which the others are not there."""
+
+    def __init__(self, number: int, count: int) -> None:
+        self.number, self.count = number, count
+        self.add: Any = None
+        self.gather: Any = None
+        self.fill: Any = None
+
+
+def test_parts_of_a_70b_model_take_the_bytes_that_the_memory_model_says() -> None:
+    """Four of its layers, over meta tensors: what a stage, a slice and a shard keep."""
+    sizes = {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    }
+    config = LlamaConfig(**sizes, tie_word_embeddings=False)  # type: ignore[arg-type]
+    static = weight_bytes(sizes, llama_linears(sizes, 4), 2)
+    norms = 1e-4  # of the bytes, which the memory model leaves out
+    for stages, stage, part in (
+        (4, 0, Part(0, 1)),
+        (4, 2, Part(0, 1)),
+        (2, 0, Part(1, 2)),
+        (2, 1, Part(0, 2)),
+    ):
+        model = fake_model(config, layers=4, dtype=torch.bfloat16)
+        layers = 4 // stages
+        model.keep(range(stage * layers, (stage + 1) * layers))
+        if part.count > 1:
+            model.take_slice(part)
+        expected = static.stage([layers] * stages, stage) / part.count
+        assert model.weight_bytes == pytest.approx(expected, rel=norms)
+    model = fake_model(config, layers=4, dtype=torch.bfloat16)
+    model.shard(Part(3, 4))
+    expected = static.layers / 4 + static.layers / 4 + static.embedding + static.head  # one is gathered
+    assert model.weight_bytes == pytest.approx(expected, rel=norms)

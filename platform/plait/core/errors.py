@@ -81,7 +81,7 @@ class LostProcessError(ProcessError):
 
 
 class ShortStageError(LostProcessError):
-    """A stage of a pipeline ran out of memory; the others cannot continue without it, so all restart."""
+    """A process ran out of memory without which the others cannot continue, as a stage: so all restart."""
 
 
 class GatheringInterruptedError(LostProcessError):

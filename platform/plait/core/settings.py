@@ -122,6 +122,7 @@ class ClusterSettings:
     redeploy: bool = False
     layer_split: Annotated[tuple[int, ...], each(at_least(1))] = ()
     optimiser: Annotated[str, one_of("repeated", "sharded")] = "repeated"
+    shard_base: bool = False
     join_seconds: Annotated[float, above(0)] = 60.0
     silence_seconds: Annotated[float, at_least(5)] = 60.0
     restarts: Annotated[int, at_least(0)] = 5
@@ -189,6 +190,15 @@ class ClusterSettings:
                 "All processes belong to replicas: equal ones of cluster.pipeline stages, or those of "
                 "cluster.deployment.",
                 "Set cluster.processes to their sum, and one of the two keys.",
+            )
+        if self.shard_base and (self.staged or self.redeploy or self.processes == 1):
+            beside = (
+                "cluster.redeploy=true" if self.redeploy else f"replicas of {list(self.stages)} processes"
+            )
+            raise ConfigError(
+                f"cluster.shard_base=true with {beside}",
+                "The base model is sharded among several processes that each run all of it.",
+                "Set cluster.processes alone, or leave cluster.shard_base out.",
             )
         if self.staged and self.optimiser != "repeated":
             raise ConfigError(

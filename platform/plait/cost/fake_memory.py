@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from plait.core.errors import ModelError
 from plait.cost.memory import MemoryObservation
@@ -21,6 +21,7 @@ from plait.models.attention import AttentionLayout, HeadIndex
 from plait.models.base import BaseModel, Identity
 from plait.models.context import MicrobatchContext, Rotation
 from plait.models.fuse import RotaryAttention
+from plait.models.lora import GroupedLinear, linear_info
 from plait_kernels import Routing, Site
 
 _NARROW = 8  # head size of the twin
@@ -94,10 +95,13 @@ def _meta(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
-def _widen(base: BaseModel, twin: nn.Module, true: nn.Module, dtype: torch.dtype) -> None:
+def _widen(base: BaseModel, twin: nn.Module, true: PreTrainedModel, dtype: torch.dtype) -> None:
     """Replace the twin's weights by meta tensors of the true size."""
     linears = {name: module for name, module in true.named_modules() if isinstance(module, nn.Linear)}
     merged: set[str] = set()
+    found = (linear_info(each.name, linears[each.name]) for each in base.linears)
+    base.linears = tuple(each for each in found if each is not None)
+    base.vocabulary = int(true.config.vocab_size)
     for group in base.groups:
         group.sites = tuple(
             Site(site.name, site.module, linears[site.name].in_features, linears[site.name].out_features)
@@ -114,6 +118,9 @@ def _widen(base: BaseModel, twin: nn.Module, true: nn.Module, dtype: torch.dtype
             fake = nn.Parameter(_meta(*sizes[name], dtype=dtype), requires_grad=False)
             torch.utils.swap_tensors(parameter, fake)  # type: ignore[no-untyped-call]
     for layer in base.layers:
+        for module in layer.modules():
+            if isinstance(module, GroupedLinear):
+                module.bind()
         attentions = [module for module in layer.modules() if isinstance(module.forward, RotaryAttention)]
         if len(attentions) != 1:
             raise ModelError(

@@ -81,6 +81,7 @@ class Build:
         stages: how many processes hold each replica, in their order; empty: each process holds one.
         split: layers of each stage; empty: balanced.
         tensor: how many processes hold each stage together, each a slice of every layer.
+        shards: whether each process keeps its part of the base model's layers alone.
     """
 
     engine: EngineSettings
@@ -88,6 +89,7 @@ class Build:
     stages: tuple[int, ...] = ()
     split: tuple[int, ...] = ()
     tensor: int = 1
+    shards: bool = False
 
 
 @dataclass(frozen=True, slots=True)

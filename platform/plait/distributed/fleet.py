@@ -73,6 +73,7 @@ class Fleet:
         self._jobs: set[str] = set()
         self._sharded = cluster.optimiser == "sharded"
         self._staged = cluster.staged
+        self._lockstep = cluster.shard_base
         self._replicas = [range(*each) for each in pairwise([0, *accumulate(cluster.stages)])]  # processes
         self._begun: deque[tuple[Asked, Merge]] = deque()  # by a pipeline, not yet answered
         self._flying = False  # whether the last schedule left a pipeline undrained
@@ -93,6 +94,7 @@ class Fleet:
                 cluster.stages,
                 cluster.layer_split,
                 cluster.tensor,
+                cluster.shard_base,
             )
             for number in range(len(self.processes))
         }
@@ -297,24 +299,30 @@ class Fleet:
 
     def _run_round(self, turn: Round) -> Sequence[WorkerEvent]:
         """To each replica its own microbatches, and all steps."""
-        own: dict[int, list[Microbatch | StepJob]] = {number: [] for number in range(len(self.processes))}
+        own: dict[int, list[Microbatch]] = {number: [] for number in range(len(self.processes))}
         for item in turn.microbatches:
             own[item.replica].append(item)
         answers = self.processes.ask(
-            {number: RunSchedule((*each, *turn.steps)) for number, each in own.items()}
+            {number: RunSchedule((*self._padded(own, number), *turn.steps)) for number in own}
         )
         events = [event for answer in answers.values() for event in answer.events]
         ran = [event for event in events if not isinstance(event, StepDone | OutOfMemory)]
         short = [_one_shortage(events)] if _out_of_memory(events) else []
         return [*ran, *_one_step(each.events for each in answers.values()), *short]
 
+    def _padded(self, own: Mapping[int, Sequence[Microbatch]], number: int) -> Sequence[Microbatch]:
+        """A process's microbatches; where all gather the base model together, as many as the others have."""
+        most = max(map(len, own.values())) if self._lockstep else 0
+        empty = [Microbatch(number, index, ()) for index in range(len(own[number]), most)]
+        return [*own[number], *empty]
+
     def _evaluate(self, command: Evaluate) -> Sequence[WorkerEvent]:
-        numbers = sorted({each.replica for each in command.microbatches})
+        own: dict[int, list[Microbatch]] = {number: [] for number in range(len(self.processes))}
+        for each in command.microbatches:
+            own[each.replica].append(each)
+        padded = {number: self._padded(own, number) for number in own}
         answers = self.processes.ask(
-            {
-                number: Evaluate(tuple(each for each in command.microbatches if each.replica == number))
-                for number in numbers
-            }
+            {number: Evaluate(tuple(each)) for number, each in padded.items() if each}
         )
         events = [event for answer in answers.values() for event in answer.events]
         if not _out_of_memory(events):

@@ -339,6 +339,7 @@ def _remaining(cluster: ClusterSettings, numbers: Sequence[int], preferred: Sequ
         pipeline=1,
         deployment=stages,
         tensor=tensor,
+        shard_base=cluster.shard_base and len(numbers) > 1,
         layer_split=cluster.layer_split
         if {each // tensor for each in stages} - {1} == {len(cluster.layer_split)}
         else (),

@@ -46,7 +46,7 @@ from plait.distributed.places import ADDRESS, KEY, LOCAL, NUMBER, Address, inter
 from plait.distributed.replica_stage import ReplicaStage
 from plait.distributed.stage_worker import StageWorker, stage_layers
 from plait.distributed.start import AGAIN
-from plait.distributed.tensor import TensorGroup
+from plait.distributed.tensor import ShardGroup, TensorGroup
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.devices import Cores, choose_device, choose_kernels, device_bytes, product_rate
 from plait.engine.local_worker import LocalWorker
@@ -89,7 +89,7 @@ class Replica:
 
     def _have(self, layers: range) -> None:
         """Load the model again if these layers, or what lies before or after them, were freed."""
-        if not set(layers) <= set(self._model.own) or self._model.slicing is not None:
+        if not set(layers) <= set(self._model.own) or self._model.slicing or self._model.shards:
             self._worker = None
             del self._model  # before there is another one
             self._model = self._load()
@@ -160,6 +160,8 @@ class Replica:
         self._have(range(self._model.layer_count))
         exchange = self._exchange
         part = (self.number, exchange.processes) if request.sharded else (0, 1)
+        if request.shards:
+            self._model.shard(ShardGroup(range(exchange.processes), self.number, self._device))
         return LocalWorker(self._model, data, engine, recorder=self._recorder, peers=exchange, part=part)
 
     def _build_stage(self, request: Build, data: DataCatalogue) -> StageWorker:

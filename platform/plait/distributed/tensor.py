@@ -55,6 +55,18 @@ class TensorGroup:
         return parts
 
 
+class ShardGroup(TensorGroup):
+    """All processes, each with a part of the weights of one model."""
+
+    def fill(self, whole: Tensor, own: Tensor) -> None:
+        """Fill a flat tensor with the parts of all, in their order.
+
+        Raises:
+            LostProcessError: one of them died.
+        """
+        _try(lambda: dist.all_gather_into_tensor(whole, own, group=self._group))
+
+
 def _try(action: Callable[[], object]) -> None:
     try:
         action()

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from plait.core.errors import CheckpointError
+from plait.core.errors import CheckpointError, ShortStageError
 from plait.core.jobs import JobSpec
 from plait.core.messages import (
     Attach,
@@ -247,7 +247,7 @@ class LocalWorker:
         short, done = False, 0
         for new in self._run_each(turn.microbatches, training=True):
             events += new
-            short, done = isinstance(new[-1], OutOfMemory), done + 1
+            short, done = any(isinstance(event, OutOfMemory) for event in new), done + 1
             for failed in (event for event in new if isinstance(event, JobFailed)):
                 self.bank.block(failed.job).state[GRADIENTS].fill_(math.nan)  # so that no peer steps
             for jobs in ready[done:] if short else ready[done : done + 1]:
@@ -271,13 +271,27 @@ class LocalWorker:
                 self._peers.add_up(self.bank.block(job).state[GRADIENTS], job, steps[job])
 
     def _run_each(self, microbatches: Sequence[Microbatch], *, training: bool) -> Iterator[list[WorkerEvent]]:
-        """The events of each microbatch; where memory runs out, the last says so."""
+        """The events of each microbatch; where memory runs out, the last says so.
+
+        Raises:
+            ShortStageError: memory ran out, and others need what this process has of the base model.
+        """
         observed = training and self._sampler.wanted(self._jobs, [each.tokens for each in microbatches])
         for microbatch in microbatches:
+            if not microbatch.segments and self._model.shards is not None:
+                self._model.shards.idle(training=training)
+                yield []
+                continue
             started = self._clock()
             run = partial(self._run, microbatch, training=training, observed=observed)
             events, detail = attempt(run)
             if events is None:
+                if self._model.shards is not None:
+                    raise ShortStageError(
+                        f"a process ran out of memory: {detail}",
+                        "The others wait for its part of the base model (cluster.shard_base).",
+                        "Lower engine.capacity or planner.max_jobs, or set engine.checkpointing.",
+                    )
                 release_unused(self._model.device)
                 yield [OutOfMemory(detail or "", self._clock() - started)]
                 return

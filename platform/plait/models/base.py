@@ -34,6 +34,7 @@ from plait.models.lora import (
     local_site,
     merge_siblings,
 )
+from plait.models.shards import LayerShards, Sharding
 from plait.models.slices import LayerSlice, Slicing, layer_slices, vocabulary_slice
 from plait.models.targets import LinearInfo
 from plait_kernels import Site, VocabularySlice, labelled_cross_entropy
@@ -92,6 +93,7 @@ class BaseModel:
         self._device: torch.device | None = None  # of a stage, which may have no head
         self._sites: list[list[tuple[Site, ...]]] = []  # of a stage, whose other layers are freed
         self.own = range(len(self._parts.layers))  # the layers that are here
+        self.shards: LayerShards | None = None  # where other processes keep parts of the weights
         self.slicing: Slicing | None = None  # the processes that have parts of these
         self.slices: Mapping[str, LayerSlice] = {}  # what is here of each linear layer; empty: all
         self.vocabulary = int(self._parts.head.weight.shape[0])
@@ -128,18 +130,21 @@ class BaseModel:
 
     def tensors(self) -> Iterator[Tensor]:
         """All frozen weights and buffers that are here."""
-        every = (*self._model.parameters(), *self._model.buffers())
-        whole = self.device.type == "meta"  # a model of meta tensors alone has nothing freed
-        return (tensor for tensor in every if whole or not tensor.is_meta)
+        every = (*self._model.parameters(), *self._model.buffers(), *self._own_shards)
+        merged = [each for group in self.groups for each in (group.weight, group.bias) if each is not None]
+        return (tensor for tensor in (*every, *merged) if tensor.untyped_storage().nbytes())
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all frozen weights, tied ones counted once."""
+        """Bytes of all frozen weights, tied ones once; of sharded layers the part here and one whole."""
         storages = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-            for tensor in self.tensors()
+            tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in self.tensors()
         }
-        return sum(storages.values())
+        return sum(storages.values()) + (0 if self.shards is None else self.shards.gathered_bytes)
+
+    @property
+    def _own_shards(self) -> Iterator[Tensor]:
+        return iter(()) if self.shards is None else self.shards.tensors()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -242,7 +247,7 @@ class BaseModel:
             ModelError: the model cannot be sliced so, or gives other results.
         """
         slices = layer_slices(self.linears, self._model.config, slicing.number, slicing.count)
-        trial = _Trial(self)
+        trial = None if self.device.type == "meta" else _Trial(self)
         self._sites = [
             [tuple(local_site(site, slices[site.name]) for site in sites) for sites in own]
             for own in self._all_sites
@@ -258,7 +263,8 @@ class BaseModel:
         self.slicing, self.slices = slicing, slices
         self._tokens = vocabulary_slice(self.vocabulary, slicing.number, slicing.count)
         self._slice_vocabulary()
-        trial.check()
+        if trial is not None:
+            trial.check()
 
     def _slice_vocabulary(self) -> None:
         """Keep the rows of this process's tokens; embedding and head may be one."""
@@ -281,6 +287,23 @@ class BaseModel:
         self.slicing.add(rows)
         return rows
 
+    # ---- shards ---------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def shard(self, sharding: Sharding) -> None:
+        """Keep this process's part of the layers' weights; embedding and head stay whole."""
+        weights: list[list[Tensor]] = []
+        for layer, groups in zip(self._parts.layers, self._groups, strict=True):
+            grouped = [module for module in layer.modules() if isinstance(module, GroupedLinear)]
+            of_groups = {id(each) for module in grouped for each in module.parameters(recurse=False)}
+            own = [each for group in groups for each in (group.weight, group.bias) if each is not None]
+            weights.append([*own, *(each for each in layer.parameters() if id(each) not in of_groups)])
+        self.shards = LayerShards(weights, sharding)
+        for module in self._parts.layers.modules():
+            if isinstance(module, GroupedLinear):
+                module.bind()
+        self.shards.release()
+
     # ---- running --------------------------------------------------------------------------------------
 
     def embed(self, context: MicrobatchContext) -> Tensor:
@@ -294,6 +317,11 @@ class BaseModel:
 
     def layer(self, index: int, hidden: Tensor, context: MicrobatchContext) -> Tensor:
         """One decoder layer: (tokens, hidden) to (tokens, hidden)."""
+        if self.shards is not None:
+            return self.shards.run(index, hidden, lambda entering: self._layer(index, entering, context))
+        return self._layer(index, hidden, context)
+
+    def _layer(self, index: int, hidden: Tensor, context: MicrobatchContext) -> Tensor:
         if context.checkpointing and torch.is_grad_enabled():
             return cast(Tensor, checkpoint(self._run, index, hidden, context, use_reentrant=False))
         return self._run(index, hidden, context)
@@ -304,6 +332,8 @@ class BaseModel:
         ``entering`` are those of the stage before; None on the first.
         """
         hidden = self.embed(context) if entering is None else entering
+        if self.shards is not None and torch.is_grad_enabled():
+            hidden.requires_grad_()  # every layer has a backward, as in the other processes
         for index in self.own:
             hidden = self.layer(index, hidden, context)
         return hidden
@@ -493,6 +523,6 @@ class _Trial:
 
 
 def _free(module: nn.Module) -> None:
-    """Free a module's weights; their shapes stay."""
+    """Free a module's weights."""
     for name, weight in list(module.named_parameters(recurse=False)):
-        setattr(module, name, nn.Parameter(weight.to("meta"), requires_grad=False))
+        setattr(module, name, nn.Parameter(weight.new_empty(0), requires_grad=False))
