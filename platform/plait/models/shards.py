@@ -4,6 +4,8 @@ A layer's weights lie end to end in one flat tensor, of which each process keeps
 layer runs, forward or backward, the parts are gathered; afterwards the flat tensor's memory is given back.
 The weights stay the same tensors all the time, so whatever has bound them need not know. All processes must
 run as many layers, in the same order: of microbatches that one has less, it only gathers the weights.
+
+A seam: a model runs its layers through it and knows nothing of who has the weights.
 """
 
 from __future__ import annotations
