@@ -105,10 +105,14 @@ class Case:
         return f"{self.stages} stages, {jobs}, {self.name}"
 
 
-def case_of(name: OrderName, stages: int, adapters: int, asked: OrderOptions) -> Case:
-    """Plan, simulate and lower one case; its makespan and share of waiting are the simulator's."""
+def case_of(name: OrderName, stages: int, adapters: int, asked: OrderOptions, *, slack: int = 0) -> Case:
+    """Plan, simulate and lower one case; its makespan and share of waiting are the simulator's.
+
+    Args:
+        slack: microbatches more between a batch and the next one of its job than the stages need.
+    """
     batches = {f"job{place}": _batches(f"job{place}", asked) for place in range(adapters)}
-    found = arrange(name, batches, stages=stages, capacity=asked.tokens, limits=GREEDY)
+    found = arrange(name, batches, stages=stages + slack, capacity=asked.tokens, limits=GREEDY)
     one = StageTime(asked.forward / 1000, asked.backward / 1000)
     seconds = [[one if each.segments else StageTime(0.0, 0.0) for each in found.microbatches]] * stages
     works = [
