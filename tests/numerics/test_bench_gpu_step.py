@@ -35,7 +35,7 @@ def test_parts_are_measured_once_and_kept(tmp_path: Path, monkeypatch) -> None:
     assert set(kept["parts"]) == set(subject.PARTS)
     named = {figure.name: figure for figure in report.figures}
     assert named["joint: tokens a second"].ours == 36 / kept["parts"]["joint"]["device"]
-    assert named["joint step"].beside.value == kept["parts"]["frozen"]["device"]
+    assert named["joint step"].target.value == kept["parts"]["frozen"]["device"]
 
     del kept["parts"]["peft"]
     file.write_text(json.dumps(kept))
