@@ -196,6 +196,25 @@ def test_no_step_is_planned_beyond_a_rung_or_an_evaluation(make: Any) -> None:
     assert steps(events, "a") == steps(events, "b") == list(range(1, 10))
 
 
+def test_a_job_of_higher_priority_takes_the_slot_of_one_in_flight_at_once(make: Any) -> None:
+    coordinator, _ = make(max_jobs=2)
+    for name in "ab":
+        coordinator.submit(job(name, 20))
+
+    def between(turn: int) -> None:
+        if turn == 4:
+            coordinator.submit(job("urgent", 2, priority=1))
+
+    events = drain(coordinator, between)
+    at = {
+        name: next(n for n, e in enumerate(events) if isinstance(e, JobResult) and e.job == name)
+        for name in ("a", "urgent")
+    }
+    assert at["urgent"] < at["a"]
+    assert len([e for e in events[: at["urgent"]] if isinstance(e, JobProgress) and e.job == "a"]) < 12
+    assert steps(events, "b") == list(range(1, 21))
+
+
 LIVES = st.tuples(st.integers(1, 9), st.integers(0, 12), st.integers(0, 2))  # steps, turn, priority
 ORDERS = st.tuples(st.integers(0, 14), st.sampled_from("pc"), st.integers(0, 5))  # turn, pause or cancel, job
 

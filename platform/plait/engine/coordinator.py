@@ -395,8 +395,8 @@ class Coordinator:
             yield from self._move()
             started, preempted = self._roster.choose()
         if any(job.in_flight for job in preempted):
-            yield from self._land()  # they leave at the next boundary
-            return
+            yield from self._land()
+            started, preempted = self._roster.choose()  # a job may have ended
         for job in preempted:
             yield from self._pause(job, PauseReason.PREEMPTED, self._roster.queue)
         if any(job.name in self._live for job in preempted):
