@@ -114,7 +114,7 @@ def check_own_curves(
     assert gaps or steps == list(range(1, len(steps) + 1)), "a step is missing"
     for metric in ("search/seconds", "search/ended", "train/tokens", "cost/device_seconds"):
         values = [value for _, value in curves[metric]]
-        if metric.startswith("cost/"):  # what a kill took back after a point of the search is in no job's account
+        if metric.startswith("cost/"):  # what a kill took back after this point is in no job's account
             values = values[:-1]
         assert values == sorted(values), f"{metric} falls"
     for metric in ("train/tokens", *(("cost/device_seconds",) if adds_up else ())):
