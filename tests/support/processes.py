@@ -104,8 +104,9 @@ def fleet(
     processes: int, model: ModelSettings, engine: EngineSettings, folder: Path, **cluster: Any
 ) -> Iterator[Fleet]:
     """A fleet of forked processes on random data."""
+    patient = {"join_seconds": 240.0} | cluster  # on a machine that does other work, too
     settings = RunSettings(
-        model=model, engine=engine, cluster=ClusterSettings(processes=processes, **cluster)
+        model=model, engine=engine, cluster=ClusterSettings(processes=processes, **patient)
     )
     launcher = Launcher(settings.cluster, start=ForkedProcess)
     with closing(launcher):
