@@ -132,7 +132,7 @@ LONG: dict[str, tuple[dict[str, Any], str, Any]] = {
     "slora/vs_peft": ({}, "bench.options.prompt_tokens", 8),
 }
 # These train jobs of a search or take long, so they run by `plait bench` alone.
-WITH_JOBS = {"slora/adapters"} | {
+WITH_JOBS = {"slora/adapters", "mlora/pipeline_orders"} | {
     f"mlora/{name}" for name in ("batch_lora", "graph_pruning", "loss_curves", "single_gpu")
 }
 EVERY = MOVED | (LONG if os.environ.get("PLAIT_PAPERS") == "1" else {})
