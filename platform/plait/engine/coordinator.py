@@ -529,10 +529,12 @@ class Coordinator:
         for name, attached in run.attached.items():
             yield from self._attached(self._live[name], attached)
         yield from self._end_failed(run.failures)
+        began, now, share = self._ended, self._clock(), 0.0
         for outcome in run.schedules:
             assert self._flights is not None
             flight = self._flights.landed()
-            yield from self._stepped(flight.jobs, outcome, max(flight.sent, self._ended), flight.expected)
+            share = share or (now - max(began, flight.sent)) / len(run.schedules)  # of the time, an even one
+            yield from self._stepped(flight.jobs, outcome, self._clock() - share, flight.expected)
 
     def _land(self) -> Iterator[Event]:
         """Wait for all that is in flight."""
