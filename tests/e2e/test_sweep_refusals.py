@@ -51,7 +51,12 @@ Short = tuple[str, ...]
             ["cluster.shard_base=true", "[2]"],
         ),
         (
-            ["adapter.rank=1,2", "model.family=gpt2", "cluster.processes=2", "cluster.tensor=2"],
+            [
+                "adapter.target_modules=all-linear",
+                "model.family=gpt2",
+                "cluster.processes=2",
+                "cluster.tensor=2",
+            ],
             ["cluster.tensor", "gpt2", "cluster.pipeline"],
         ),
         (

@@ -26,8 +26,8 @@ WEIGHT_TOLERANCE = 1e-4  # of the norm of the adapter's update
 ENGINE = EngineSettings(kernels="grouped", capacity=160, threads=1)
 
 
-def shape(tensor: int, pipeline: int = 1) -> dict[str, int]:
-    return {"tensor": tensor, "pipeline": pipeline}
+def shape(tensor: int, pipeline: int = 1) -> dict[str, Any]:
+    return {"tensor": tensor, "pipeline": pipeline, "join_seconds": 240.0}  # the machine may be busy
 
 
 def cluster(tensor: int, pipeline: int = 1) -> ClusterSettings:
