@@ -52,10 +52,10 @@ Short = tuple[str, ...]
         ),
         (
             [
-                "adapter.target_modules=all-linear",
-                "model.family=gpt2",
                 "cluster.processes=2",
                 "cluster.tensor=2",
+                "model.family=gpt2",
+                "adapter.target_modules=all-linear",
             ],
             ["cluster.tensor", "gpt2", "cluster.pipeline"],
         ),
