@@ -155,6 +155,9 @@ def test_a_folder_is_loaded_as_it_was_exported_and_others_are_refused(tmp_path: 
         ({"peft_type": "IA3"}, "IA3"),
         ({"r": 4}, "rank 4"),
         ({"r": "many"}, "ValueError"),
+        ({"r": float("inf")}, "OverflowError"),
+        ({"lora_alpha": 1e300}, "lora_alpha=1e"),
+        ({"lora_alpha": float("nan")}, "lora_alpha=nan"),
     ]:
         (folder / CONFIG).write_text(json.dumps(config | change))
         with pytest.raises((ModelError, StorageError), match=said):

@@ -298,6 +298,8 @@ def test_adapters_come_and_go_while_the_server_runs(served: Served, tmp_path: Pa
         (".", 403),
         ("link", 403),
         ("none", 422),
+        ("no\0ne", 422),
+        ("n" * 300, 422),
         (None, 422),
     ):
         assert served.ask(load, {"lora_name": "new", "lora_path": path})[0] == status

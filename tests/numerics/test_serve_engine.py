@@ -281,6 +281,10 @@ def test_an_adapter_that_cannot_be_read_any_more_ends_its_own_requests(
     assert one is not None
     assert two is not None
     assert one.tokens == two.tokens
+    config = folders["rank1"] / "adapter_config.json"
+    config.write_text(config.read_text().replace('"lora_alpha": ', '"lora_alpha": 1'))
+    with pytest.raises(InputError, match="has changed"):
+        adapters.find("rank1").weights()
 
 
 def test_a_chat_is_answered_by_the_current_adapter_and_goes_on_when_it_changes(

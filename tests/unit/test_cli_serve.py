@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,10 +13,13 @@ from mlflow_server import free_port
 from plait.adapters.peft_folder import CONFIG, export_adapter
 from plait.cli.main import main
 from plait.core.jobs import AdapterSpec
+from plait.core.lifecycle import JobState
 from plait.core.settings import ModelSettings
 from plait.models.load import inspect_model, named_model
 from plait.models.targets import resolve_targets
 from plait.serve import server
+from plait.tracking import results
+from plait.tracking.leaderboard import JobRecord
 
 
 def adapter(folder: Path) -> Path:
@@ -54,9 +58,26 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path, capsys: pytest.Capture
         (["--adapters", str(tmp_path / "none")], "a folder of adapters"),
         (["a", "b"], "One search can be served"),
         ([str(one), "--wait", "-1"], "at least 0"),
+        ([str(one), "--wait", "nan"], "at least 0"),
+        (["postgresql://me:secret@host/name"], "a path, not an address"),
     ):
         assert main(["serve", *words, *port]) == 2
-        assert said in capsys.readouterr().err
+        printed = capsys.readouterr().err
+        assert said in printed
+        assert "secret" not in printed
+
+
+def test_a_chat_begins_with_a_trial_that_has_finished(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = [
+        JobRecord(f"trial-{trial:04}", trial=trial, state=state)
+        for trial, state in enumerate((JobState.FINISHED, JobState.RUNNING))
+    ]
+    found = SimpleNamespace(name="mine", records=records)
+    monkeypatch.setattr(results, "load_search", lambda *_: found)
+    assert main(["chat", "--trial", "1"]) == 2
+    assert "trial-0001 of search 'mine' has not finished" in capsys.readouterr().err
 
 
 def test_a_base_model_is_found_by_the_name_in_a_folder() -> None:

@@ -616,6 +616,7 @@ def test_a_named_function_scores_the_answers_to_a_file_s_rows(
     (tmp_path / "own_scorer.py").write_text(
         "def same(texts, rows):\n    return [text == row['completion'] for text, row in zip(texts, rows)]\n"
         "def one(texts, rows):\n    return [1.0]\n"
+        "def none(texts, rows):\n    return texts[9]\n"
     )
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"{n}=", "completion": f"{n}"}) + "\n" for n in range(9)))
@@ -631,13 +632,15 @@ def test_a_named_function_scores_the_answers_to_a_file_s_rows(
     right = [str(row) for row in rows]
     assert score(whole, rows.tolist(), right) == (1.0, 1.0, 1.0)
     assert score(whole, rows.tolist(), ["no", *right[1:]]) == (0.0, 1.0, 1.0)
-    with pytest.raises(ConfigError, match="one finite number for each text"):
-        score(spec(scorer="own_scorer:one"), rows.tolist(), right)
+    for name in ("one", "none"):
+        with pytest.raises(ConfigError, match="one finite number for each text"):
+            score(spec(scorer=f"own_scorer:{name}"), rows.tolist(), right)
     for wrong, said in (
         ({}, "has no verifier"),
         ({"scorer": "own_scorer:other"}, "other"),
         ({"scorer": "nowhere:same"}, "nowhere"),
         ({"scorer": "own_scorer"}, "package.module:function"),
+        ({"scorer": "own_scorer:__name__"}, "is not a function"),
     ):
         with pytest.raises(ConfigError, match=said):
             check_data(spec(**wrong))

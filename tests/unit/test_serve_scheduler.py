@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.serve.scheduler import Demand, Need, PagePool, Scheduler
+from plait.serve.scheduler import Demand, Need, PagePool, Scheduler, Shared
 
 
 def check(scheduler: Scheduler) -> None:
@@ -84,6 +84,23 @@ def test_every_request_runs_in_the_end(sizes: list[tuple[int, int]]) -> None:
         check(scheduler)
     assert ended == list(range(len(sizes)))
     assert scheduler.pool.unused == 5
+
+
+def test_unused_pages_are_counted_while_another_thread_changes_the_pool() -> None:
+    pool = PagePool(6)
+
+    class Changing(Shared):
+        @property
+        def users(self) -> int:  # type: ignore[override]
+            pool.shared[("new", len(pool.shared))] = Shared(())
+            return 0
+
+        @users.setter
+        def users(self, _: int) -> None:
+            """As the constructor sets it."""
+
+    pool.shared[("old",)] = Changing((0, 1))
+    assert pool.unused == 8
 
 
 def test_what_is_shared_stays_until_its_room_is_needed_the_least_recent_goes_first() -> None:

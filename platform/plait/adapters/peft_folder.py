@@ -24,6 +24,7 @@ from plait.models.targets import LinearInfo, resolve_targets
 from plait.utils.files import new_folder
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MOST_ALPHA = 1e30  # with more, or NaN, products would fail, and with them all requests of a batch
 Tensors = tuple[Tensor, ...]
 
 
@@ -138,9 +139,9 @@ def read_adapter(folder: Path, sites: Mapping[str, tuple[int, int]]) -> StoredAd
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         stored = load((folder / WEIGHTS).read_bytes())  # three times as fast as by a map of the file
         rank, alpha = int(config["r"]), float(config["lora_alpha"])
-        if rank < 1:
-            raise ValueError(f"r={rank}")
-    except (OSError, SafetensorError, ValueError, TypeError, KeyError) as error:
+        if rank < 1 or not abs(alpha) < MOST_ALPHA:
+            raise ValueError(f"r={rank}, lora_alpha={alpha:g}")
+    except (OSError, SafetensorError, ValueError, OverflowError, TypeError, KeyError) as error:
         raise StorageError(
             f"{folder}: {type(error).__name__}: {error}",
             f"An adapter is a folder of PEFT with {CONFIG} and {WEIGHTS}.",

@@ -45,6 +45,9 @@ def main(arguments: Sequence[str]) -> int:
     if not records:
         raise SearchError(f"search {search.name!r} has no finished trial", "Only these have an adapter.")
     first = chosen(search, known.trial) if known.trial is not None else search.best or records[0]
+    if first not in records:
+        shown = f"{first.name} of search {search.name!r} has not finished"
+        raise SearchError(shown, "Only finished trials have an adapter.")
     folders = {record.name: adapter_folder(search, record, settings) for record in records}
     base, adapters = load_base(base_model(search, settings), folders)
     if not base.tokeniser.chat_template:

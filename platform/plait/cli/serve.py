@@ -16,7 +16,7 @@ from plait.cli.parser import Parser
 from plait.cli.results import store_parser, store_settings
 from plait.core.errors import EXIT_DONE, ConfigError, SearchError, StorageError, choices
 from plait.core.lifecycle import JobState
-from plait.utils.paths import as_path, user_path
+from plait.utils.paths import as_path
 
 if TYPE_CHECKING:
     from plait.core.settings import ModelSettings
@@ -77,16 +77,14 @@ def _given_folders(known: argparse.Namespace) -> dict[str, Path]:
     Raises:
         ConfigError: two have one name, or there is more than one search.
     """
-    given = [user_path(as_path(word)) for word in known.what]
-    folders = [path for path in given if (path / CONFIG).is_file()]
-    known.names = [word for word, path in zip(known.what, given, strict=True) if path not in folders]
+    folders = [path for path in known.what if (path / CONFIG).is_file()]
+    known.names = [str(path) for path in known.what if path not in folders]
     if len(known.names) > 1:
         raise ConfigError(
             f"plait serve {' '.join(known.names)}",
             f"One search can be served, and folders of adapters, which contain {CONFIG}.",
         )
     if known.adapters is not None:
-        known.adapters = user_path(known.adapters)
         if not known.adapters.is_dir():
             raise ConfigError(f"--adapters {known.adapters}", "It is a folder of adapters' folders.")
         folders += sorted(file.parent for file in known.adapters.glob(f"*/{CONFIG}"))
@@ -153,6 +151,7 @@ def _parser() -> Parser:
     add(
         "what",
         nargs="*",
+        type=as_path,
         metavar="NAME | FOLDER",
         help="a search, and adapters' folders in PEFT's format; default: the newest search",
     )
@@ -205,6 +204,6 @@ def _check(known: argparse.Namespace, key: str | None) -> None:
         ("wait", 0, None),
     ):
         value = getattr(known, name)
-        if value < least or (most is not None and value > most):
+        if not value >= least or (most is not None and value > most):  # NaN is neither
             rule = f"It must be at least {least}" + (f" and at most {most}." if most else ".")
             raise ConfigError(f"--{name.replace('_', '-')} {value}", rule)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
+from numbers import Real
 from typing import Any
 
 from plait.core.errors import ConfigError, choices
@@ -48,6 +49,8 @@ def named_function(name: str) -> Function:
     module, _, attribute = name.partition(":")
     try:
         found: Function = getattr(import_module(module), attribute)
+        if not callable(found):
+            raise AttributeError(f"{attribute!r} is not a function")
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
             f"data.scorer={name}: {error}",
@@ -76,8 +79,16 @@ def score(spec: DataSpec, rows: Sequence[int], texts: Sequence[str]) -> tuple[fl
             raise ConfigError(f"data.source={spec.source!r}", "This data source has no verifier.")
         return verifier(options, rows, texts)
     examples = _validation_examples(spec)
-    found = list(named_function(scorer)(list(texts), [_row(examples[row]) for row in rows]))
-    numbers = [each for each in found if isinstance(each, (int, float)) and math.isfinite(each)]
+    asked = [_row(examples[row]) for row in rows]
+    try:
+        found = list(named_function(scorer)(list(texts), asked))
+    except Exception as error:  # of code that is not Plait's
+        raise ConfigError(
+            f"data.scorer={scorer}: {type(error).__name__}: {error}",
+            "It must return one finite number for each text.",
+            "Mend it; the search resumes from its checkpoints.",
+        ) from error
+    numbers = [each for each in found if isinstance(each, Real) and math.isfinite(each)]
     if len(found) != len(texts) or len(numbers) != len(found):
         raise ConfigError(
             f"data.scorer={scorer}: {str(found)[:100]}", "It must return one finite number for each text."

@@ -44,8 +44,12 @@ class FolderAdapter:
             StorageError, ModelError: it is not what it was.
         """
         stored = read_adapter(self.folder, self.sizes)
-        if (stored.rank, frozenset(stored.weights)) != (self.rank, self.sites):
-            raise InputError(f"{self.folder}", "It has changed since the adapter was added.")
+        if (stored.rank, stored.scale, frozenset(stored.weights)) != (self.rank, self.scale, self.sites):
+            raise InputError(
+                f"{self.folder} has changed",
+                "An adapter's settings are those with which it was added.",
+                "Remove the adapter, and add it again.",
+            )
         return stored.weights
 
 

@@ -53,7 +53,8 @@ class PagePool:
     @property
     def unused(self) -> int:
         """Pages that are free, or become so when they are needed."""
-        return len(self._free) + sum(len(each.pages) for each in self.shared.values() if not each.users)
+        every = tuple(self.shared.values())  # a copy: metrics are read while the engine's thread changes it
+        return len(self._free) + sum(len(each.pages) for each in every if not each.users)
 
     def take(self, owner: int, count: int, needs: Sequence[Need] = ()) -> bool:
         """Give a new owner ``count`` pages of its own and what it shares; False, and nothing changes, if they

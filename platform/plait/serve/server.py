@@ -32,6 +32,7 @@ from plait.serve.bodies import AdapterBody, Answer, ChatBody, TextBody
 from plait.serve.driver import BusyError, Driver
 from plait.serve.folders import FolderAdapters
 from plait.serve.requests import Completion
+from plait.utils.paths import user_path
 
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 JSON = "application/json"
@@ -91,7 +92,7 @@ class Models:
         if self.adapters is None or self.root is None:
             raise HTTPException(403, "This server takes no adapters: start it with --adapters FOLDER.")
         root = self.root.resolve()
-        folder = (root / path).resolve()
+        folder = user_path(root / path).resolve()
         if root not in folder.parents:
             raise HTTPException(403, f"An adapter's folder lies below {self.root}.")
         if name in self.named:
