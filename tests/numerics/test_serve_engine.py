@@ -311,7 +311,8 @@ def test_a_chat_is_answered_by_the_current_adapter_and_goes_on_when_it_changes(
 
 
 def test_an_adapter_that_is_not_finite_ends_its_own_requests_alone(served: Served) -> None:
-    requests = served.requests(8)
+    drawn = Request((5, 6, 7), "rank8", Sampling(4, temperature=1.0))
+    requests = [*served.requests(8), drawn]
     wanted = [served.alone(each).tokens for each in requests]
     _, b = next(iter(served.bank.weights("rank8").values()))
     kept = b.clone()

@@ -46,7 +46,8 @@ def _draw(logits: Tensor, samplings: Sequence[Sampling], values: Sequence[float]
     kept = (sums - ordered) < top_p  # the first is always kept
     mass = (ordered * kept).sum(-1, keepdim=True)
     wanted = column(values) * mass
-    place = torch.minimum((sums <= wanted).sum(-1, keepdim=True), kept.sum(-1, keepdim=True) - 1)
+    last = (kept.sum(-1, keepdim=True) - 1).clamp(min=0)  # none is kept of logits that are not finite
+    place = torch.minimum((sums <= wanted).sum(-1, keepdim=True), last)
     found: list[int] = tokens.gather(1, place).squeeze(1).tolist()
     return found
 
