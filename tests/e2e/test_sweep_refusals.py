@@ -43,6 +43,14 @@ Short = tuple[str, ...]
             ["cluster.optimiser=sharded", "stages"],
         ),
         (
+            ["adapter.rank=1,2", "cluster.processes=2", "cluster.redeploy=true", "cluster.optimiser=sharded"],
+            ["cluster.optimiser=sharded", "cluster.redeploy=true"],
+        ),
+        (
+            ["adapter.rank=1,2", "cluster.processes=2", "cluster.redeploy=true", "data.generate=true"],
+            ["data.generate=true", "cluster.redeploy=true"],
+        ),
+        (
             ["adapter.rank=1,2", "cluster.processes=2", "cluster.deployment=[1,2]"],
             ["cluster.deployment=[1, 2]", "cluster.processes=2"],
         ),

@@ -13,6 +13,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from laboratory import random_data, random_texts
@@ -24,6 +25,7 @@ from plait.core.errors import (
     LostProcessError,
     ModelError,
     ProcessError,
+    ShortStageError,
 )
 from plait.core.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
 from plait.core.messages import (
@@ -75,7 +77,7 @@ from plait.distributed.places import (
     read_meeting,
 )
 from plait.distributed.places import KEY as KEY_NAME
-from plait.distributed.processes import Fate, Process, Processes
+from plait.distributed.processes import Asked, Fate, Process, Processes
 from plait.distributed.replica_stage import Piece, pieces
 from plait.distributed.start import Start, Started
 from plait.distributed.waiting import Waiting
@@ -527,13 +529,20 @@ class Told(Processes):
     def __init__(self, said: Mapping[type, Sequence[Answer]]) -> None:
         super().__init__(60.0, lambda _: Fate(None, ""))
         self.said = {Build: [Answer(facts=FACTS)] * 2} | dict(said)
-        self.all = [Process(Hello(number, "host", number), Any) for number in range(2)]  # type: ignore[arg-type]
+        self.all = [Process(Hello(number, "host", number), Mock()) for number in range(2)]
         self.asked: list[tuple[int, object]] = []
 
     def ask(self, requests: Mapping[int, object]) -> dict[int, Answer]:
         self.asked += requests.items()
         answers = {number: self.said.get(type(each), [Answer()] * 2) for number, each in requests.items()}
         return {number: answers[number][number] for number in sorted(answers)}
+
+    def begin(self, requests: Mapping[int, object]) -> Asked:
+        return Asked(set(), self.ask(requests))
+
+    def answers(self, asked: Asked) -> dict[int, Answer]:
+        self.asked.append((-1, asked))
+        return asked.answers
 
 
 def told(
@@ -561,7 +570,7 @@ def test_each_process_is_built_with_its_own_capacity() -> None:
     cluster = replace(SETTINGS.cluster, capacities=(64, 32))
     processes = Told({})
     Fleet(processes, DataCatalogue(random_data), SETTINGS.engine, None, cluster)
-    built = {number: request.engine.capacity for number, request in processes.asked}  # type: ignore[attr-defined]
+    built = {number: each.engine.capacity for number, each in processes.asked if isinstance(each, Build)}
     assert built == {0: 64, 1: 32}
 
 
@@ -610,6 +619,18 @@ def test_if_one_replica_cannot_attach_a_job_none_has_it() -> None:
     assert fleet.execute(Attach(JOB)) == [short]
     assert processes.asked[-1] == (0, Detach("a"))
     assert fleet.jobs == frozenset()
+
+
+def test_stages_end_where_one_cannot_attach_a_job_while_they_train() -> None:
+    said = {Attach: [Answer((Attached("a", Cursor()),)), Answer((OutOfMemory("no room", 0.25),))]}
+    fleet, processes = told(said, replace(SETTINGS.cluster, pipeline=2))
+    window = RunSchedule((), drained=False)
+    assert [*fleet.execute(window), *fleet.execute(Attach(JOB))] == []
+    kinds = [RunSchedule, RunSchedule, Asked, Provide, Provide, Attach, Attach]
+    assert [type(each) for _, each in processes.asked] == kinds  # data are sent to those that wait for them
+    with pytest.raises(ShortStageError, match="while a was attached"):
+        fleet.execute(window)
+    assert not processes.live  # so others are started, whatever these still do
 
 
 def test_a_resumed_jobs_tensors_and_best_weights_are_sent_to_all_processes() -> None:

@@ -113,15 +113,18 @@ def job(name: str, steps: int, **train: Any) -> JobSpec:
 
 @pytest.fixture
 def make(tmp_path: Path) -> Callable[..., tuple[Coordinator, Pipeline]]:
-    def build(max_jobs: int | None = None, **worker: Any) -> tuple[Coordinator, Pipeline]:
-        return made(tmp_path, max_jobs, **worker)
+    def build(max_jobs: int | None = None, every: int | None = None, **worker: Any) -> Any:
+        return made(tmp_path, max_jobs, every, **worker)
 
     return build
 
 
-def made(folder: Path, max_jobs: int | None = None, **worker: Any) -> tuple[Coordinator, Pipeline]:
+def made(
+    folder: Path, max_jobs: int | None = None, every: int | None = None, **worker: Any
+) -> tuple[Coordinator, Pipeline]:
+    """``every``: steps between checkpoints."""
     pipeline = Pipeline(**worker)
-    engine = EngineSettings(capacity=16, checkpoint_minutes=None)
+    engine = EngineSettings(capacity=16, checkpoint_minutes=None, checkpoint_steps=every)
     run = RunSettings(engine=engine, planner=PlannerSettings(max_jobs=max_jobs))
     return Coordinator(pipeline, DataCatalogue(load_lengths), run, folder=folder), pipeline
 
@@ -178,8 +181,9 @@ def test_a_job_whose_step_fails_ends_when_it_has_landed_and_the_others_go_on(mak
     assert pipeline.drains == 1
 
 
-def test_no_step_is_planned_beyond_a_rung_or_an_evaluation(make: Any) -> None:
-    coordinator, pipeline = make()
+@pytest.mark.parametrize("every", [None, 1, 2], ids="checkpoints every {} steps".format)
+def test_no_step_is_planned_beyond_a_rung_or_an_evaluation(make: Any, every: int | None) -> None:
+    coordinator, pipeline = make(every=every)
     coordinator.submit(job("a", 9), rungs=[3], measured=True)
     coordinator.submit(job("b", 9, eval_every=4))
     waiting: list[tuple[int, int]] = []
@@ -194,6 +198,17 @@ def test_no_step_is_planned_beyond_a_rung_or_an_evaluation(make: Any) -> None:
     evaluated = [(e.job, e.step) for e in events if isinstance(e, JobEvaluated)]
     assert sorted(evaluated) == [("a", 3), ("a", 9), ("b", 4), ("b", 8), ("b", 9)]
     assert steps(events, "a") == steps(events, "b") == list(range(1, 10))
+
+
+def test_what_is_due_when_all_jobs_are_saved_is_evaluated_before(make: Any) -> None:
+    coordinator, pipeline = make()
+    coordinator.submit(job("a", 9, eval_every=2))
+    events = coordinator.advance() + coordinator.advance()
+    assert (steps(events, "a"), pipeline.steps["a"]) == ([1], 2)
+    coordinator.stop()
+    events = coordinator.advance()
+    assert [event.step for event in events if isinstance(event, JobEvaluated)] == [2]
+    assert ends(events)["a"].state is JobState.PAUSED
 
 
 def test_a_job_of_higher_priority_takes_the_slot_of_one_in_flight_at_once(make: Any) -> None:

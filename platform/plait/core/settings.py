@@ -200,9 +200,10 @@ class ClusterSettings:
                 "The base model is sharded among several processes that each run all of it.",
                 "Set cluster.processes alone, or leave cluster.shard_base out.",
             )
-        if self.staged and self.optimiser != "repeated":
+        if (self.staged or self.redeploy) and self.optimiser != "repeated":
+            beside = "stages" if self.staged else "cluster.redeploy=true, which makes stages"
             raise ConfigError(
-                f"cluster.optimiser={self.optimiser} with stages",
+                f"cluster.optimiser={self.optimiser} with {beside}",
                 "Each stage has its own part of every adapter, with its moments.",
                 "Leave cluster.optimiser out.",
             )

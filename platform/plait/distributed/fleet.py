@@ -236,11 +236,12 @@ class Fleet:
     def _attached(self, command: Attach, answers: Mapping[int, Answer]) -> Sequence[WorkerEvent]:
         short = {number for number, answer in answers.items() if _out_of_memory(answer.events)}
         if short and self._staged and self._flying:
-            raise ShortStageError(
+            error = ShortStageError(
                 f"a stage ran out of memory while {command.job.name} was attached",
                 "Each stage keeps the activations of several microbatches.",
                 "Lower engine.capacity or planner.max_jobs.",
             )
+            raise self.processes.ended_by(error)  # they are not done with what was sent after it
         if short:
             self.processes.ask(dict.fromkeys(sorted(answers.keys() - short), Detach(command.job.name)))
             return [_one_shortage([event for answer in answers.values() for event in answer.events])]
@@ -262,6 +263,8 @@ class Fleet:
         if spec in self._provided:
             return
         data = self._data.of(spec)
+        for asked, _ in self._begun:
+            self.processes.answers(asked)  # one that computes takes nothing large, and would count as lost
         requests = {
             number: Provide(spec, data.digest, None if data.digest in each.contents else data)
             for number, each in enumerate(self.processes.all)

@@ -231,7 +231,7 @@ class Processes:
                         own.answers[number] = answer
                         own.left.discard(number)
                     case Refusal(ShortStageError() as short):
-                        raise self._ended_by(self._named(number, short))
+                        raise self.ended_by(self._named(number, short))
                     case Refusal() as refusal:
                         own = process.begun.popleft().asked
                         own.refused[number] = refusal.error
@@ -247,7 +247,7 @@ class Processes:
             raise said
         return {number: asked.answers[number] for number in sorted(asked.answers)}
 
-    def _ended_by(self, error: PlaitError) -> PlaitError:
+    def ended_by(self, error: PlaitError) -> PlaitError:
         """End all processes, some of which wait for an answer that will not come."""
         self.spent += sum(time.monotonic() - each.asked for each in self.all if each.busy)
         self.close(lost=True)

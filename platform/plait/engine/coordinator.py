@@ -393,6 +393,8 @@ class Coordinator:
         staying = [job for job in self._live.values() if job not in preempted]
         if self._redeployment.change([*staying, *started]):
             yield from self._move()
+            if self._live:
+                return  # the disk refuses: a job that starts may be too long for the replicas as they are
             started, preempted = self._roster.choose()
         if any(job.in_flight for job in preempted):
             yield from self._land()
@@ -433,13 +435,8 @@ class Coordinator:
             self._roster.shrink()
         self._roster.queue(job)
         if alone:
-            return [
-                self._end(
-                    job,
-                    JobState.FAILED,
-                    f"out of memory while it was attached, with no other job training: {detail}",
-                )
-            ]
+            reason = f"out of memory while it was attached, with no other job training: {detail}"
+            return [self._end(job, JobState.FAILED, reason)]
         return [Notice(f"{job.name} waits for memory: out of memory while it was attached ({detail})")]
 
     def _pause(
@@ -537,9 +534,10 @@ class Coordinator:
             yield from self._stepped(flight.jobs, outcome, self._clock() - share, flight.expected)
 
     def _land(self) -> Iterator[Event]:
-        """Wait for all that is in flight."""
+        """Wait for all that is in flight, and evaluate what is due: afterwards jobs may leave."""
         if self._flights is not None:
             yield from self._fly(self._flights.next((), self._clock()))
+            yield from self._evaluate()
 
     def _make_room(self, jobs: Sequence[LiveJob], detail: str) -> list[Event]:
         """Handle a step that ran out of memory: the job with the lowest standing leaves, the others repeat
@@ -580,7 +578,7 @@ class Coordinator:
         measured, failed = evaluate(due, self._send, self._packer)
         going = [job for job in due if not job.done and job.name not in failed]
         found, unanswered = answered(going, self._send, self._data, at_end=False)
-        return [*self._end_failed(failed | unanswered), *measured, *found]
+        return [*measured, *found, *self._end_failed(failed | unanswered)]
 
     def _finish(self) -> list[Event]:
         """End every job whose budget is spent."""

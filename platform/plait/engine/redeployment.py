@@ -85,7 +85,7 @@ class Redeployment:
 
     def change(self, jobs: Sequence[LiveJob]) -> bool:
         """Whether the deployment should change for these jobs; then who makes replicas knows how."""
-        if self._prefer is None:
+        if self._prefer is None or not self._capacities:
             return False
         names = frozenset(job.name for job in jobs if job.trains)
         if not names or (names == self._jobs and not self._due):
@@ -99,14 +99,14 @@ class Redeployment:
         if restart is None:
             restart = ASSUMED_SECONDS + self._weight_bytes / ASSUMED_BYTES
         change = weigh_change(shape, step, restart / scale if scale else float("inf"))
+        if change.pays and change.planned is not None:  # weighed again if it cannot be made now
+            self._prefer(tuple(sorted(each.pp for each in change.planned.single)))
+            return True
         if names != self._jobs:
             self._jobs, self._seconds = names, []
         self._due = False
         self._expected = 0.0 if change.kept is None else change.kept.makespan
-        if not change.pays or change.planned is None:
-            return False
-        self._prefer(tuple(sorted(each.pp for each in change.planned.single)))
-        return True
+        return False
 
     def _configuration(self, count: int) -> Configuration:
         return Configuration(1, count, self._capacities.get(count) or self.widest)
