@@ -140,7 +140,7 @@ def end_to_end(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[
         figures.append(Figure(f"LobRA saves over Task-Fused{label}", saved, "%", "simulated"))
         faster = seconds["LobRA-Sequential"] / seconds["LobRA"]
         figures.append(Figure(f"LobRA over LobRA-Sequential{label}", faster, "×", "simulated"))
-    return Report("LobRA, 7B: a step of all tasks", tuple(figures), (f"Profile: {profile.source}",))
+    return Report("LobRA: a step of all tasks", tuple(figures), (f"Profile: {profile.source}",))
 
 
 def _systems(profile: ClusterProfile, asked: EndToEndOptions, assumption: Assumption) -> dict[str, float]:
