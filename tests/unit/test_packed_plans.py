@@ -214,7 +214,7 @@ def test_bounds_and_gaps_agree_with_brute_force(enumerated: int, monkeypatch: py
 
     Their deployments are so few that they are enumerated; if that is forbidden, patterns alone decide.
     """
-    for module in ("planner.renting", "planning.expected"):
+    for module in ("planner.renting", "planner.weighing"):
         monkeypatch.setattr(f"plait.{module}.ENUMERATED", enumerated)
     figures = plan_bounds(RunSettings(), [], {"workloads": 6, "seed": 0}).figures
     assert [figure.within for figure in figures if figure.headline] == [True] * 4

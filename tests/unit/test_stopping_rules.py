@@ -100,7 +100,7 @@ def test_settings_that_make_no_sense_are_refused(stopping: dict[str, Any], said:
 @pytest.mark.parametrize(
     ("search", "said"),
     [
-        ({"metric": "eval/accuracy"}, "metrics at rungs are"),
+        ({"metric": "job/completion_seconds"}, "metrics at rungs are"),
         ({"stopping": StoppingSettings("asha", metric="loss")}, "train/loss"),
         (
             {"stopping": StoppingSettings("asha", metric="train/tokens", divergence=2.0)},

@@ -62,7 +62,7 @@ class Asked:
 
 
 class Begun(NamedTuple):
-    """A request to one process: when it was sent, and whether no other was before it then."""
+    """A request to one process: the time before it was sent, and whether no other was before it then."""
 
     asked: Asked
     sent: float
@@ -199,16 +199,16 @@ class Processes:
             raise self.error
         asked = Asked(set(requests))
         for number, request in requests.items():
-            process = self.all[number]
+            process, sent = self.all[number], time.monotonic()
             try:
                 process.send(request)
             except OSError as error:
                 full = isinstance(error, BlockingIOError)
                 raise self.lost(process, "does not accept what is sent to it" if full else "died") from error
-            process.begun.append(Begun(asked, time.monotonic(), alone=not process.begun))
-        sent = time.monotonic()  # after the last one: a large data set takes a while to send
+            process.begun.append(Begun(asked, sent, alone=not process.begun))
+        heard = time.monotonic()  # after the last one: a large data set takes a while to send
         for number in requests:
-            self.all[number].heard = sent
+            self.all[number].heard = heard
         return asked
 
     def answers(self, asked: Asked) -> dict[int, Answer]:
