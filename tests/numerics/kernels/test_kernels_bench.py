@@ -16,7 +16,18 @@ from plait_kernels.synthetic import Shape, problem
 
 def test_figures_and_environment_are_written(tmp_path, capsys):
     path = tmp_path / "result.json"
-    arguments = ["--device", "cpu", "--layers", "smollm2-135m o", "--tokens", "24", "--adapters", "2"]
+    arguments = [
+        "--device",
+        "cpu",
+        "--layers",
+        "smollm2-135m o",
+        "--tokens",
+        "24",
+        "--adapters",
+        "2",
+        "--dtype",
+        "float32",
+    ]
     options = ["--repeats", "1", "--backends", "grouped", "--json", str(path)]
     assert bench.main([*arguments, *options]) == 0
     result = json.loads(path.read_text())
@@ -55,6 +66,7 @@ def test_a_run_out_of_time_resumes_from_its_file_and_a_failure_stays_alone(tmp_p
     path = tmp_path / "result.json"
     arguments = ["--device", "cpu", "--layers", "smollm2-135m o", "--tokens", "24", "--dropout", "0"]
     arguments += ["--repeats", "1", "--backends", "grouped", "--json", str(path), "--ranks", "16"]
+    arguments += ["--dtype", "float32"]
     measure = bench.measure
 
     def too_large(case, *others):
