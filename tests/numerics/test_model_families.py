@@ -69,10 +69,11 @@ LATENT = {  # attention through a latent space, whose sizes follow from these
 }
 LATENT_ATTENTION = """
     axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa kimi_linear longcat_flash
-    minicpm3 youtu
+    minicpm3 sarvam_mla youtu
 """
 OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(names(LATENT_ATTENTION), LATENT),
+    "dory": {"n_input_layers": 1, "n_output_layers": 0},
     "falcon": {"head_dim": None},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "lfm2_moe": {"layer_types": ["full_attention", "full_attention"]},
@@ -82,18 +83,19 @@ OWN: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
 }
 TRAINED = """
-    afmoe apertus arcee aria_text axk1 bitnet cohere cohere2 cohere2_moe cwm deepseek_v3 diffllama dots1
-    ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma gemma2 gemma3_text gemma4_unified_text glm
-    glm4 glm4_moe glm4_moe_lite gpt-sw3 gpt2 gpt_bigcode gpt_neox granite granitemoe granitemoeshared
-    helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1
-    laguna llama mellum minicpm3 minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral moshi
-    nemotron olmo olmo2 olmo3 olmoe persimmon phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3
-    solar_open stablelm starcoder2 vaultgemma youtu
+    afmoe apertus apertus1p5_text arcee aria_text axk1 bitnet codegen cohere cohere2 cohere2_moe cwm
+    deepseek_v3 diffllama dots1 ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe flex_olmo gemma gemma2
+    gemma3_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite gpt-sw3 gpt2 gpt_bigcode gpt_neox gptj
+    granite granitemoe granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3
+    iquestcoder jais2 jetmoe kolibri1 laguna llama mellum minicpm3 minimax_m2 minimax_m3_vl_text ministral
+    ministral3 mistral mixtral moshi nemotron olmo olmo2 olmo3 olmoe persimmon phi phi3 qwen2 qwen2_moe
+    qwen3 qwen3_moe sarvam_mla sarvam_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma youtu
 """
 # Where experts are fused, PEFT takes gate_proj, up_proj and down_proj, which dense and shared MLPs have too,
 # for the experts' parameters: there it is asked for attention alone.
 FUSED_EXPERTS = """
-    afmoe deepseek_v3 dots1 ernie4_5_moe exaone_moe glm4_moe glm4_moe_lite hunyuan_v1_moe solar_open
+    afmoe deepseek_v3 dots1 ernie4_5_moe exaone_moe glm4_moe glm4_moe_lite hunyuan_v1_moe sarvam_mla
+    solar_open
 """
 REFUSED = {
     "its parts are": """
@@ -104,16 +106,17 @@ REFUSED = {
         xlm-roberta xlm-roberta-xl xlnet xmod
     """,
     "not supported: state-space, recurrent or linear-attention layers": """
-        bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear mamba mamba2
-        minimax nemotron_h olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma rwkv
-        xlstm zaya
+        bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lara_mini mamba
+        mamba2 minimax nemotron_h olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma
+        rwkv xlstm zaya
     """,
     "not supported: alibi position biases": "bloom falcon mpt",
-    "not supported: .*position biases": "deepseek_v4 inkling2_text inkling_text",
+    "not supported: .*position biases": "deepseek_v4 inkling2_loop_text inkling2_text inkling_text",
     "not supported: attention sinks": "flint gpt_oss hy_v4 mimo_v2_flash",
     "not supported: sparse attention with an indexer": "axk2 deepseek_v32 glm_moe_dsa",
-    "not supported: attention that does not go through": "codegen gpt_neo gptj gpt_neox_japanese",
+    "not supported: attention that does not go through": "gpt_neo gpt_neox_japanese",
     "its parts cannot be run separately": "beam biogpt deepseek_v2 longcat_flash",
+    "its 2 layers run 3 times": "dory",
     "embed differs from the whole": "ctrl modernbert-decoder nanochat xglm",
     "beyond its window or chunk, layer 0 differs": "doge phimoe",
 }

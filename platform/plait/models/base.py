@@ -385,7 +385,9 @@ class BaseModel:
             group.forget()
         self._binding.routing = context.routing
         rotation = self._rotation(index, context)
-        options = {} if rotation is None else {"position_embeddings": rotation.tokens}
+        options: dict[str, Any] = {} if rotation is None else {"position_embeddings": rotation.tokens}
+        if self._stores_keys:  # a layer that takes keys from another one finds none, and is refused
+            options["shared_kv_states"] = {}
         tables = None if rotation is None else rotation.tables
         with running(Running(context, tables, self._binding.backend)):
             out = self._parts.layers[index](
@@ -423,10 +425,14 @@ class BaseModel:
         self._rotary_by_kind = (
             rotary is not None and "layer_type" in inspect.signature(rotary.forward).parameters
         )
+        accepted = [inspect.signature(layer.forward).parameters for layer in parts.layers]
+        self._stores_keys = any("shared_kv_states" in names for names in accepted)  # Gemma 4
         tokens = torch.arange(1, 10, device=self.device) % self.vocabulary
         model.set_attn_implementation("eager")  # the reference: sdpa ignores Gemma 2's softcap
         names = [linear.name for linear in self.linears]
         observed = observe(model, list(parts.layers), names, tokens)
+        if len(observed.inputs) != len(parts.layers):
+            raise unusable(model, f"its {len(parts.layers)} layers run {len(observed.inputs)} times")
         announced = windows(model)
         with shrunk(announced):
             windowed = observe(model, list(parts.layers), [], tokens) if announced else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -85,7 +86,8 @@ def find_parts(model: PreTrainedModel) -> Parts:
 # Unsupported features, by the name of a module's class, of its parameters or of its forward's arguments.
 _UNSUPPORTED = (
     (
-        r"mamba|xlstm|rwkv|recurrent|rglru|\ba_log\b|deltanet|lightning|linearattention|kimidelta",
+        r"mamba|xlstm|rwkv|\brecurrent(?!_)|recurrent_\w*state|rglru|\ba_log\b|deltanet|lightning"
+        r"|linearattention|kimidelta",
         "state-space, recurrent or linear-attention layers",
     ),
     (r"shortconv", "convolutions over tokens"),
@@ -103,7 +105,7 @@ def _unsupported(model: nn.Module) -> list[str]:
     names |= {name.rpartition(".")[2] for name, _ in model.named_parameters()}
     called: set[str] = set()
     for forward in {type(module).forward for module in model.modules()}:
-        code = getattr(forward, "__code__", _unsupported.__code__)
+        code = getattr(inspect.unwrap(forward), "__code__", _unsupported.__code__)  # under decorators
         names |= set(code.co_varnames)
         called |= set(code.co_names)
     text = " ".join(sorted(names)).lower()
