@@ -28,7 +28,7 @@ def test_a_right_backend_passes_and_is_written_down(tmp_path, capsys):
     assert len(found["findings"]) == 4
     assert all(finding["errors"]["dA"] > 0 and not finding["wrong"] for finding in found["findings"])
     assert "4 cases, 0 wrong" in capsys.readouterr().out
-    del found["findings"][1:]  # as if it had been cut short
+    del found["findings"][1:]  # as if the run had been interrupted
     path.write_text(json.dumps(found))
     assert check.main([*options, "--json", str(path), "--seconds", "-1"]) == 0
     assert "3 cases are left" in capsys.readouterr().out
