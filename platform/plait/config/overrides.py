@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 from hydra.core.config_loader import ConfigLoader
@@ -213,8 +213,8 @@ def _range(sweep: RangeSweep) -> Whole | Real:
     text = f"range({start},{stop},{step})"
     if step == 0:
         raise SearchError(text, "The step must not be 0.")
-    # Decimal, as in Hydra: 0.1 + 0.1 + 0.1 must not miss or pass the stop by a rounding error.
-    first, end, by = (Decimal(str(number)) for number in (start, stop, step))
+    # Exact, as in Hydra: 0.1 + 0.1 + 0.1 must not miss or pass the stop by a rounding error.
+    first, end, by = (Fraction(str(number)) for number in (start, stop, step))
     count = math.ceil((end - first) / by)
     if count < 1:
         raise SearchError(text, "The range is empty: it does not include its stop value.")

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from decimal import Decimal
+from fractions import Fraction
 
 from plait.core.errors import SearchError
 
@@ -129,7 +129,7 @@ class Real:
     def __str__(self) -> str:
         inner = f"interval({self.low!r},{self.high!r})"
         if self.step is not None:
-            stop = float(_decimal(self.high) + _decimal(self.step))
+            stop = float(_exact(self.high) + _exact(self.step))
             inner = f"range({self.low!r},{stop!r},{self.step!r})"
         return f"tag(log,{inner})" if self.log else inner
 
@@ -145,11 +145,11 @@ class Real:
             return 1
         if self.step is None:
             return None
-        return int((_decimal(self.high) - _decimal(self.low)) // _decimal(self.step)) + 1
+        return int((_exact(self.high) - _exact(self.low)) // _exact(self.step)) + 1
 
     def at(self, place: int) -> Value:
         """The value in this place; the low end where they cannot be counted."""
-        return self.low if self.step is None else float(_decimal(self.low) + place * _decimal(self.step))
+        return self.low if self.step is None else float(_exact(self.low) + place * _exact(self.step))
 
     def place(self, value: Value) -> float | None:
         """Where a value stands among them, or the value itself if they cannot be counted; None if it
@@ -161,9 +161,10 @@ class Real:
         return 0 if self.step is None else round((value - self.low) / self.step)
 
 
-def _decimal(number: float) -> Decimal:
-    """The number as it is written, so that three steps of 0.1 are 0.3."""
-    return Decimal(str(number))
+def _exact(number: float) -> Fraction:
+    """The number as it is written, so that three steps of 0.1 are 0.3. A Decimal would do so only as
+    long as nothing in the process lowers its precision."""
+    return Fraction(str(number))
 
 
 def _check_bounds(text: str, low: float, high: float, log: bool) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import decimal
 import functools
 import hashlib
 import io
@@ -85,7 +86,8 @@ class Task:
 
     def _score(self, row: int, text: str) -> float:
         try:
-            return float(self.verifier.score_answer(text, self.rows[row]))
+            with _own_decimals():
+                return float(self.verifier.score_answer(text, self.rows[row]))
         except Exception:  # some verifiers raise on a text that they cannot parse
             return 0.0
 
@@ -140,7 +142,7 @@ def _content(options: TaskOptions) -> TaskOptions:
 @functools.lru_cache(maxsize=16)
 def _generate(options: TaskOptions) -> Task:
     name = options.task
-    with contextlib.redirect_stdout(io.StringIO()):  # some generators print
+    with contextlib.redirect_stdout(io.StringIO()), _own_decimals():  # some generators print
         dataset = _dataset(options)
         try:
             rows = _rows(name, dataset, options.size)
@@ -157,6 +159,12 @@ def _generate(options: TaskOptions) -> Task:
             "Choose another task.",
         )
     return Task(name, rows, dataset)
+
+
+def _own_decimals() -> contextlib.AbstractContextManager[decimal.Context]:
+    """Decimals with Python's precision, and the process's own afterwards: some tasks set it to a few digits,
+    and Optuna's steps would be rounded with it."""
+    return decimal.localcontext(decimal.DefaultContext)
 
 
 def _rows(name: str, dataset: Any, size: int) -> tuple[dict[str, Any], ...]:
