@@ -14,6 +14,7 @@ import nbformat
 import openai
 import pytest
 import torch
+from mlflow import MlflowClient
 from mlflow_server import free_port
 from nbclient import NotebookClient
 from safetensors.torch import load_file
@@ -88,6 +89,7 @@ def test_a_search_is_interrupted_resumed_and_opened_and_its_adapters_load(
         assert adapter.trial == (result.best.trial if trial is None else trial)
         _check_loaded(adapter)
     _check_generated(result, folder / "plait-runs", capfd)
+    _check_evaluated(folder / "plait-runs", capfd)
     again = plait.open("mine", root=folder / "plait-runs")
     assert again.trials.equals(trials)
     shutil.rmtree(folder / "plait-runs" / "searches" / "mine" / "adapters")
@@ -140,6 +142,40 @@ def _check_generated(result: Any, root: Path, capfd: pytest.CaptureFixture[str])
     assert sum(line.startswith("base: ") for line in shown) == 2
     assert sum(line.startswith(f"trial {best}: ") for line in shown) == 2
     _check_served(root, best, rows, count)
+
+
+def _check_evaluated(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """`plait eval` prints each adapter's results of a task of a folder, and logs them to the trials' runs."""
+    pytest.importorskip("lm_eval")
+    folder = root.parent / "tasks"
+    folder.mkdir()
+    (folder / "own_rows.py").write_text(
+        "from datasets import Dataset\n"
+        "def rows(**_): return {'test': Dataset.from_list([{'q': '1 + 2 =', 'c': [' 3', ' 7'], 'a': 0}] * 2)}"
+    )
+    (folder / "own_sums.yaml").write_text(
+        "task: own_sums\ncustom_dataset: !function own_rows.rows\noutput_type: multiple_choice\n"
+        "test_split: test\ndoc_to_text: '{{q}}'\ndoc_to_choice: '{{c}}'\ndoc_to_target: '{{a}}'\n"
+        "metric_list: [{metric: acc}]\n"
+    )
+    words = ["eval", "mine", "--root", str(root), "--tasks", "own_sums", "--include", str(folder)]
+    assert main([*words, "--json"]) == 0
+    rows = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert {row["trial"] for row in rows} == {None, 0, 1}
+    logged = plait.open("mine", root=root).trials["run_id"]
+    client = MlflowClient(f"sqlite:///{root / 'mlflow.db'}")
+    for row in rows:
+        accuracy = row["results"]["own_sums"]["acc"]
+        assert accuracy in (0.0, 1.0)
+        if row["trial"] is not None:
+            run = client.get_run(logged[row["trial"]])
+            assert run.data.metrics["eval/own_sums/acc"] == accuracy
+    assert main([*words, "--trial", "1", "--no-base"]) == 0
+    shown = capfd.readouterr().out.splitlines()
+    assert shown[0] == "own_sums: acc"
+    assert shown[1].startswith("  trial 1 ")
+    assert main(["eval", "mine", "--root", str(root), "--tasks", "own_sums", "--limit", "0"]) == 2
+    assert "--limit 0" in capfd.readouterr().err
 
 
 def _check_served(root: Path, best: int, rows: Sequence[Any], count: int) -> None:

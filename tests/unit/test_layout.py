@@ -51,6 +51,7 @@ HOMES = {
     "peft": ("platform/plait_bench/", "platform/plait/api"),
     "datasets": ("platform/plait/data/datasets_library",),
     "pyarrow": ("platform/plait/data/formats",),
+    "lm_eval": ("platform/plait/serve/harness",),
 }
 NO_TORCH = (
     "platform/plait/planner/",

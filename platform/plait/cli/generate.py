@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -209,11 +210,9 @@ def _answers(
     requests = [Request(own, adapter, sampling) for own in tokens for adapter in adapters]
     most = max(needed_tokens(each, base.max_length) for each in requests)
     engine = Engine(base, loaded, pool_tokens=max(POOL_TOKENS, most))
-    numbers = [engine.add(each) for each in requests]
-    ended = {update.request: update.ended for update in engine.run() if update.ended is not None}
-    for start in range(0, len(numbers), len(adapters)):
-        own = numbers[start : start + len(adapters)]
-        yield {adapter: ended[number] for adapter, number in zip(adapters, own, strict=True)}
+    ended = iter(engine.complete(requests))
+    for _ in prompts:
+        yield dict(zip(adapters, islice(ended, len(adapters)), strict=True))
 
 
 def _show(

@@ -185,6 +185,7 @@ Examples
     ),
     Verb("control", "plait.cli.control:main", "pause, stop, extend or inspect a running search"),
     Verb("generate", "plait.cli.generate:main", "try a search's adapters on prompts, beside the base model"),
+    Verb("eval", "plait.cli.evaluate:main", "run lm-eval's tasks for all of a search's adapters together"),
     Verb("chat", "plait.cli.chat:main", "talk to a search's adapters in the terminal"),
     Verb("serve", "plait.cli.serve:main", "serve adapters of a search or of folders with OpenAI's interface"),
     Verb("ui", "plait.cli.results:ui", "open the results in MLflow"),

@@ -5,9 +5,10 @@ A seam: it knows requests and adapters, but no jobs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, islice
 
 import torch
 from torch import Tensor
@@ -18,10 +19,13 @@ from plait.models.context import MicrobatchContext
 from plait.serve.cells import MOST_PAGE, Adapter, AdapterSource, CellLayout, CellStore, page_tokens
 from plait.serve.pages import PagedCache, token_elements
 from plait.serve.requests import Completion, GrowingText, Reason, Request, Score, Update
-from plait.serve.sampling import choose_tokens, score_tokens
+from plait.serve.sampling import choose_tokens, score_rows, score_tokens
 from plait.serve.scheduler import Demand, Need, Scheduler, Shared
 from plait_kernels import RoutedSegment, Routing, RowCounters
+from plait_kernels.loss import chunk_rows
 from plait_kernels.pooled import AdapterPool, PooledAdapter, PooledRows
+
+AHEAD = 512  # requests that wait in the queue where all are known in advance
 
 
 @dataclass(slots=True)
@@ -48,7 +52,8 @@ class _Running:
     @property
     def rows(self) -> tuple[int, ...]:
         """Tokens that go through the model next."""
-        return (self.new[-1],) if self.new else self.request.tokens[self.stored :]
+        last = -1 if self.request.scored else None  # no token follows the last scored one
+        return (self.new[-1],) if self.new else self.request.tokens[self.stored : last]
 
 
 class Engine:
@@ -140,7 +145,8 @@ class Engine:
         key = None if adapter is None else adapter.key
         if adapter is not None and adapter.pooled:
             needs.append(Need(("adapter", key), self._layout.placement(adapter).pages))
-        begun = (len(request.tokens) - 1) // self.page_tokens  # whole pages; the last token always runs
+        # Whole pages; the rows from which tokens are chosen or scored always run.
+        begun = (len(request.tokens) - 1 - request.scored) // self.page_tokens
         if begun:
             beginning = request.tokens[: begun * self.page_tokens]
             needs.append(Need(("prompt", key, beginning), begun))
@@ -151,6 +157,26 @@ class Engine:
         """Forget a request and free its pages; one that has ended is ignored."""
         if self._requests.pop(number, None) is not None:
             self.scheduler.remove(number)
+
+    def complete(self, requests: Iterable[Request]) -> list[Completion]:
+        """The completions of requests, in their order; they are added as the queue empties.
+
+        Raises:
+            InputError: as :meth:`add`.
+            PlaitError: the adapter of a request cannot be read.
+        """
+        left = iter(requests)
+        order: list[int] = []
+        ended: dict[int, Completion] = {}
+        while True:
+            order += map(self.add, islice(left, max(0, AHEAD - self.scheduler.waiting)))
+            if self.idle:
+                return [ended[number] for number in order]
+            for update in self.step():
+                if update.error is not None:
+                    raise update.error
+                if update.ended is not None:
+                    ended[update.request] = update.ended
 
     def run(self) -> Iterator[Update]:
         """Iterate until no request is left.
@@ -166,21 +192,48 @@ class Engine:
 
     @torch.no_grad()
     def step(self) -> list[Update]:
-        """One iteration: admit requests, and give each that runs a token or its end."""
+        """One iteration: admit requests, and give each that runs a token, its scores or its end."""
         updates, beginnings = self._admit()
         numbers = sorted(self.scheduler.running, key=self._place)
         if not numbers:
             return updates
         batch = [self._requests[number] for number in numbers]
-        logits = self._logits(numbers, batch)
+        hidden, ends = self._hidden(numbers, batch)
         for each in beginnings:
             each.value = True
+        rows = list(zip(numbers, batch, ends, strict=True))
+        scored = [row for row in rows if row[1].request.scored]
+        generated = [row for row in rows if not row[1].request.scored]
+        if scored:
+            updates += self._scored(hidden, scored)
+        if generated:
+            updates += self._generated(hidden, generated)
+        return updates
+
+    def _generated(self, hidden: Tensor, rows: Sequence[tuple[int, _Running, int]]) -> list[Update]:
+        """A token for each request, from its last row."""
+        numbers, batch, ends = zip(*rows, strict=True)
+        logits = self._base.head(hidden[torch.tensor(ends, device=hidden.device) - 1])
         samplings = [each.request.sampling for each in batch]
         finite = torch.isfinite(logits.amax(-1)).tolist()
         tokens = choose_tokens(logits, samplings, [len(each.new) for each in batch])
         scores = score_tokens(logits, samplings, tokens)
         given = zip(numbers, batch, tokens, scores, finite, strict=True)
-        return updates + [self._take(*each) for each in given]
+        return [self._take(*each) for each in given]
+
+    def _scored(self, hidden: Tensor, rows: Sequence[tuple[int, _Running, int]]) -> list[Update]:
+        """The scores of requests' tokens, from the rows before them; these requests end."""
+        chosen = [at for _, each, end in rows for at in range(end - each.request.scored, end)]
+        targets = [token for _, each, _ in rows for token in each.request.tokens[-each.request.scored :]]
+        scores = score_rows(self._base.head, hidden[chosen], targets, chunk_rows(self._base.vocabulary))
+        updates, start = [], 0
+        for number, each, _ in rows:
+            own = tuple(scores[start : start + each.request.scored])
+            start += each.request.scored
+            finite = all(math.isfinite(score.log_probability) for score in own)
+            self.cancel(number)
+            updates.append(Update(number, "", Completion((), "", "scored" if finite else "not finite", own)))
+        return updates
 
     def _admit(self) -> tuple[list[Update], list[Shared]]:
         """Give new requests their pages; returns failures, and beginnings of prompts to be filled."""
@@ -213,8 +266,8 @@ class Engine:
         each = self._requests[number]
         return (not each.stored, each.request.adapter or "", number)
 
-    def _logits(self, numbers: Sequence[int], batch: Sequence[_Running]) -> Tensor:
-        """Logits of each request's last row; keys and values of all rows are stored."""
+    def _hidden(self, numbers: Sequence[int], batch: Sequence[_Running]) -> tuple[Tensor, Sequence[int]]:
+        """Hidden rows of all requests, and where each one's end; their keys and values are stored."""
         rows = [each.rows for each in batch]
         lengths = [len(each) for each in rows]
         starts = [each.stored for each in batch]
@@ -232,10 +285,10 @@ class Engine:
         self._cache.place(
             [self._pages(number) for number in numbers], starts, lengths, sum(1 for start in starts if start)
         )
-        logits = self._base.logits(context, torch.tensor(offsets[1:], device=device) - 1)
+        hidden = self._base.hidden(context)
         for each, length in zip(batch, lengths, strict=True):
             each.stored += length
-        return logits
+        return hidden, offsets[1:]
 
     def _pages(self, number: int) -> tuple[int, ...]:
         """The pages of a request's tokens, in their order."""
@@ -297,12 +350,19 @@ class Engine:
 
 
 def needed_tokens(request: Request, max_length: int) -> int:
-    """Most tokens whose keys and values a request stores: all but the last new one.
+    """Most tokens whose keys and values a request stores: all but the last one, new or scored.
 
     Raises:
-        InputError: an empty prompt, or one as long as the model's limit.
+        InputError: an empty prompt, one as long as the model's limit, or too many scored tokens.
     """
     prompt = len(request.tokens)
+    if request.scored:
+        if not request.scored < prompt <= max_length + 1:
+            raise InputError(
+                f"{request.scored} scored tokens of {prompt}",
+                f"There is a token before them, and at most {max_length} before the last, the model's limit.",
+            )
+        return prompt - 1
     if not 0 < prompt < max_length:
         raise InputError(
             f"a prompt of {prompt} tokens",
@@ -316,10 +376,7 @@ def complete(
 ) -> list[Completion]:
     """The completions of requests in a pool that has room for all."""
     tokens = sum(needed_tokens(each, base.max_length) + MOST_PAGE for each in requests)
-    engine = Engine(base, adapters, pool_tokens=tokens, most=max(1, len(requests)))
-    order = [engine.add(each) for each in requests]
-    ended = {update.request: update.ended for update in engine.run() if update.ended is not None}
-    return [ended[number] for number in order]
+    return Engine(base, adapters, pool_tokens=tokens, most=max(1, len(requests))).complete(requests)
 
 
 def _largest_cell(adapter: Adapter, base: BaseModel) -> int:

@@ -15,6 +15,8 @@ from plait.models.attention import AttentionLayout, AttentionRule, Heads, packed
 from plait.models.base import BaseModel
 from plait.models.context import MicrobatchContext
 
+GATHERED = 2**25  # elements of keys and values that are copied out of their pages at once
+
 
 class _Sizes:
     """A cache that stores nothing, and notes what a token's keys and values would take."""
@@ -84,15 +86,17 @@ class PagedCache:
         """Store the new keys and values, and attend over all of them; see ``AttentionStore``."""
         x = qkv.view(len(qkv), heads.total, -1)
         shape = (self._page_tokens, 2, heads.shared, x.shape[-1])
-        pages = self._pool[layer][:, : math.prod(shape)]
-        stored = pages.view(len(pages), *shape)
+        stored = self._pool[layer][:, : math.prod(shape)].view(-1, *shape)
         stored[self._rows] = x[:, heads.query :].view(len(x), *shape[1:])
         count = self._single
         parts = []
         if count:
-            keys, values = stored[self._keys].unbind(2)
+            pages, inside = self._keys
             q, positions = x[:count, : heads.query], context.position_ids[:count]
-            parts.append(attend_rows(q, keys, values, positions, heads, rule))
+            most = max(1, GATHERED // (pages.shape[1] * math.prod(shape[1:])))
+            for rows in (slice(first, min(first + most, count)) for first in range(0, count, most)):
+                keys, values = stored[pages[rows], inside[rows]].unbind(2)
+                parts.append(attend_rows(q[rows], keys, values, positions[rows], heads, rule))
         if self._layout is not None:
             parts.append(packed_attention(qkv[count:], heads, self._layout, rule))
         return torch.cat(parts)

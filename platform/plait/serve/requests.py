@@ -9,7 +9,7 @@ from typing import Literal
 
 from plait.core.errors import InputError, PlaitError
 
-Reason = Literal["stop", "length", "not finite"]
+Reason = Literal["stop", "length", "scored", "not finite"]
 MOST_LOG_PROBABILITIES = 20  # as OpenAI's
 
 
@@ -64,16 +64,23 @@ GREEDY = Sampling()
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Tokens to continue, and the adapter to use; None: the base model without an adapter."""
+    """Tokens to continue or to score, and the adapter to use.
+
+    Attributes:
+        adapter: None: the base model without an adapter.
+        scored: so many tokens at the end are scored, given those before them, beside the likeliest token at
+            their place; nothing is generated. 0: the tokens are a prompt to continue.
+    """
 
     tokens: tuple[int, ...]
     adapter: str | None = None
     sampling: Sampling = GREEDY
+    scored: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The log-probability of a chosen token, and the likeliest tokens with theirs.
+    """The log-probability of a chosen or given token, and the likeliest tokens with theirs.
 
     They are the model's own, before temperature and top-p.
     """
@@ -89,7 +96,7 @@ class Completion:
     Attributes:
         tokens: new tokens without the stop token; with a stop text, those that it is made of too.
         text: their text, without the stop text.
-        scores: one for each token, if they were requested.
+        scores: one for each token, if they were requested; of the prompt's tokens, if these are scored.
     """
 
     tokens: tuple[int, ...]

@@ -5,7 +5,7 @@ A seam: what a token is chosen by does not depend on the engine or on other rows
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -61,4 +61,18 @@ def score_tokens(logits: Tensor, samplings: Sequence[Sampling], tokens: Sequence
             best = logs.topk(min(each.log_probabilities, len(logs)))
             top = zip(best.indices.tolist(), best.values.tolist(), strict=True)
             scores[row] = Score(float(logs[tokens[row]]), tuple(top))
+    return scores
+
+
+def score_rows(
+    head: Callable[[Tensor], Tensor], hidden: Tensor, targets: Sequence[int], chunk: int
+) -> list[Score]:
+    """The scores of given tokens, with the likeliest one of each row; so many rows' logits exist at once."""
+    scores: list[Score] = []
+    wanted = torch.tensor(targets, device=hidden.device).unsqueeze(1)
+    for rows, tokens in zip(torch.split(hidden, chunk), torch.split(wanted, chunk), strict=True):
+        logs = torch.log_softmax(head(rows).float(), dim=-1)
+        best, values = logs.argmax(-1, keepdim=True), logs.gather(1, tokens).squeeze(1).tolist()
+        tops = zip(best.squeeze(1).tolist(), logs.gather(1, best).squeeze(1).tolist(), strict=True)
+        scores += [Score(value, (top,)) for value, top in zip(values, tops, strict=True)]
     return scores

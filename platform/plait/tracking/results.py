@@ -5,7 +5,8 @@ from __future__ import annotations
 import shlex
 import shutil
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from plait.tracking.connection import open_store, storage_errors
 from plait.tracking.leaderboard import JobRecord
 from plait.tracking.location import Location, locate, sqlite_in
 from plait.tracking.mlflow_store import Store, job_record, stored_leaderboard
+from plait.tracking.records import LogPoints
 from plait.tracking.ui import page_tag, search_page
 from plait.utils.paths import begun_name, cache_dir
 
@@ -208,6 +210,20 @@ def recorded_text(result: SearchResult, settings: TrackingSettings, path: str) -
     with storage_errors(result.location), tempfile.TemporaryDirectory() as folder:
         file = store.client.download_artifacts(result.run_id, path, folder)
         return Path(file).read_text(encoding="utf-8")
+
+
+def record_values(
+    settings: TrackingSettings, search: SearchResult, record: JobRecord, values: Mapping[str, float]
+) -> None:
+    """Log metrics of a job that has ended to its run, at its last step.
+
+    Raises:
+        StorageError: the store does not answer, or refuses.
+    """
+    store = open_store(search.location, settings.experiment)
+    with storage_errors(search.location):
+        point = LogPoints(record.run_id, record.step, int(time.time() * 1000), values)
+        store.update(record.run_id, [point], {})
 
 
 def store_to_read(settings: TrackingSettings) -> Store | None:

@@ -1,0 +1,126 @@
+"""`plait eval`: lm-eval's tasks for a search's adapters, all together."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from plait.cli.generate import BASE, POOL_TOKENS, load_base
+from plait.cli.parser import Parser
+from plait.cli.results import store_parser, store_settings
+from plait.core.errors import EXIT_DONE, EXIT_FAILED_JOBS, ConfigError, PlaitError, SearchError
+from plait.core.lifecycle import JobState
+from plait.utils.paths import as_path
+
+if TYPE_CHECKING:
+    from plait.tracking.leaderboard import JobRecord
+    from plait.tracking.results import SearchResult
+
+Results = Mapping[str, Mapping[str, float]]  # by task and metric
+STANDARD_ERROR = "_stderr"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run lm-eval's tasks for a search's adapters, all together."""
+    known = _parser().parse_args(arguments)
+    tasks = [name for name in known.tasks.split(",") if name]
+    for name, value, least in (("limit", known.limit, 1), ("shots", known.shots, 0)):
+        if value is not None and value < least:
+            raise ConfigError(f"--{name} {value}", f"It is {least} or more.")
+    if not tasks:
+        raise ConfigError(f"--tasks {known.tasks!r}", "It names tasks of lm-eval, separated by commas.")
+    settings = store_settings(known)
+    from plait.serve.harness import evaluate, load_tasks
+    from plait.tracking.results import load_search, record_values
+    from plait.tracking.trained import adapter_folder, base_model
+
+    search = load_search(settings, known.name)
+    records = _chosen(search, known.trial)
+    loaded = load_tasks(tasks, known.include, shots=known.shots, limit=known.limit, chat=known.chat)
+    folders = {record.name: adapter_folder(search, record, settings) for record in records}
+    base, adapters = load_base(base_model(search, settings), folders)
+    from plait.serve.engine import Engine
+
+    trials = {record.name: record for record in records}
+    engine = Engine(base, adapters, pool_tokens=max(POOL_TOKENS, base.max_length))
+    asked = [*([] if known.no_base else [None]), *folders]
+    failed = False
+    table: list[tuple[str, Results]] = []
+    for adapter, found in evaluate(base, engine, loaded, asked):
+        name = BASE if adapter is None else f"trial {trials[adapter].trial}"
+        if isinstance(found, PlaitError):
+            print(f"{name}: {found}", file=sys.stderr)
+            failed = True
+            continue
+        if adapter is not None:
+            record_values(settings, search, trials[adapter], _metrics(found))
+        if known.json:
+            print(json.dumps({"trial": None if adapter is None else trials[adapter].trial, "results": found}))
+        table.append((name, found))
+    if not known.json:
+        _show(table)
+    return EXIT_FAILED_JOBS if failed else EXIT_DONE
+
+
+def _parser() -> Parser:
+    parser = store_parser("eval", "Run lm-eval's tasks for a search's adapters, all together.")
+    add = parser.add_argument
+    add("name", nargs="?", help="name of the search; default: the newest")
+    add("--tasks", required=True, metavar="A,B", help="tasks or groups of lm-eval, or their YAML files")
+    add("--include", type=as_path, metavar="FOLDER", help="a folder of further tasks")
+    add("--limit", type=int, metavar="N", help="the first N rows of each task; default: all")
+    add("--shots", type=int, metavar="N", help="examples before each prompt; default: as the task says")
+    add("--chat", action="store_true", help="prompts are messages in the chat template")
+    add("--trial", type=int, action="append", metavar="N", help="may be repeated; default: all finished")
+    add("--no-base", action="store_true", help="without the base model")
+    add("--json", action="store_true", help="one line of JSON for each adapter")
+    return parser
+
+
+def _chosen(search: SearchResult, trials: Sequence[int] | None) -> list[JobRecord]:
+    """The finished trials, or those that are named.
+
+    Raises:
+        SearchError: there is none.
+    """
+    from plait.tracking.results import chosen
+
+    if trials:
+        return [chosen(search, trial) for trial in dict.fromkeys(trials)]
+    finished = [record for record in search.records if record.state == JobState.FINISHED]
+    if not finished:
+        raise SearchError(f"search {search.name!r} has no finished trial", "Only these have an adapter.")
+    return finished
+
+
+def _metrics(found: Results) -> dict[str, float]:
+    """The metrics of a trial's run, under names that MLflow takes."""
+    return {
+        re.sub(r"[^\w\-. /]", "_", f"eval/{task}/{metric}"): value
+        for task, own in found.items()
+        for metric, value in own.items()
+        if STANDARD_ERROR not in metric
+    }
+
+
+def _show(table: Sequence[tuple[str, Results]]) -> None:
+    """Print one line for each metric and adapter, with its standard error."""
+    columns = {
+        (task, metric): None
+        for _, found in table
+        for task, own in found.items()
+        for metric in own
+        if STANDARD_ERROR not in metric
+    }
+    for task, metric in columns:
+        print(f"{task}: {metric}")
+        for name, found in table:
+            value = found.get(task, {}).get(metric)
+            if value is None:
+                continue
+            kind, _, filtered = metric.partition("/")
+            error = found[task].get(f"{kind}{STANDARD_ERROR}" + (f"/{filtered}" if filtered else ""))
+            print(f"  {name:<12} {value:.4f}" + (f" ± {error:.4f}" if error is not None else ""))

@@ -1,0 +1,256 @@
+"""lm-eval's tasks: what all adapters answer together is what lm-eval finds with PEFT, one after another."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+
+from plait.adapters.peft_folder import export_adapter
+from plait.adapters.variants import attach
+from plait.core.errors import ConfigError, InputError
+from plait.core.jobs import AdapterSpec
+from plait.core.settings import ModelSettings
+from plait.models.load import load_model, transformers_model
+from plait.models.targets import resolve_targets
+from plait.serve.engine import Engine
+from plait.serve.folders import FolderAdapters
+from plait_kernels import Bank
+
+pytest.importorskip("lm_eval")
+from lm_eval import simple_evaluate
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+from plait.serve.harness import JointModel, evaluate, load_tasks
+
+GSM8K = Path(__file__).parents[2].parent / "shared" / "data" / "gsm8k" / "test.jsonl"
+RANKS = (1, 4, 9)
+ROWS = """import json
+from datasets import Dataset
+
+def rows(**_):
+    with open({path!r}) as file:
+        return {{"test": Dataset.from_list([json.loads(line) for line in file])}}
+"""
+TASKS = {
+    "choices": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "A long question, whose beginning all four answers share: {{question}}\nAnswer:",
+        "doc_to_target": "{{answer}}",
+        "doc_to_choice": "{{choices}}",
+        "num_fewshot": 2,
+        "fewshot_split": "test",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    },
+    "texts": {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{text}}",
+        "metric_list": [{"metric": "word_perplexity"}],
+    },
+    "sums": {
+        "output_type": "generate_until",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{choices[answer]}}",
+        "generation_kwargs": {"until": ["e"], "max_gen_toks": 8},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+}
+
+
+def write_tasks(folder: Path, tasks: Mapping[str, Any], rows: Path) -> Path:
+    """A folder of tasks over the rows of a file."""
+    folder.mkdir()
+    (folder / "own_rows.py").write_text(ROWS.format(path=str(rows)))
+    for name, own in tasks.items():
+        known = {"task": name, "test_split": "test", **own}
+        lines = [f"{key}: {json.dumps(value)}" for key, value in known.items()]
+        (folder / f"{name}.yaml").write_text("\n".join([*lines, "custom_dataset: !function own_rows.rows"]))
+    return folder
+
+
+class Laboratory:
+    """A tiny Llama in float32 with adapters in folders, and rows of a file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.settings = ModelSettings(kind="tiny", family="llama", dtype="float32", seed=2)
+        self.base = load_model(self.settings, cache=folder)
+        bank = Bank(self.base.sites, device="cpu", compute_dtype=torch.float32)
+        self.folders = {}
+        for rank in RANKS:
+            spec = AdapterSpec(rank, target_modules="all-linear")
+            sites = resolve_targets(spec.target_modules, self.base.linears)
+            attach(bank, f"rank{rank}", spec, sites, seed=rank, weight_of=self.base.frozen_weight)
+            weights = bank.weights(f"rank{rank}")
+            for _, b in weights.values():
+                b.copy_(torch.randn(b.shape, generator=torch.Generator().manual_seed(rank)) * 0.3)
+            self.folders[f"rank{rank}"] = folder / f"rank{rank}"
+            export_adapter(folder / f"rank{rank}", spec, weights, base="tiny", linears=self.base.linears)
+        rows = [
+            {
+                "question": f"What is {number} plus {number * 7 % 5}?",
+                "choices": [str(number), "a longer answer, 12", "seven", "it is " + "so " * (number % 4)],
+                "answer": number % 4,
+                "text": "one two three " * (1 + 40 * (number == 1)) + str(number),
+            }
+            for number in range(4)
+        ]
+        file = folder / "rows.jsonl"
+        file.write_text("\n".join(map(json.dumps, rows)))
+        self.tasks = write_tasks(folder / "tasks", TASKS, file)
+
+    def engine(self) -> Engine:
+        return Engine(self.base, FolderAdapters(self.base, self.folders), pool_tokens=4096)
+
+    def pefts(self) -> dict[str | None, Any]:
+        """lm-eval's own results, with PEFT's model."""
+        model: Any = transformers_model(self.settings, cache=self.folder)
+        found: dict[str | None, Any] = {}
+        for name, folder in [(None, None), *self.folders.items()]:
+            if folder is not None:
+                plain = model.unload() if isinstance(model, PeftModel) else model
+                model = PeftModel.from_pretrained(plain, folder)
+            own = HFLM(pretrained=model.eval(), tokenizer=self.base.tokeniser, batch_size=3)
+            manager = TaskManager(include_path=str(self.tasks), include_defaults=False)
+            found[name] = simple_evaluate(own, tasks=list(TASKS), task_manager=manager, bootstrap_iters=0)
+        return found
+
+
+@pytest.fixture(scope="module")
+def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
+    return Laboratory(tmp_path_factory.mktemp("harness"))
+
+
+def likelihoods(samples: Sequence[Mapping[str, Any]]) -> list[Any]:
+    return [answer for sample in samples for answers in sample["resps"] for answer in answers]
+
+
+def test_joint_answers_and_results_are_those_of_lm_eval_with_peft(
+    laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda _: None)  # it runs commands for seconds
+    tasks = load_tasks(list(TASKS), laboratory.tasks, shots=None, limit=None, chat=False)
+    names: list[str | None] = [None, *laboratory.folders]
+    model = JointModel(laboratory.base, laboratory.engine(), names)
+    joint = dict(evaluate(laboratory.base, laboratory.engine(), tasks, names))
+    for name, alone in laboratory.pefts().items():
+        model.adapter = name
+        own = joint[name]
+        assert isinstance(own, dict)
+        for task, metrics in own.items():
+            for metric, value in metrics.items():
+                if "_stderr" not in metric:
+                    assert value == pytest.approx(alone["results"][task][f"{metric},none"], rel=1e-4)
+        for task in ("choices", "texts"):
+            requests = [each for sample in alone["samples"][task] for each in requests_of(sample)]
+            ask = model.loglikelihood if task == "choices" else model.loglikelihood_rolling
+            added = 0.0 if task == "choices" else 3e-7  # lm-eval adds a text's hundreds of tokens in float32
+            for found, expected in zip(ask(requests), likelihoods(alone["samples"][task]), strict=True):
+                assert found == pytest.approx(expected, abs=1e-4, rel=added)
+        texts = [each for sample in alone["samples"]["sums"] for each in requests_of(sample)]
+        assert model.generate_until(texts) == likelihoods(alone["samples"]["sums"])
+        assert any(model.generate_until(texts))
+
+
+class Asked:
+    """A request as lm-eval gives it to a model."""
+
+    def __init__(self, arguments: Any) -> None:
+        self.args = arguments
+
+
+def requests_of(sample: Mapping[str, Any]) -> list[Asked]:
+    return [Asked(arguments) for arguments in sample["arguments"]]
+
+
+def test_all_adapters_are_asked_at_once_and_a_shared_beginning_is_run_once(laboratory: Laboratory) -> None:
+    engine, rows = laboratory.engine(), []
+    hidden = engine._hidden
+
+    def watched(numbers: Any, batch: Any) -> Any:
+        rows.append(sum(len(each.rows) for each in batch))
+        return hidden(numbers, batch)
+
+    engine._hidden = watched  # type: ignore[method-assign]
+    names = list(laboratory.folders)
+    model = JointModel(laboratory.base, engine, names)
+    beginning = "a beginning that all continuations share " * 8
+    asked = [Asked((beginning, f" and {end}")) for end in ("one", "two", "three", "four")]
+    answers = []
+    for name in names:
+        model.adapter = name
+        answers.append(model.loglikelihood(asked))
+    begun = len(model.tok_encode(beginning)) // engine.page_tokens * engine.page_tokens
+    whole = sum(len(model.tok_encode("".join(each.args))) - 1 for each in asked)
+    assert sum(rows) == len(names) * (whole - 3 * (begun - (begun == len(model.tok_encode(beginning)))))
+    assert len({str(each) for each in answers}) == len(names)
+
+
+def test_an_adapter_that_is_not_finite_has_no_results_and_changes_no_other(
+    laboratory: Laboratory, tmp_path: Path
+) -> None:
+    base, name = laboratory.base, "rank4"
+    tasks = load_tasks(["choices"], laboratory.tasks, shots=0, limit=2, chat=True)
+    whole = dict(evaluate(base, laboratory.engine(), tasks, list(laboratory.folders)))
+    spec = AdapterSpec(4, target_modules="all-linear")
+    bank = Bank(base.sites, device="cpu", compute_dtype=torch.float32)
+    sites = resolve_targets(spec.target_modules, base.linears)
+    attach(bank, name, spec, sites, seed=4, weight_of=base.frozen_weight)
+    for _, b in bank.weights(name).values():
+        b.fill_(float("nan"))
+    export_adapter(tmp_path / name, spec, bank.weights(name), base="tiny", linears=base.linears)
+    adapters = FolderAdapters(base, {**laboratory.folders, name: tmp_path / name})
+    found = dict(evaluate(base, Engine(base, adapters, pool_tokens=4096), tasks, list(laboratory.folders)))
+    assert isinstance(found[name], InputError)
+    assert "rank4: its logits are not finite" in str(found[name])
+    assert found == {**whole, name: found[name]}
+
+
+@pytest.mark.parametrize("name", ["no_such_task", "no.yaml"])
+def test_an_unknown_task_is_refused(
+    laboratory: Laboratory, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_defaults(include_path: str, **_: Any) -> TaskManager:  # lm-eval's own take ten seconds
+        return TaskManager(include_path=include_path, include_defaults=False)
+
+    monkeypatch.setattr("plait.serve.harness.TaskManager", without_defaults)
+    with pytest.raises(ConfigError, match=name):
+        load_tasks(["choices", name], laboratory.tasks, shots=None, limit=None, chat=False)
+
+
+def test_options_that_would_change_the_text_and_are_not_supported_are_refused(laboratory: Laboratory) -> None:
+    model = JointModel(laboratory.base, laboratory.engine(), [None])
+    with pytest.raises(ConfigError, match="num_beams"):
+        model.generate_until([Asked(("a", {"num_beams": 4}))])
+    model.generate_until([Asked(("a", {"max_gen_toks": 1, "top_k": 3}))])  # greedy: of no effect
+    with pytest.raises(ConfigError, match="top_k"):
+        model.generate_until([Asked(("a", {"do_sample": True, "temperature": 1.0, "top_k": 3}))])
+
+
+@pytest.mark.skipif(not GSM8K.exists(), reason=f"needs {GSM8K}")
+def test_gsm8k_from_its_file(laboratory: Laboratory, tmp_path: Path) -> None:
+    sums = {
+        "output_type": "generate_until",
+        "doc_to_text": "Question: {{question}}\nAnswer:",
+        "doc_to_target": "{{answer}}",
+        "generation_kwargs": {"until": ["Question:"], "max_gen_toks": 4},
+        "metric_list": [{"metric": "exact_match"}],
+        "filter_list": [
+            {
+                "name": "strict",
+                "filter": [{"function": "regex", "regex_pattern": "#### (\\d+)"}, {"function": "take_first"}],
+            }
+        ],
+    }
+    folder = write_tasks(tmp_path / "tasks", {"own_gsm8k": sums}, GSM8K)
+    tasks = load_tasks(["own_gsm8k"], folder, shots=1, limit=2, chat=False)
+    ((_, found),) = evaluate(laboratory.base, laboratory.engine(), tasks, ["rank9"])
+    assert isinstance(found, dict)
+    assert found["own_gsm8k"]["exact_match/strict"] == 0.0
