@@ -64,12 +64,16 @@ class Alternative:
         seed: of the draws; None keeps it.
         square: seconds of a layer for each squared token of a sample (attention), forward and backward, in
             addition to the profile's own.
+        last: seconds of the last stage over those of the profile, less 1.
+        filling: whether parts of microbatches are merged, or whole ones alone.
     """
 
     label: str
     means: dict[str, float]
     seed: int | None = None
     square: float = 0.0
+    last: float = 0.0
+    filling: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +100,8 @@ class Options:
         tried: capacities that are compared with them.
         kernels: factors of its kernels, which are not simulated; the first is what is compared.
         replicas: copies of the pipeline.
+        layer_gigabytes: weights of a layer, which devices that share them collect before it.
+        gigabytes_per_s: at which each device receives them.
     """
 
     trace: str
@@ -117,10 +123,17 @@ class Options:
     tried: tuple[int, ...] = ()
     kernels: tuple[float, ...] = (1.0,)
     replicas: tuple[int, ...] = ()
+    layer_gigabytes: float = 0.0
+    gigabytes_per_s: float = 1.0
 
     def __post_init__(self) -> None:
         names = ("clip", "adapters", "steps", "global_batch", "stages", "capacity", "tile", "samples")
         at_least_one(self, *names, "workers")
+
+    @property
+    def gather(self) -> float:
+        """Seconds in which a device receives the other devices' parts of a layer."""
+        return self.layer_gigabytes * (1 - 1 / self.stages) / self.gigabytes_per_s
 
     def lengths(self) -> Lengths:
         """The trace.
@@ -329,13 +342,25 @@ def _under(alternative: Alternative, profile: ClusterProfile, asked: Options) ->
     """The main figures under another assumption."""
     trace, split = asked.drawn(alternative), balanced(profile, asked)
     even = machine(profile, even_split(profile.time.layers, asked.stages), square=alternative.square)
-    first = {job: trace[job] for job in list(trace)[:1]}
     pipelines = {
-        _named(1): _lorafusion(first, even, asked),
-        _named(len(trace)): _lorafusion(trace, even, asked),
-        "Plait": planned(trace, machine(profile, split, square=alternative.square), asked),
+        _named(count): _lorafusion(
+            {job: trace[job] for job in list(trace)[:count]}, even, asked, filling=alternative.filling
+        )
+        for count in range(1, len(trace) + 1)
     }
-    return [_idle(f"{name}; {alternative.label}", pipeline) for name, pipeline in pipelines.items()]
+    pipelines["Plait"] = planned(trace, machine(profile, split, square=alternative.square), asked)
+    return [
+        _idle(f"{name}; {alternative.label}", slower_at_the_end(pipeline, alternative.last))
+        for name, pipeline in pipelines.items()
+    ]
+
+
+def slower_at_the_end(pipeline: Pipeline, share: float) -> Pipeline:
+    """The pipeline with a last stage that takes so much longer."""
+    *before, last = pipeline.seconds
+    more = 1.0 + share
+    slowed = [StageTime(more * each.forward, more * each.backward) for each in last]
+    return replace(pipeline, seconds=[*before, slowed])
 
 
 def _idle(name: str, pipeline: Pipeline, *, note: str = "") -> Figure:

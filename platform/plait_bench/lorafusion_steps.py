@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import mean
@@ -15,9 +16,17 @@ from plait.simulate.events import Pipeline
 from plait.simulate.forecast import PlanOptions, make_plan, plan_pipelines
 from plait.simulate.report import measure
 from plait_bench.benchmarks import BENCHMARKS
+from plait_bench.blocking import blocking_seconds
 from plait_bench.figures import Baseline, Figure, Report
 from plait_bench.lorafusion import Lengths, Opening, Options, balanced, machine, opened, planned
-from plait_bench.pipelines import global_batches, lorapp, one_after_another, plan_schedule, planned_pipeline
+from plait_bench.pipelines import (
+    global_batches,
+    lorapp,
+    one_after_another,
+    plan_schedule,
+    planned_pipeline,
+    sharded_rate,
+)
 from plait_bench.progress import part
 
 LEAST = 0.95  # tokens a second at LoRAFusion's capacity over those at the best one, if both agree
@@ -32,14 +41,37 @@ def breakdown(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[s
     """
     del jobs
     begun = opened(settings, options)
-    figures: list[Figure] = []
+    asked, figures = begun.asked, list[Figure]()
     for padded, how in ((False, ""), (True, ", samples padded to the longest")):
-        base, turn, fused, own = systems(begun, begun.trace, begun.asked, padded=padded)
+        base, turn, fused, own = systems(begun, begun.trace, asked, padded=padded)
+        rates = {"jobs in turn": (turn, own), "balanced": (fused, own)}
+        if not padded:
+            rates["balanced, one adapter a microbatch"] = (_apart(begun), own)
+            rates |= {_with_kernels(each, asked): (each * fused, each * own) for each in asked.kernels}
         figures += [
-            Figure(f"{name}{how}", each / base, "× 1F1B", "simulated", plait=own / base)
-            for name, each in (("jobs in turn", turn), ("balanced", fused))
+            Figure(f"{name}{how}", each / base, "× 1F1B", "simulated", plait=plait / base)
+            for name, (each, plait) in rates.items()
         ]
-    return Report("LoRAFusion, what schedules add", tuple(figures), begun.asked.assumptions())
+    return Report("LoRAFusion, what schedules add", tuple(figures), asked.assumptions())
+
+
+def _with_kernels(factor: float, asked: Options) -> str:
+    label = "" if factor == asked.kernels[0] else f"; × {factor:g}"
+    return f"balanced, with its kernels{label}"
+
+
+def _apart(begun: Opening) -> float:
+    """Tokens a second of LoRAFusion's schedule if no microbatch holds samples of two adapters."""
+    asked, trace = begun.asked, begun.trace
+    plan = plan_schedule(
+        trace,
+        stages=asked.stages,
+        capacity=asked.capacity,
+        tile=asked.tile,
+        merging=False,
+        groups=len(trace),
+    )
+    return _rate(planned_pipeline(plan, begun.even, padding=True))
 
 
 def systems(begun: Opening, trace: Lengths, asked: Options, *, padded: bool = False) -> tuple[float, ...]:
@@ -69,12 +101,18 @@ def end_to_end(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[
     del jobs
     begun = opened(settings, options)
     asked, figures = begun.asked, list[Figure]()
-    ratios: dict[str, list[tuple[float, float]]] = {"1F1B": [], "mLoRA": []}
+    ratios = defaultdict[str, list[tuple[float, float]]](list)
     piece = part("workloads", len(asked.capacities))
     for name, capacity in asked.capacities.items():
         piece(name)
-        base, turn, fused, own = systems(begun, asked.workload(name), replace(asked, capacity=capacity))
-        for other, rate in (("1F1B", base), ("mLoRA", turn)):
+        trace = asked.workload(name)
+        base, turn, fused, own = systems(begun, trace, replace(asked, capacity=capacity))
+        others = {"1F1B": base, "mLoRA": turn}
+        for other, gather in (("FSDP", asked.gather), ("FSDP, weights in time", 0.0)):
+            others[other] = sharded_rate(
+                trace, begun.profile.time, devices=asked.stages, size=asked.samples, gather=gather
+            )
+        for other, rate in others.items():
             ratios[other].append((fused / rate, own / rate))
             note = f"{fused:,.0f} over {rate:,.0f} tokens/s"
             title = f"{name}: over {other}, without kernels"
@@ -131,21 +169,26 @@ def scaling(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str
     begun = opened(settings, options)
     asked, profile = begun.asked, begun.profile
     figures = []
-    one = {True: _copies(profile, asked, 1, even=True), False: _copies(profile, asked, 1, even=False)}
+    one = {even: _copies(profile, asked, 1, even=even)[0] for even in (True, False)}
     piece = part("pipelines", len(asked.replicas))
     for number in asked.replicas:
         piece(str(number))
         ours, own = (
-            number * one[even] / _copies(profile, asked, number, even=even) for even in (True, False)
+            [number * one[even] / each for each in _copies(profile, asked, number, even=even)]
+            for even in (True, False)
         )
         name = f"{number * asked.stages} devices: jobs over data parallelism"
         note = f"{number * one[True]:,.0f} tokens/s by jobs"
-        figures.append(Figure(name, ours, "×", "simulated", note=note, plait=own))
+        figures += [
+            Figure(f"{name}{how}", jobs_over, "×", "simulated", note=note, plait=plait)
+            for how, jobs_over, plait in zip(("", "; stages wait for sums"), ours, own, strict=True)
+        ]
     return Report("LoRAFusion, ways to use more devices", tuple(figures), asked.assumptions())
 
 
-def _copies(profile: ClusterProfile, asked: Options, number: int, *, even: bool) -> float:
-    """Tokens a second on ``number`` pipelines, which share global batches that are as many times as large.
+def _copies(profile: ClusterProfile, asked: Options, number: int, *, even: bool) -> tuple[float, float]:
+    """Tokens a second on ``number`` pipelines, which share global batches that are as many times as large:
+    as simulated, and if each stage waits for the same stage of the others after each step.
 
     Args:
         even: equal layers, and samples dealt in turn, as data parallelism does; otherwise Plait's.
@@ -158,7 +201,10 @@ def _copies(profile: ClusterProfile, asked: Options, number: int, *, even: bool)
         dispatch=(lambda lengths: [at % number for at in range(len(lengths))]) if even else None,
     )
     plan = make_plan(global_batches(trace), replicas, profile.time, options)
-    return measure(plan_pipelines(plan, profile.time, options))[0].tokens_per_second
+    pipelines = plan_pipelines(plan, profile.time, options)
+    tokens = sum(work.tokens for each in pipelines.values() for work in each.works)
+    groups = {job: group.jobs[0] for group in plan.groups for job in group.jobs}
+    return measure(pipelines)[0].tokens_per_second, tokens / blocking_seconds(pipelines, groups)
 
 
 @BENCHMARKS.register("lorafusion/padding")

@@ -16,7 +16,7 @@ import numpy as np
 
 from plait.core.errors import DataError
 from plait.core.plans import GlobalBatch, Microbatch
-from plait.cost.time import MicrobatchShape
+from plait.cost.time import MicrobatchShape, TimeModel
 from plait.planner.grouping import group_jobs, head_tail, job_load
 from plait.planner.packing_exact import PackingLimits, pack_all
 from plait.planner.schedule import ScheduleItem, build_schedule, turns
@@ -117,6 +117,26 @@ def lorapp(trace: Trace, machine: Machine, *, size: int, padded: bool) -> Pipeli
         for work in in_data_order(own[step], job, step, size, padded=padded)
     ]
     return machine.pipeline(works, BackwardFirst())
+
+
+def sharded_rate(trace: Trace, time: TimeModel, *, devices: int, size: int, gather: float = 0.0) -> float:
+    """Tokens a second of jobs one after another, with the base model sharded over the devices (FSDP).
+
+    Each device takes ``size`` samples through all layers, and all wait for the slowest.
+
+    Args:
+        gather: seconds of collecting a layer's weights, for its forward and again for its backward, if
+            nothing hides them.
+    """
+    seconds, tokens = 0.0, 0
+    for job, own in trace.items():
+        for step, batch in enumerate(own):
+            works = in_data_order(batch, job, step, size, padded=False)
+            for begin in range(0, len(works), devices):
+                slowest = max(time.microbatch(work.shape) for work in works[begin : begin + devices])
+                seconds += slowest + 2 * time.layers * gather
+            tokens += sum(batch)
+    return tokens / seconds
 
 
 @dataclass(frozen=True, slots=True)

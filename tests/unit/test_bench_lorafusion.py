@@ -12,7 +12,10 @@ import yaml
 
 from plait.core.errors import ConfigError
 from plait.core.settings import ClusterSettings, RunSettings
+from plait.cost.time import StageTime
+from plait.simulate.events import OneFOneB, Pipeline, Work, simulate
 from plait.utils.paths import conf_dir, sweeps_dir
+from plait_bench.blocking import blocking_seconds
 from plait_bench.lorafusion import bubble_ratio, packing_gain, read_options, scheduler_time
 from plait_bench.mlora import bubble_ratio as mlora_bubble_ratio
 
@@ -50,7 +53,7 @@ def test_every_published_idle_share_has_its_figure_and_a_timeline_is_written(tmp
     }
     assert {figure.how for figure in report.figures} == {"simulated", "computed"}
     assert all(0 < figure.ours < 100 for figure in report.figures)
-    assert any("attention beside" in name for name in names)
+    assert any(options["alternatives"][0]["label"] in name for name in names)
     assert any("assumed, not published" in line for line in report.assumptions)
     assert json.loads((tmp_path / "plait.json").read_text())["traceEvents"]
 
@@ -88,3 +91,25 @@ def test_wrong_options_and_clusters_are_refused() -> None:
         read_options({**options, "data_sets": [{"name": "x", "family": "normal", "mean": 1, "sigma": 1}]})
     with pytest.raises(ConfigError, match=r"cluster\.kind=local"):
         bubble_ratio(RunSettings(), (), options)
+
+
+def replica(stages: int, *seconds: int, jobs: str) -> Pipeline:
+    """One microbatch for each letter of ``jobs``, a step of that job; forward takes a third."""
+    works = [Work(((job, jobs[:place].count(job)),)) for place, job in enumerate(jobs)]
+    taken = [StageTime(each, 2 * each) for each in seconds]
+    return Pipeline(works, [taken] * stages, OneFOneB([len(works)]))
+
+
+def test_stages_that_wait_for_sums_take_as_long_as_simulated_if_nobody_is_late() -> None:
+    one = replica(3, 4, 1, 2, 5, 3, 1, jobs="abcabc")
+    alone = simulate({0: one}).makespan
+    groups = {job: job for job in "abc"}
+    assert blocking_seconds({0: one}, groups) == alone
+    assert blocking_seconds({0: one, 1: one}, groups) == alone
+
+
+def test_stages_that_wait_for_sums_wait_for_the_slowest_at_every_step() -> None:
+    unlike = {0: replica(1, 3, 1, jobs="ab"), 1: replica(1, 1, 3, jobs="ab")}
+    assert simulate(unlike).makespan == 3 * (3 + 1)
+    assert blocking_seconds(unlike, {"a": "a", "b": "b"}) == 3 * (3 + 3)
+    assert blocking_seconds(unlike, {"a": "a", "b": "a"}) == 3 * (3 + 1)  # one sum at the end of both

@@ -65,6 +65,10 @@ class OneFOneB:
 
     def chooser(self, stage: int, stages: int) -> Choose:
         """The choice function of one stage."""
+        return in_order(self.actions(stage, stages))
+
+    def actions(self, stage: int, stages: int) -> list[Action]:
+        """What one stage does, in this order."""
         ahead, actions, begin = stages - stage, list[Action](), 0
         for count in self.batches:
             for place in range(count + ahead):
@@ -73,7 +77,7 @@ class OneFOneB:
                 if place < count:
                     actions.append(Action("forward", begin + place))
             begin += count
-        return in_order(actions)
+        return actions
 
 
 @dataclass(frozen=True, slots=True)
