@@ -86,21 +86,27 @@ static inline uint16_t store_bf16(float value) {
             for (int64_t i = 0; i < width; i++) own[i] = store_##NAME(sums[i]);                                 \
         }                                                                                                       \
     }                                                                                                           \
-    void rows_##NAME(TYPE *out, int64_t out_stride, const TYPE *x, int64_t x_stride, int64_t features,          \
+    int rows_##NAME(TYPE *out, int64_t out_stride, const TYPE *x, int64_t x_stride, int64_t features,           \
                      const TYPE *pool, const int64_t *tables, const int64_t *rows, const float *scales,         \
                      int64_t n, const int64_t *sites, int64_t m, int threads) {                                 \
         int64_t widest = features;                                                                              \
         for (int64_t site = 0; site < m; site++)                                                                \
             if (sites[3 * site + 2] > widest) widest = sites[3 * site + 2];                                     \
+        int failed = 0;                                                                                         \
         _Pragma("omp parallel num_threads(threads)") {                                                          \
             float *scratch = malloc(2 * widest * sizeof(float));                                                \
+            if (scratch == NULL) {                                                                              \
+                _Pragma("omp atomic write") failed = 1;                                                         \
+            }                                                                                                   \
             _Pragma("omp for schedule(static)")                                                                 \
             for (int64_t i = 0; i < n; i++)                                                                     \
-                row_##NAME(out + rows[3 * i] * out_stride, x + rows[3 * i] * x_stride, features, pool,          \
-                           tables + rows[3 * i + 1], rows[3 * i + 2], scales[i], sites, m, scratch,             \
-                           scratch + widest);                                                                   \
+                if (scratch != NULL)                                                                            \
+                    row_##NAME(out + rows[3 * i] * out_stride, x + rows[3 * i] * x_stride, features, pool,      \
+                               tables + rows[3 * i + 1], rows[3 * i + 2], scales[i], sites, m, scratch,         \
+                               scratch + widest);                                                               \
             free(scratch);                                                                                      \
         }                                                                                                       \
+        return failed;                                                                                          \
     }
 
 DEFINE_ROWS(f32, float)

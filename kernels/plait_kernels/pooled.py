@@ -182,11 +182,13 @@ def _by_compiled(out: Tensor, x: Tensor, storage: Tensor, names: tuple[str, ...]
         return False
     function = library.rows_f32 if x.dtype == torch.float32 else library.rows_bf16
     made, sites = rows.launched, rows.pool.columns(names)
-    function(
+    failed = function(
         *(out.data_ptr(), out.stride(0), x.data_ptr(), x.stride(0), x.shape[1], storage.data_ptr()),
         *(made.origin.data_ptr(), made.rows.data_ptr(), made.scales.data_ptr(), len(made.rows)),
         *(sites.data_ptr(), len(sites), torch.get_num_threads()),
     )
+    if failed:
+        raise MemoryError("no memory for the rows of adapters")
     return True
 
 
@@ -238,5 +240,5 @@ def pooled_library() -> ctypes.CDLL | None:
             *(pointer, long, pointer, long, long, pointer),
             *(pointer, pointer, pointer, long, pointer, long, ctypes.c_int),
         ]
-        function.restype = None
+        function.restype = ctypes.c_int
     return library

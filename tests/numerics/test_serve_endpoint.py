@@ -342,6 +342,18 @@ def test_metrics_count_requests_tokens_and_pages(served: Served) -> None:
     assert (after["plait_requests_running"], after["plait_adapters"]) == (0, 1)
 
 
+def test_a_request_that_cannot_be_added_for_any_reason_ends_alone(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: Request) -> int:
+        raise RuntimeError("of a folder")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(served.driver.engine, "add", fail)
+        assert served.ask("/v1/completions", GOOD)[0] == 500
+    assert served.ask("/v1/completions", GOOD)[0] == 200
+
+
 def test_a_request_that_has_waited_for_too_long_is_refused(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -260,19 +260,20 @@ def test_the_same_prompt_is_run_once_for_each_adapter_and_every_answer_is_as_alo
 def test_an_adapter_that_cannot_be_read_any_more_ends_its_own_requests(
     served: Served, tmp_path: Path
 ) -> None:
-    folders = {name: tmp_path / name for name in ("rank1", "rank2")}
+    folders = {name: tmp_path / name for name in ("rank1", "rank2", "rank5")}
     for name, folder in folders.items():
         shutil.copytree(served.folder / name, folder)
     adapters = FolderAdapters(served.base, folders)
     engine = Engine(served.base, adapters, pool_tokens=1000)
     (folders["rank2"] / "adapter_model.safetensors").unlink()
-    numbers = [engine.add(Request((5, 6, 7), name, FREE)) for name in ("rank1", "rank2")]
+    (folders["rank5"] / "adapter_config.json").write_text("[" * 100_000)  # JSON raises RecursionError
+    numbers = [engine.add(Request((5, 6, 7), name, FREE)) for name in folders]
     updates = []
     while not engine.idle:
         updates += engine.step()
     errors = {update.request: update.error for update in updates if update.error is not None}
-    assert set(errors) == {numbers[1]}
-    assert isinstance(errors[numbers[1]], StorageError)
+    assert set(errors) == set(numbers[1:])
+    assert all(isinstance(error, StorageError) for error in errors.values())
     adapters.remove("rank2")
     adapters.add("rank2", served.folder / "rank1")  # a name may be used again
     for name in ("rank1", "rank2"):

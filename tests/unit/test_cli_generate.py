@@ -56,6 +56,7 @@ def test_a_row_without_a_prompt_is_named(
         (["--port", "70000"], "at most 65535"),
         (["--queue", "0"], "--queue 0"),
         (["--max-new-tokens", "0"], "--max-new-tokens 0"),
+        (["--model", "Qwen/Qwen2.5-0.5B"], "its own base model"),
     ],
 )
 def test_a_server_is_refused_before_anything_is_read(
@@ -69,6 +70,14 @@ def test_a_server_is_refused_before_anything_is_read(
     monkeypatch.delenv("PLAIT_SERVE_KEY", raising=False)
     assert main(["serve", "mine", *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_trial_is_refused_where_folders_are_served(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert main(["serve", str(tmp_path), "--trial", "3"]) == 2
+    assert "--trial 3" in capsys.readouterr().err
 
 
 def test_a_port_in_use_is_refused_before_anything_is_read(

@@ -381,6 +381,29 @@ def test_answers_at_evaluations_are_scored_at_rungs_and_a_job_without_them_fails
     assert [(e.state, e.reason) for e in failed] == [("failed", "no room")]
 
 
+@pytest.mark.parametrize("each_evaluation", [True, False])
+def test_a_scorer_that_fails_costs_its_own_job_alone(each_evaluation: bool) -> None:
+    """At an evaluation the job fails, at its end it has no accuracy, as where answers are not generated."""
+
+    def score(_spec: DataSpec, rows: Sequence[int], _texts: Sequence[str]) -> list[float]:
+        if len(rows) == 3:
+            raise ConfigError("data.scorer=own:score: ZeroDivisionError", "It must return numbers.")
+        return [1.0] * len(rows)
+
+    catalogue = DataCatalogue(
+        load_lengths, generation_limit=lambda _: 8, each_evaluation=lambda _: each_evaluation, score=score
+    )
+    made = coordinator(CurveWorker(), catalogue=catalogue)
+    made.submit(job("a", steps=2, validation=(4, 4, 4), eval_every=1))
+    made.submit(job("b", steps=2, validation=(4, 4), eval_every=1))
+    events = drain(made)
+    said = "data.scorer=own:score: ZeroDivisionError; It must return numbers."
+    ends = {e.job: (e.state, e.reason) for e in of(JobResult, events)}
+    unscored = ("finished", f"budget spent; its answers were not scored: {said}")
+    assert ends == {"a": ("failed", said) if each_evaluation else unscored, "b": ("finished", "budget spent")}
+    assert {e.job for e in of(JobGenerated, events)} == {"b"}
+
+
 def test_a_job_whose_answers_do_not_fit_into_memory_is_finished_without_them() -> None:
     """What it learned is kept; that its accuracy is missing is said with the reason."""
     catalogue = DataCatalogue(
@@ -398,5 +421,5 @@ def test_a_job_whose_answers_do_not_fit_into_memory_is_finished_without_them() -
         "a": ("finished", unscored, Path("run/adapters/a")),
         "b": ("finished", "budget spent", Path("run/adapters/b")),
     }
-    assert [e.text for e in of(Notice, events)] == ["a: answers could not be generated: no room"]
+    assert [e.text for e in of(Notice, events)] == ["a: its answers were not scored: no room"]
     assert sum(round(e.device_seconds * 1e9) for e in of(JobResult, events)) == made.device_ns

@@ -44,8 +44,10 @@ def main(arguments: Sequence[str]) -> int:
     key = os.environ.get(KEY) or None
     _check(known, key)
     folders = _given_folders(known)
+    of_search = bool(known.names) or not (folders or known.adapters)
+    _check_meant(known, of_search)
     address = _bound(known.host, known.port)
-    served = _of_search(known) if known.names or not (folders or known.adapters) else _Served()
+    served = _of_search(known) if of_search else _Served()
     for name, folder in folders.items():
         if name in served.folders or name in served.aliases:
             raise ConfigError(f"{folder}", f"There is another model named {name!r}.", "Rename the folder.")
@@ -95,6 +97,18 @@ def _given_folders(known: argparse.Namespace) -> dict[str, Path]:
             raise ConfigError(f"{folder}", f"There is another folder named {name}.", "Rename one of them.")
         found[name] = folder
     return found
+
+
+def _check_meant(known: argparse.Namespace, of_search: bool) -> None:
+    """Refuse options that would have no effect.
+
+    Raises:
+        ConfigError: --model with a search, or --trial without one.
+    """
+    if of_search and known.model is not None:
+        raise ConfigError(f"--model {known.model}", "A search's adapters are served on its own base model.")
+    if not of_search and known.trial:
+        raise ConfigError(f"--trial {known.trial[0]}", "It chooses among a search's trials; name the search.")
 
 
 def _base_of(known: argparse.Namespace, folders: Mapping[str, Path]) -> ModelSettings:

@@ -86,7 +86,7 @@ def score(spec: DataSpec, rows: Sequence[int], texts: Sequence[str]) -> tuple[fl
         raise ConfigError(
             f"data.scorer={scorer}: {type(error).__name__}: {error}",
             "It must return one finite number for each text.",
-            "Mend it; the search resumes from its checkpoints.",
+            "A trial fails by it at an evaluation, and has no accuracy at its end.",
         ) from error
     numbers = [each for each in found if isinstance(each, Real) and math.isfinite(each)]
     if len(found) != len(texts) or len(numbers) != len(found):

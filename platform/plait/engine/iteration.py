@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from plait.core.errors import StorageError
+from plait.core.errors import PlaitError, StorageError
 from plait.core.messages import (
     Command,
     Evaluate,
@@ -91,8 +91,13 @@ def answered(
         outcome = send(Generate(tuple(wanted), limit, best=at_end))
         failed |= {job.name: outcome.failures[job.name] for job in group if job.name in outcome.failures}
         for job in group:
-            if job.name not in failed:
+            if job.name in failed:
+                continue
+            try:
                 scores = data.scores(job.spec.data, job.data, outcome.generated[job.name])
+            except PlaitError as error:  # as of a function that the user named
+                failed[job.name] = "; ".join(str(error).splitlines())
+            else:
                 found.append(JobGenerated(job.name, job.step, sum(scores) / len(scores)))
     return found, failed
 
@@ -165,7 +170,7 @@ class Finishing:
         for name, trouble in failed.items():
             self._progress[name].unscored = trouble
         notices = [
-            Notice(f"{name}: answers could not be generated: {trouble}") for name, trouble in failed.items()
+            Notice(f"{name}: its answers were not scored: {trouble}") for name, trouble in failed.items()
         ]
         return [*notices, *found]
 

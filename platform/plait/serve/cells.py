@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from plait.core.errors import InputError
+from plait.core.errors import InputError, PlaitError, StorageError
 from plait_kernels import Bank, Site
 from plait_kernels.bank import WEIGHTS
 from plait_kernels.pooled import PooledAdapter
@@ -304,7 +304,7 @@ class CellStore:
     def _packed(self, adapter: Adapter) -> list[Tensor]:
         found = self._kept.pop(adapter.key, None)
         if found is None:
-            found = self.layout.pack(adapter, adapter.weights(), self._pool[0])
+            found = self.layout.pack(adapter, _read(adapter), self._pool[0])
             self.loads += 1
             if not self._most_bytes:
                 return found
@@ -315,6 +315,22 @@ class CellStore:
         while self._bytes > self._most_bytes and len(self._kept) > 1:
             self._bytes -= _bytes(self._kept.pop(next(iter(self._kept))))
         return found
+
+
+def _read(adapter: Adapter) -> Weights:
+    """Its weights; any error is this adapter's own, and no other request's.
+
+    Raises:
+        StorageError: they cannot be read.
+    """
+    try:
+        return adapter.weights()
+    except (PlaitError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise StorageError(
+            f"adapter {adapter.key}: {type(error).__name__}: {error}", "Its weights must be readable."
+        ) from error
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:

@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from plait.core.errors import PlaitError
 from plait.serve.engine import Engine
 from plait.serve.metrics import Counts
 from plait.serve.requests import Request, Update
@@ -128,7 +127,7 @@ class Driver:
         try:
             self._active[self.engine.add(ticket.request)] = ticket
             self.counts.prompt_tokens += len(ticket.request.tokens)
-        except PlaitError as error:
+        except Exception as error:  # the thread must live, whatever an adapter's folder or a request holds
             self.counts.end("failed")
             ticket.deliver(error)
 

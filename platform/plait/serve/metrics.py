@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from threading import Lock
 
 from plait.serve.engine import Engine
 
@@ -27,10 +28,12 @@ class Counts:
     new_tokens: int = 0
     first_tokens: int = 0
     first_token_seconds: float = 0.0
+    _lock: Lock = field(default_factory=Lock)
 
     def end(self, how: str) -> None:
         """Count one request."""
-        self.ended[how] = self.ended.get(how, 0) + 1
+        with self._lock:
+            self.ended[how] = self.ended.get(how, 0) + 1
 
 
 def page(counts: Counts, engine: Engine, adapters: int) -> str:
