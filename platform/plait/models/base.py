@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from plait.core.errors import ModelError
+from plait.core.errors import PlaitError
 from plait.models.blocks import (
     ATTENTION,
     Observed,
@@ -31,9 +31,13 @@ from plait.models.lora import (
     LinearGroup,
     find_linears,
     find_outside,
+    layer_of,
+    layer_weights,
     local_site,
     merge_siblings,
+    sites_by_layer,
 )
+from plait.models.parts import Part, PartReader, Through
 from plait.models.shards import LayerShards, Sharding
 from plait.models.slices import LayerSlice, Slicing, layer_slices, vocabulary_slice
 from plait.models.targets import LinearInfo
@@ -69,6 +73,7 @@ class BaseModel:
     Args:
         model: a model of transformers with dense weights; it is changed in place.
         max_length: longest sample in tokens.
+        part: what to keep of it; None: all. A part is read by ``reader`` into a model without weights.
 
     Attributes:
         vocabulary: number of logits of a row, of all processes together.
@@ -83,6 +88,8 @@ class BaseModel:
         tokeniser: PreTrainedTokenizerBase,
         identity: Identity,
         max_length: int,
+        part: Part | None = None,
+        reader: PartReader | None = None,
     ) -> None:
         self.tokeniser = tokeniser
         self.identity = identity
@@ -101,9 +108,13 @@ class BaseModel:
         self._binding = Binding()
         self.linears: tuple[LinearInfo, ...] = find_linears(model, self._parts.prefix)
         self.outside = find_outside(model, self.linears)
+        self._groups: list[list[LinearGroup]] = [[] for _ in self.own]
         try:
-            self._prepare()
-        except (ModelError, MemoryError, torch.OutOfMemoryError):
+            if part is None or reader is None:
+                self._prepare(self.own)
+            else:
+                self._read(part, reader)
+        except (PlaitError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # any error of a part with another signature, shape or result
             first = next(iter(str(error).strip().splitlines()), "")
@@ -246,20 +257,36 @@ class BaseModel:
         Raises:
             ModelError: the model cannot be sliced so, or gives other results.
         """
+        slices = self._slice_sites(slicing)
+        self._slice_layers(self.own, slices, slicing)
+        self._slice_rest(slices, slicing)
+
+    def _slice_sites(self, slicing: Slicing) -> dict[str, LayerSlice]:
+        """What is here of each linear layer; it becomes its site's size."""
         slices = layer_slices(self.linears, self._model.config, slicing.number, slicing.count)
-        trial = None if self.device.type == "meta" else _Trial(self)
         self._sites = [
             [tuple(local_site(site, slices[site.name]) for site in sites) for sites in own]
             for own in self._all_sites
         ]
-        for group in self.groups:
-            group.take_slice(slices, slicing)
-        for index in self.own:
+        return slices
+
+    def _slice_layers(self, layers: range, slices: Mapping[str, LayerSlice], slicing: Slicing) -> None:
+        """Keep this process's part of layers."""
+        trial = None if self.device.type == "meta" else _Trial(self, layers)
+        for index in layers:
+            for group in self._groups[index]:
+                group.take_slice(slices, slicing)
             for module in self._parts.layers[index].modules():
                 if isinstance(module, GroupedLinear):
                     module.bind()
                 if isinstance(module.forward, RotaryAttention):
                     module.forward = module.forward.sliced(slicing.count)
+        if trial is not None:
+            trial.check()
+
+    def _slice_rest(self, slices: Mapping[str, LayerSlice], slicing: Slicing) -> None:
+        """Keep this process's part of embedding and head, once the layers are sliced."""
+        trial = None if self.device.type == "meta" else _Trial(self, None)
         self.slicing, self.slices = slicing, slices
         self._tokens = vocabulary_slice(self.vocabulary, slicing.number, slicing.count)
         self._slice_vocabulary()
@@ -292,17 +319,17 @@ class BaseModel:
     @torch.no_grad()
     def shard(self, sharding: Sharding) -> None:
         """Keep this process's part of the layers' weights; embedding and head stay whole."""
-        weights: list[list[Tensor]] = []
-        for layer, groups in zip(self._parts.layers, self._groups, strict=True):
-            grouped = [module for module in layer.modules() if isinstance(module, GroupedLinear)]
-            of_groups = {id(each) for module in grouped for each in module.parameters(recurse=False)}
-            own = [each for group in groups for each in (group.weight, group.bias) if each is not None]
-            weights.append([*own, *(each for each in layer.parameters() if id(each) not in of_groups)])
-        self.shards = LayerShards(weights, sharding)
-        for module in self._parts.layers.modules():
-            if isinstance(module, GroupedLinear):
-                module.bind()
-        self.shards.release()
+        shards = LayerShards(sharding)
+        for index in self.own:
+            self._shard_layer(index, shards)
+        self.shards = shards
+
+    def _shard_layer(self, index: int, shards: LayerShards) -> None:
+        weights, grouped = layer_weights(self._parts.layers[index], self._groups[index])
+        shard = shards.add(weights)
+        for module in grouped:
+            module.bind()
+        shard.release()
 
     # ---- running --------------------------------------------------------------------------------------
 
@@ -418,52 +445,87 @@ class BaseModel:
     # ---- preparing the model --------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _prepare(self) -> None:
-        """Merge siblings, plug in packed attention, and check every block against the whole model."""
+    def _read(self, part: Part, reader: PartReader) -> None:
+        """Read a part of the model; layers that are shared are read, checked and cut one after another."""
+        parts, unread, slices = self._parts, list(self._parts.layers), dict[str, LayerSlice]()
+        self._model.set_attn_implementation("eager")
+        names = [linear.name for linear in self.linears]
+        sketch = observe(self._model, unread, names, torch.arange(1, 10, device="meta"))
+        self._sites, self.own = sites_by_layer(sketch.siblings, self.linears, self._parts.prefix), part.layers
+        if part.slicing is not None:
+            slices = self._slice_sites(part.slicing)
+        for index in range(len(unread)):
+            parts.layers[index] = Through(pair=sketch.pairs)
+        reader.outside(embedding=self.is_first, head=self.is_last)
+        shards = None if part.sharding is None else LayerShards(part.sharding)
+        portions = [range(each, each + 1) for each in part.layers] if part.sharing else [part.layers]
+        for portion in portions:
+            for index in portion:
+                parts.layers[index] = unread[index]
+                reader.layer(index)
+            self._prepare(portion)
+            if part.slicing is not None:
+                self._slice_layers(portion, slices, part.slicing)
+            for index in portion:
+                if shards is not None:
+                    self._shard_layer(index, shards)
+                parts.layers[index] = Through(pair=sketch.pairs)
+        for index in part.layers:
+            parts.layers[index] = unread[index]
+        self.shards = shards
+        self.keep(part.layers)
+        if part.slicing is not None:
+            self._slice_rest(slices, part.slicing)
+
+    @torch.no_grad()
+    def _prepare(self, layers: range) -> None:
+        """Merge siblings, plug in packed attention, and check blocks against the whole model, whose other
+        layers change nothing."""
         model, parts = self._model, self._parts
         rotary = parts.rotary
         self._rotary_by_kind = (
             rotary is not None and "layer_type" in inspect.signature(rotary.forward).parameters
         )
-        accepted = [inspect.signature(layer.forward).parameters for layer in parts.layers]
+        here = [parts.layers[index] for index in layers]
+        accepted = [inspect.signature(layer.forward).parameters for layer in here]
         self._stores_keys = any("shared_kv_states" in names for names in accepted)  # Gemma 4
         tokens = torch.arange(1, 10, device=self.device) % self.vocabulary
         model.set_attn_implementation("eager")  # the reference: sdpa ignores Gemma 2's softcap
-        names = [linear.name for linear in self.linears]
-        observed = observe(model, list(parts.layers), names, tokens)
-        if len(observed.inputs) != len(parts.layers):
-            raise unusable(model, f"its {len(parts.layers)} layers run {len(observed.inputs)} times")
+        names = [linear.name for linear in self.linears if layer_of(linear.name, parts.prefix) in layers]
+        observed = observe(model, here, names, tokens)
+        if len(observed.inputs) != len(here):
+            raise unusable(model, f"its {len(here)} layers run {len(observed.inputs)} times")
         announced = windows(model)
         with shrunk(announced):
-            windowed = observe(model, list(parts.layers), [], tokens) if announced else None
+            windowed = observe(model, here, [], tokens) if announced else None
         model.set_attn_implementation(ATTENTION)
         infos = {linear.name: (key, linear) for key, linear in enumerate(self.linears)}
-        self._groups: list[list[LinearGroup]] = [[] for _ in parts.layers]
         for siblings in observed.siblings:
-            index = int(siblings[0].removeprefix(parts.prefix).partition(".")[0])
             group = merge_siblings(model, [infos[name] for name in siblings], self._binding)
-            self._groups[index].append(group)
+            self._groups[layer_of(siblings[0], parts.prefix)].append(group)
         context = MicrobatchContext.of(tokens.repeat(2), (0, len(tokens), 2 * len(tokens)))
         if windowed is not None:  # before fusing, which copies the real windows
             with shrunk(announced):
-                self._check(context, windowed, "beyond its window or chunk, ")
-        self._fuse(context)
-        self._check(context, observed)
-        self._try_gradients(context, observed)
+                self._check(layers, context, windowed, "beyond its window or chunk, ")
+        self._fuse(layers, context)
+        self._check(layers, context, observed)
+        self._try_gradients(layers, context, observed)
 
-    def _fuse(self, context: MicrobatchContext) -> None:
+    def _fuse(self, layers: range, context: MicrobatchContext) -> None:
         """Replace slow parts by fused ones that prove to be exact."""
-        fuse_norms(self._model, self._binding)
-        fuse_mlps(self._parts.layers)
-        for index, layer in enumerate(self._parts.layers):
+        fuse_norms(self._parts.norm, self._binding)
+        for index in layers:
+            layer = self._parts.layers[index]
+            fuse_norms(layer, self._binding)
+            fuse_mlps(layer)
             rotation = self._rotation(index, context)
             if rotation is not None:
                 fuse_attentions(layer, Running(context, rotation.tables), rotation.tokens)
 
-    def _check(self, context: MicrobatchContext, observed: Observed, where: str = "") -> None:
+    def _check(self, layers: range, context: MicrobatchContext, observed: Observed, where: str = "") -> None:
         """Check that each block returns what it returned in the whole model, given the same input."""
         self.compare(f"{where}embed", self.embed(context), observed.inputs[0].repeat(2, 1))
-        for index, (given, returned) in enumerate(zip(observed.inputs, observed.outputs, strict=True)):
+        for index, given, returned in zip(layers, observed.inputs, observed.outputs, strict=True):
             hidden = self.layer(index, given.repeat(2, 1), context)
             added = hidden - given.repeat(2, 1)
             self.compare(f"{where}layer {index}", added, (returned - given).repeat(2, 1))
@@ -471,9 +533,9 @@ class BaseModel:
         self.compare(f"{where}head", logits, observed.logits.repeat(2, 1))
 
     @torch.enable_grad()
-    def _try_gradients(self, context: MicrobatchContext, observed: Observed) -> None:
+    def _try_gradients(self, layers: range, context: MicrobatchContext, observed: Observed) -> None:
         """Differentiate each layer once; one that changes linear outputs in place gets copies of them."""
-        for index, given in enumerate(observed.inputs):
+        for index, given in zip(layers, observed.inputs, strict=True):
             start = given.repeat(2, 1).requires_grad_()
             for separate in (False, True):
                 for group in self._groups[index]:
@@ -498,11 +560,11 @@ class BaseModel:
 
 
 class _Trial:
-    """What the layers that are here make of random hidden states, and the head of theirs, before the model
-    is sliced."""
+    """What layers make of random hidden states before they are sliced; without layers, embedding and head."""
 
-    def __init__(self, model: BaseModel) -> None:
+    def __init__(self, model: BaseModel, layers: range | None) -> None:
         self.model = model
+        self.layers = layers
         generator = torch.Generator().manual_seed(0)
         offsets = (0, 5, 16)
         tokens = torch.randint(0, model.vocabulary, (offsets[-1],), generator=generator).to(model.device)
@@ -512,8 +574,10 @@ class _Trial:
         self.expected = self._results()
 
     def _results(self) -> list[tuple[str, Tensor]]:
-        model, hidden = self.model, self.hidden
-        found = [(f"layer {index}", model.layer(index, hidden, self.context) - hidden) for index in model.own]
+        model, hidden, found = self.model, self.hidden, list[tuple[str, Tensor]]()
+        if self.layers is not None:
+            run = ((index, model.layer(index, hidden, self.context)) for index in self.layers)
+            return [(f"layer {index}", out - hidden) for index, out in run]
         if model.is_first:
             found.append(("embedding", model.embed(self.context)))
         if model.is_last:

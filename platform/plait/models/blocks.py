@@ -170,21 +170,31 @@ class Observed:
         siblings: groups of linear layers that read the same tensor, in the model's order.
         inputs, outputs: hidden states (tokens, hidden) before and after each layer.
         logits: (tokens, vocabulary).
+        pairs: whether layers return a tuple.
     """
 
     siblings: tuple[tuple[str, ...], ...]
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
     logits: Tensor
+    pairs: bool
 
 
 def observe(
     model: PreTrainedModel, layers: Sequence[nn.Module], linears: Sequence[str], tokens: Tensor
 ) -> Observed:
-    """Run the whole model once on one sample of ``tokens``; nothing else calls a whole model."""
+    """Run the whole model once on one sample of ``tokens``; nothing else calls a whole model.
+
+    A model without weights (on the meta device) is given a mask, as it could not look whether it needs one.
+    """
     calls: list[tuple[str, Tensor]] = []  # keeps every input alive, so that no id is used twice
     inputs: list[Tensor] = []
     outputs: list[Tensor] = []
+    pairs: list[bool] = []
+    given: dict[str, Tensor] = {}
+    if tokens.is_meta:
+        given["attention_mask"] = torch.zeros(1, 1, len(tokens), len(tokens), device="meta")
+        given["position_ids"] = torch.arange(len(tokens), device="meta").unsqueeze(0)
 
     def linear_hook(name: str) -> Callable[..., None]:
         def note(_module: nn.Module, given: tuple[Tensor, ...]) -> None:
@@ -195,16 +205,17 @@ def observe(
     def layer_hook(_module: nn.Module, given: tuple[Any, ...], options: dict[str, Any], out: Any) -> None:
         inputs.append((given[0] if given else options["hidden_states"])[0])
         outputs.append((out[0] if isinstance(out, tuple) else out)[0])
+        pairs.append(isinstance(out, tuple))
 
     hooks = [model.get_submodule(name).register_forward_pre_hook(linear_hook(name)) for name in linears]
     hooks += [layer.register_forward_hook(layer_hook, with_kwargs=True) for layer in layers]
     try:
         with torch.no_grad():
-            logits = model(tokens.unsqueeze(0), use_cache=False).logits[0]
+            logits = model(tokens.unsqueeze(0), use_cache=False, **given).logits[0]
     finally:
         for hook in hooks:
             hook.remove()
-    return Observed(_siblings(calls, linears), tuple(inputs), tuple(outputs), logits)
+    return Observed(_siblings(calls, linears), tuple(inputs), tuple(outputs), logits, any(pairs))
 
 
 def _siblings(calls: Sequence[tuple[str, Tensor]], linears: Sequence[str]) -> tuple[tuple[str, ...], ...]:

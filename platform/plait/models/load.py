@@ -24,7 +24,8 @@ from plait.core.settings import ModelSettings
 from plait.models.base import BaseModel, Identity
 from plait.models.blocks import DECODERS, find_parts, unusable
 from plait.models.lora import find_linears, find_outside
-from plait.models.quiet import quiet
+from plait.models.parts import Part, PartReader, WeightFiles, lacks
+from plait.models.quiet import quiet, say
 from plait.models.sources import SMOLLM2_NAME, Source, find_source
 from plait.models.targets import LinearInfo
 from plait.models.tiny import FAMILIES, byte_tokeniser, tiny_config
@@ -73,6 +74,51 @@ def load_model(settings: ModelSettings, *, cache: Path, device: torch.device | s
     found = _find(settings, cache)
     model = cast(Any, transformers_model(settings, cache=cache)).to(device)
     return BaseModel(model, load_tokeniser(settings, cache=cache), found.identity, found.max_length)
+
+
+def load_part(
+    settings: ModelSettings, part: Part, *, cache: Path, device: torch.device | str = "cpu"
+) -> BaseModel:
+    """A process's part of the model, which is all that it reads of it and keeps.
+
+    A model without safetensors, or of a family that transformers cannot run without weights, is read whole,
+    and the rest is freed.
+
+    Raises:
+        ModelError, StorageError: as :func:`load_model`.
+        LostProcessError: a process that has a part of the same layers died.
+    """
+    found = _find(settings, cache)
+    model = _without_weights(found)
+    reader = _reader(settings, model, part, cache=cache, device=torch.device(device))
+    if reader is not None:
+        tokeniser = load_tokeniser(settings, cache=cache)
+        return BaseModel(model, tokeniser, found.identity, found.max_length, part, reader)
+    base = load_model(settings, cache=cache, device=device)
+    if len(part.layers) < base.layer_count:
+        base.keep(part.layers)
+    if part.slicing is not None:
+        base.take_slice(part.slicing)
+    if part.sharding is not None:
+        base.shard(part.sharding)
+    return base
+
+
+def _reader(
+    settings: ModelSettings, model: PreTrainedModel, part: Part, *, cache: Path, device: torch.device
+) -> PartReader | None:
+    """What reads the part; None where the model must be read whole."""
+    parts = find_parts(model)
+    whole = part.sharing is None and len(part.layers) == len(parts.layers)
+    if whole or settings.kind == "tiny" or getattr(model.config, "quantization_config", None):
+        return None
+    source = find_source(settings, cache)
+    files = _ask(lambda *_given, **_options: WeightFiles.find(source), source)
+    if files is None:
+        say(f"{source.name} has no safetensors, so each process reads the whole model.")
+        return None
+    dtype: torch.dtype = getattr(torch, settings.dtype)
+    return PartReader(model, parts, files, dtype=dtype, device=device, sharing=part.sharing)
 
 
 def named_model(name: str, revision: str | None = None) -> ModelSettings:
@@ -169,7 +215,8 @@ def transformers_model(settings: ModelSettings, *, cache: Path) -> PreTrainedMod
         model, report = _ask(
             AutoModelForCausalLM.from_pretrained, source, dtype=dtype, output_loading_info=True
         )
-        _check_complete(source, sorted(report["missing_keys"]))
+        if report["missing_keys"]:
+            raise lacks(source, sorted(report["missing_keys"]))
     _check_dense(model)
     dense: PreTrainedModel = model.to(dtype).eval()
     return dense
@@ -247,16 +294,6 @@ def _ask(loader: Any, source: Source, **options: Any) -> Any:
             "The model must be a local folder, or a hub id that is cached or can be downloaded.",
             "Check model.id and the network, or give a folder with config.json and the weights.",
         ) from error
-
-
-def _check_complete(source: Source, missing: list[str]) -> None:
-    """Refuse files that lack weights, because transformers would fill these in with random numbers."""
-    if missing:
-        raise ModelError(
-            f"model {source.name!r}: its files lack {len(missing)} weights, such as {missing[0]}",
-            "The files must contain every weight of the model.",
-            "Download the model again, or use a copy that was saved with its output head.",
-        )
 
 
 def _check_dense(model: PreTrainedModel) -> None:

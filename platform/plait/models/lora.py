@@ -142,6 +142,38 @@ def local_site(site: Site, part: LayerSlice) -> Site:
     return replace(site, in_features=part.stop - part.start, first_feature=part.start)
 
 
+def layer_of(linear: str, prefix: str) -> int:
+    """The number of the layer that a linear layer belongs to."""
+    return int(linear.removeprefix(prefix).partition(".")[0])
+
+
+def sites_by_layer(
+    siblings: Sequence[tuple[str, ...]], linears: Sequence[LinearInfo], prefix: str
+) -> list[list[tuple[Site, ...]]]:
+    """The sites of every layer by their groups, given which linear layers read the same."""
+    sites = {each.name: _site(key, each) for key, each in enumerate(linears)}
+    found: list[list[tuple[Site, ...]]] = []
+    for names in sorted(siblings, key=lambda names: layer_of(names[0], prefix)):
+        index = layer_of(names[0], prefix)
+        found.extend([] for _ in range(index + 1 - len(found)))
+        found[index].append(tuple(sites[name] for name in names))
+    return found
+
+
+def _site(key: int, info: LinearInfo) -> Site:
+    return Site(info.name, key, info.in_features, info.out_features)
+
+
+def layer_weights(
+    layer: nn.Module, groups: Sequence[LinearGroup]
+) -> tuple[list[Tensor], list[GroupedLinear]]:
+    """The weights of a layer, those of groups first, and the modules that have views of these."""
+    grouped = [module for module in layer.modules() if isinstance(module, GroupedLinear)]
+    views = {id(each) for module in grouped for each in module.parameters(recurse=False)}
+    own = [each for group in groups for each in (group.weight, group.bias) if each is not None]
+    return [*own, *(each for each in layer.parameters() if id(each) not in views)], grouped
+
+
 def linear_info(name: str, module: nn.Module) -> LinearInfo | None:
     """The sizes of a linear layer; None if the module is not one, or computes something else, like PhiMoE's
     router.
@@ -179,7 +211,7 @@ def merge_siblings(
     ``members`` are the layers with their dropout keys.
     """
     modules = [model.get_submodule(info.name) for _, info in members]
-    sites = [Site(info.name, key, info.in_features, info.out_features) for key, info in members]
+    sites = [_site(key, info) for key, info in members]
     group = LinearGroup(sites, *_merged_weights(modules), binding)
     for member, (_, info) in enumerate(members):
         parent, _, attribute = info.name.rpartition(".")

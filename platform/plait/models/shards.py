@@ -31,6 +31,9 @@ class Sharding(Protocol):
     def fill(self, whole: Tensor, own: Tensor) -> None:
         """Fill a flat tensor with the parts of all, in their order."""
 
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """This tensor of each, in their order."""
+
 
 class LayerShard:
     """One layer's weights: this process's part, and all of them while they are gathered.
@@ -76,14 +79,16 @@ class LayerShard:
 
 
 class LayerShards:
-    """The shards of all layers of a model.
+    """The shards of all layers of a model."""
 
-    Args:
-        layers: the weights of each.
-    """
+    def __init__(self, sharding: Sharding) -> None:
+        self._sharding = sharding
+        self._layers: list[LayerShard] = []
 
-    def __init__(self, layers: Sequence[Sequence[Tensor]], sharding: Sharding) -> None:
-        self._layers = [LayerShard(weights, sharding) for weights in layers]
+    def add(self, weights: Sequence[Tensor]) -> LayerShard:
+        """The next layer's shard, still gathered."""
+        self._layers.append(LayerShard(weights, self._sharding))
+        return self._layers[-1]
 
     def tensors(self) -> Iterator[Tensor]:
         """This process's parts."""
@@ -93,11 +98,6 @@ class LayerShards:
     def gathered_bytes(self) -> int:
         """Bytes of the largest layer, which is gathered while it runs."""
         return max(each.whole_bytes for each in self._layers)
-
-    def release(self) -> None:
-        """Give back the memory of all but this process's parts."""
-        for each in self._layers:
-            each.release()
 
     def run(self, index: int, hidden: Tensor, layer: Callable[[Tensor], Tensor]) -> Tensor:
         """A layer's output, its weights being gathered in forward and in backward."""
