@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_model_families import SIZES, TOKENS
-from test_models_shards import ThreadSharding
-from threads import ThreadSlicing, together
+from safetensors.torch import load_file, save_file
+from saved_models import saved
+from threads import ThreadSharding, ThreadSlicing, together
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from plait.core.errors import ModelError
 from plait.core.settings import ModelSettings
@@ -22,27 +24,29 @@ from plait.models import parts
 from plait.models.base import BaseModel
 from plait.models.load import load_model, load_part, transformers_model
 from plait.models.parts import Part
-from plait.models.tiny import byte_tokeniser
 
 # Grouped queries; tied, scaled; merged projections; transposed, learnt positions; biases; experts merged.
 FAMILIES = ("llama", "gemma3", "phi3", "gpt2", "gpt_neox", "mixtral")
 
 
-def saved(family: str, folder: Path, **options: Any) -> ModelSettings:
+def model_of(family: str, folder: Path) -> ModelSettings:
     """A model of four layers in several files (Mixtral: two layers)."""
+    settings, model = ModelSettings(kind="tiny", family=family, dtype="float32", seed=3), None
     if family == "mixtral":
-        config = AutoConfig.for_model(family, **{k: v for k, v in (SIZES | TOKENS).items() if v != 259})
-        config.vocab_size = 259
+        config = MixtralConfig(
+            vocab_size=259,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            initializer_range=0.1,
+        )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(3)
-            model = AutoModelForCausalLM.from_config(config)
-    else:
-        model = transformers_model(
-            ModelSettings(kind="tiny", family=family, dtype="float32", seed=3), cache=folder
-        )
-    model.save_pretrained(folder, max_shard_size="150KB", **options)
-    byte_tokeniser().save_pretrained(folder)
-    return ModelSettings(kind="hf", id=str(folder), dtype="float32")
+            model = MixtralForCausalLM(config)
+    return saved(settings, folder, model)
 
 
 def same(found: BaseModel, expected: BaseModel) -> None:
@@ -90,12 +94,12 @@ class Reading:
 def test_stages_read_their_own_layers_only(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = saved(family, tmp_path)
+    settings = model_of(family, tmp_path)
     reading = Reading(monkeypatch)
     layers = load_model(settings, cache=tmp_path).layer_count
     splits = [(0, 1, layers), (0, 1, 3, 4)] if layers == 4 else [(0, 1, 2)]
     for split in splits:
-        for start, stop in zip(split, split[1:], strict=False):
+        for start, stop in pairwise(split):
             whole = load_model(settings, cache=tmp_path)
             whole.keep(range(start, stop))
             reading.bytes.clear()
@@ -113,7 +117,7 @@ def run_together(
 def test_slices_are_read_once_by_all_together(
     family: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = saved(family, tmp_path)
+    settings = model_of(family, tmp_path)
     layers = range(1, 4) if count == 2 else range(4)
     wholes = [load_model(settings, cache=tmp_path) for _ in range(count)]
     size = wholes[0].weight_bytes
@@ -135,19 +139,16 @@ def test_slices_are_read_once_by_all_together(
 def test_shards_are_read_once_by_all_together(
     family: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = saved(family, tmp_path)
+    settings = model_of(family, tmp_path)
     wholes = [load_model(settings, cache=tmp_path) for _ in range(count)]
     size, layers = wholes[0].weight_bytes, wholes[0].own
 
-    def sharding(own: ThreadSlicing) -> ThreadSharding:
-        return ThreadSharding(own.number, own.count, own._barrier, own._given)
-
     def cut(own: ThreadSlicing) -> BaseModel:
-        wholes[own.number].shard(sharding(own))
+        wholes[own.number].shard(ThreadSharding.of(own))
         return wholes[own.number]
 
     expected, reading = together(count, cut), Reading(monkeypatch)
-    found = run_together(count, settings, tmp_path, lambda own: Part(layers, sharding=sharding(own)))
+    found = run_together(count, settings, tmp_path, lambda own: Part(layers, sharding=ThreadSharding.of(own)))
     for own, other in zip(found, expected, strict=True):
         same(own, other)
     assert max(reading.bytes.values()) <= 1.05 * size / count
@@ -156,7 +157,7 @@ def test_shards_are_read_once_by_all_together(
 def test_a_process_holds_one_whole_layer_at_most_besides_its_slices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = saved("llama", tmp_path)
+    settings = model_of("llama", tmp_path)
     base = load_model(settings, cache=tmp_path)
     layer = sum(each.nbytes for each in base.layers[0].parameters())
     outside = base.weight_bytes - 4 * layer
@@ -169,14 +170,16 @@ def test_a_process_holds_one_whole_layer_at_most_besides_its_slices(
         most[number] = max(most[number], self.weight_bytes)
 
     monkeypatch.setattr(BaseModel, "_prepare", noting)
-    run_together(4, settings, tmp_path, lambda own: Part(range(4), slicing=own))
-    assert 0 < max(most) <= outside + layer
+    found = run_together(4, settings, tmp_path, lambda own: Part(range(4), slicing=own))
+    own = sum(each.nbytes for each in found[0].layers[0].parameters())
+    assert own < 0.35 * layer  # two heads of keys are repeated
+    assert outside + layer < max(most) <= outside + layer + 3 * own
 
 
 def test_models_without_safetensors_are_read_whole(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = saved("llama", tmp_path)
+    settings = model_of("llama", tmp_path)
     whole = load_model(settings, cache=tmp_path)
     for each in tmp_path.glob("model*"):
         each.unlink()
@@ -188,15 +191,20 @@ def test_models_without_safetensors_are_read_whole(
 
 
 def test_missing_weights_of_the_part_are_refused(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    settings = saved("llama", tmp_path)
+    settings = model_of("llama", tmp_path)
     lost = "model.layers.2.mlp.up_proj.weight"
     for path in tmp_path.glob("*.safetensors"):
         weights = load_file(path)
         if weights.pop(lost, None) is not None:
             save_file(weights, path, metadata={"format": "pt"})
     index = tmp_path / "model.safetensors.index.json"
-    index.write_text(index.read_text().replace(lost, "unknown"))
+    listed = json.loads(index.read_text())
+    where = listed["weight_map"].pop(lost)
+    index.write_text(json.dumps(listed))
     with pytest.raises(ModelError, match=r"lack 1 weights, such as model.layers.2.mlp.up_proj"):
         load_part(settings, Part(range(2, 4)), cache=tmp_path)
+    listed["weight_map"][lost] = where
+    index.write_text(json.dumps(listed))
+    with pytest.raises(ModelError, match=r"does not contain tensor model.layers.2.mlp.up_proj"):
+        load_part(settings, Part(range(2, 4)), cache=tmp_path)
+    load_part(settings, Part(range(2)), cache=tmp_path)  # another's part is not read

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from threads import ThreadSlicing, together
+from threads import ThreadSharding, ThreadSlicing, together
 from torch import Tensor
 
 from plait.core.settings import ModelSettings
@@ -16,11 +16,6 @@ from plait.models import shards
 from plait.models.base import BaseModel
 from plait.models.context import MicrobatchContext
 from plait.models.load import load_model
-
-
-class ThreadSharding(ThreadSlicing):
-    def fill(self, whole: Tensor, own: Tensor) -> None:
-        whole.copy_(torch.cat(self.gather(own)))
 
 
 def model_of(family: str, cache: Path) -> BaseModel:
@@ -65,7 +60,7 @@ def test_a_sharded_model_gives_the_same_bits_with_one_layer_at_a_time(
 
     def run(own: ThreadSlicing) -> list[tuple[Tensor, Tensor]]:
         base = bases[own.number]
-        base.shard(ThreadSharding(own.number, own.count, own._barrier, own._given))
+        base.shard(ThreadSharding.of(own))
         assert base.shards is not None
         assert layer_bytes(base) == 0
         found = [gradient(base, checkpointing=each) for each in (False, True)]
@@ -90,7 +85,7 @@ def test_a_process_with_fewer_microbatches_only_gathers(tmp_path: Path) -> None:
 
     def run(models: Sequence[BaseModel], own: ThreadSlicing) -> tuple[Tensor, Tensor] | None:
         base = models[own.number]
-        base.shard(ThreadSharding(own.number, own.count, own._barrier, own._given))
+        base.shard(ThreadSharding.of(own))
         assert base.shards is not None
         if own.number == 0:
             return gradient(base, checkpointing=False)

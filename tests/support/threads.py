@@ -34,6 +34,18 @@ class ThreadSlicing:
         tensor.copy_(torch.stack(parts).sum(dim=0))
 
 
+class ThreadSharding(ThreadSlicing):
+    """The same as :class:`plait.models.shards.Sharding`."""
+
+    @classmethod
+    def of(cls, own: ThreadSlicing) -> ThreadSharding:
+        """One of the same threads."""
+        return cls(own.number, own.count, own._barrier, own._given)
+
+    def fill(self, whole: Tensor, own: Tensor) -> None:
+        whole.copy_(torch.cat(self.gather(own)))
+
+
 def together(count: int, action: Callable[[ThreadSlicing], Result]) -> list[Result]:
     """What an action returns in each of so many threads, which run it together."""
     barrier, given = threading.Barrier(count), list[Tensor | None]([None] * count)

@@ -52,7 +52,8 @@ from plait.engine.devices import Cores, choose_device, choose_kernels, device_by
 from plait.engine.local_worker import LocalWorker
 from plait.engine.span_recorder import SpanRecorder
 from plait.models.base import BaseModel
-from plait.models.load import load_model
+from plait.models.load import inspect_model, load_part
+from plait.models.parts import Part
 from plait.utils.paths import cache_dir
 
 BEATS = 1.0  # seconds between two signs of life
@@ -78,22 +79,25 @@ class Replica:
             self._device = torch.device("cuda", local % torch.cuda.device_count())
             torch.cuda.set_device(self._device)
         self._settings = request.model
-        self._model = self._load()
+        self._shape = inspect_model(request.model, cache=cache_dir())
+        self._dtype: torch.dtype = getattr(torch, request.model.dtype)
+        self._model: BaseModel | None = None  # until it is known which part is wanted
         self._data: dict[DataSpec, TokenisedData] = {}
         self._contents: dict[str, TokenisedData] = {}  # by digest
         self._made_exchange: Exchange | None = None
         self._worker: LocalWorker | None = None
 
-    def _load(self) -> BaseModel:
-        return load_model(self._settings, cache=cache_dir(), device=self._device)
-
-    def _have(self, layers: range) -> None:
-        """Load the model again if these layers, or what lies before or after them, were freed."""
-        if not set(layers) <= set(self._model.own) or self._model.slicing or self._model.shards:
-            self._worker = None
-            del self._model  # before there is another one
-            self._model = self._load()
+    def _have(self, part: Part) -> BaseModel:
+        """The part of the model; it is read if it is not here, and then what is here is freed before."""
+        model = self._model
+        if model is None or not model.has(part):
+            self._worker = self._model = model = None
+            model = load_part(self._settings, part, cache=cache_dir(), device=self._device)
             self._recorder.lap("load")
+        elif model.own != part.layers:
+            model.keep(part.layers)
+        self._model = model
+        return model
 
     @property
     def _exchange(self) -> Exchange:
@@ -103,7 +107,7 @@ class Replica:
     @property
     def model(self) -> str:
         """The digest of the base model."""
-        return self._model.identity.digest
+        return self._shape.digest
 
     @property
     def worker(self) -> LocalWorker:
@@ -125,12 +129,12 @@ class Replica:
                 self._made_exchange = self._join(request)
                 return Answer()
             case Choose(kernels):
-                return Answer(kernels=choose_kernels(kernels, self._device, self._model.dtype))
+                return Answer(kernels=choose_kernels(kernels, self._device, self._dtype))
             case Build():
                 self._worker = self._build(request)
                 return Answer(facts=self.worker.facts)
             case Measure():
-                return Answer(rate=product_rate(self._device, self._model.dtype))
+                return Answer(rate=product_rate(self._device, self._dtype))
             case Provide(spec, digest, content):
                 if content is not None:
                     self._contents[digest] = content
@@ -157,23 +161,22 @@ class Replica:
         data, engine = DataCatalogue(self._data.__getitem__), request.engine
         if max(request.stages, default=1) > 1:
             return self._build_stage(request, data)
-        self._have(range(self._model.layer_count))
         exchange = self._exchange
+        everyone, layers = range(exchange.processes), range(self._shape.layer_count)
+        sharding = ShardGroup(everyone, self.number, self._device) if request.shards else None
+        model = self._have(Part(layers, sharding=sharding))
         part = (self.number, exchange.processes) if request.sharded else (0, 1)
-        if request.shards:
-            self._model.shard(ShardGroup(range(exchange.processes), self.number, self._device))
-        return LocalWorker(self._model, data, engine, recorder=self._recorder, peers=exchange, part=part)
+        return LocalWorker(model, data, engine, recorder=self._recorder, peers=exchange, part=part)
 
     def _build_stage(self, request: Build, data: DataCatalogue) -> StageWorker:
-        """The worker of a stage; the model is read again where layers are missing that were freed before."""
+        """The worker of a stage; the model is read again where layers are missing."""
         engine, split, tensor = request.engine, request.split, request.tensor
         layers = [
-            stage_layers(self._model, each, split if len(split) == each else (), engine.capacity_or_usual)
+            stage_layers(self._shape, each, split if len(split) == each else (), engine.capacity_or_usual)
             for each in (processes // tensor for processes in request.stages)
         ]
         stage, number = divmod(self.number, tensor)
         own = [stage for each in layers for stage in each][stage]
-        self._have(own)
         if len(layers) == 1:
             ranks = range(number, request.stages[0], tensor)
             links = Links(stage, self._device, ranks)
@@ -182,7 +185,7 @@ class Replica:
                 same = range(stage * tensor, (stage + 1) * tensor)
                 group = TensorGroup(same, number, self._device)
             return StageWorker(
-                self._model,
+                self._have(Part(own, slicing=group)),
                 data,
                 engine,
                 links=links,
@@ -191,7 +194,7 @@ class Replica:
                 group=group,
             )
         return ReplicaStage(
-            self._model,
+            self._have(Part(own)),
             data,
             engine,
             exchange=self._exchange,

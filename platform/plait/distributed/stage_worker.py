@@ -47,6 +47,7 @@ from plait.engine.memory import attempt
 from plait.engine.microbatches import LoadedMicrobatch, load_microbatch
 from plait.engine.span_recorder import SpanRecorder, work_of
 from plait.models.base import BaseModel
+from plait.models.load import ModelShape
 from plait.planner.instructions import Key
 from plait.simulate.lowering import Lowering
 from plait.simulate.orders import rule
@@ -56,7 +57,7 @@ from plait_kernels.bank import GRADIENTS
 EVALUATION, PART = "evaluation", "part"  # what messages are for, besides training
 
 
-def stage_layers(model: BaseModel, stages: int, split: Sequence[int], capacity: int) -> list[range]:
+def stage_layers(model: ModelShape, stages: int, split: Sequence[int], capacity: int) -> list[range]:
     """The layers of each stage; without a given split, such that the slowest one is as fast as possible.
 
     Raises:
@@ -102,6 +103,7 @@ class StageWorker(LocalWorker):
     """A :class:`~plait.engine.worker.Worker` for one stage, whose number is that of its process.
 
     Args:
+        model: of which the stage's part is here.
         layers: of every stage.
         group: the processes that hold the stage's layers together; None: this one alone.
     """
@@ -117,9 +119,6 @@ class StageWorker(LocalWorker):
         recorder: SpanRecorder,
         group: TensorGroup | None = None,
     ) -> None:
-        model.keep(layers[links.process])
-        if group is not None:
-            model.take_slice(group)
         super().__init__(model, data, settings, recorder=recorder)
         self._links = links
         self._layers = layers

@@ -229,14 +229,18 @@ class BaseModel:
         """Whether the head is here."""
         return self.own.stop == self.layer_count
 
+    def has(self, part: Part) -> bool:
+        """Whether a part is here, whole."""
+        cut = part.sharing or self.slicing or self.shards
+        return cut is None and set(part.layers) <= set(self.own)
+
     def keep(self, layers: range) -> None:
         """Keep a stage: these layers, with the embedding if they are the first, the head if the last.
 
         All else is freed. A weight that embedding and head share stays where one of them does.
         """
-        parts = self._parts
+        parts, self.own = self._parts, layers
         self._device, self._sites = self.device, self._all_sites
-        self.own = layers
         for index in set(range(self.layer_count)) - set(layers):
             parts.layers[index] = nn.Module()
             self._groups[index] = []
@@ -447,10 +451,8 @@ class BaseModel:
     @torch.no_grad()
     def _read(self, part: Part, reader: PartReader) -> None:
         """Read a part of the model; layers that are shared are read, checked and cut one after another."""
-        parts, unread, slices = self._parts, list(self._parts.layers), dict[str, LayerSlice]()
-        self._model.set_attn_implementation("eager")
-        names = [linear.name for linear in self.linears]
-        sketch = observe(self._model, unread, names, torch.arange(1, 10, device="meta"))
+        parts, sketch, slices = self._parts, reader.sketch, dict[str, LayerSlice]()
+        unread = list(parts.layers)
         self._sites, self.own = sites_by_layer(sketch.siblings, self.linears, self._parts.prefix), part.layers
         if part.slicing is not None:
             slices = self._slice_sites(part.slicing)
@@ -487,8 +489,8 @@ class BaseModel:
             rotary is not None and "layer_type" in inspect.signature(rotary.forward).parameters
         )
         here = [parts.layers[index] for index in layers]
-        accepted = [inspect.signature(layer.forward).parameters for layer in here]
-        self._stores_keys = any("shared_kv_states" in names for names in accepted)  # Gemma 4
+        accepted = {name for layer in here for name in inspect.signature(layer.forward).parameters}
+        self._stores_keys = "shared_kv_states" in accepted  # Gemma 4
         tokens = torch.arange(1, 10, device=self.device) % self.vocabulary
         model.set_attn_implementation("eager")  # the reference: sdpa ignores Gemma 2's softcap
         names = [linear.name for linear in self.linears if layer_of(linear.name, parts.prefix) in layers]

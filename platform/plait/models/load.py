@@ -24,7 +24,7 @@ from plait.core.settings import ModelSettings
 from plait.models.base import BaseModel, Identity
 from plait.models.blocks import DECODERS, find_parts, unusable
 from plait.models.lora import find_linears, find_outside
-from plait.models.parts import Part, PartReader, WeightFiles, lacks
+from plait.models.parts import Part, PartReader, WeightFiles, lacks, sketch
 from plait.models.quiet import quiet, say
 from plait.models.sources import SMOLLM2_NAME, Source, find_source
 from plait.models.targets import LinearInfo
@@ -117,8 +117,14 @@ def _reader(
     if files is None:
         say(f"{source.name} has no safetensors, so each process reads the whole model.")
         return None
+    try:
+        observed = sketch(model, parts)
+    except Exception as error:  # the model's code looks at values
+        why = next(iter(str(error).splitlines()), type(error).__name__)[:200]
+        say(f"{source.name} does not run without weights ({why}), so each process reads the whole model.")
+        return None
     dtype: torch.dtype = getattr(torch, settings.dtype)
-    return PartReader(model, parts, files, dtype=dtype, device=device, sharing=part.sharing)
+    return PartReader(model, parts, files, observed, dtype=dtype, device=device, sharing=part.sharing)
 
 
 def named_model(name: str, revision: str | None = None) -> ModelSettings:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -31,7 +31,8 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils.hub import cached_file
 
 from plait.core.errors import ModelError
-from plait.models.blocks import Parts
+from plait.models.blocks import Observed, Parts, observe
+from plait.models.lora import find_linears
 from plait.models.quiet import quiet
 from plait.models.shards import Sharding
 from plait.models.slices import Slicing, vocabulary_slice
@@ -79,7 +80,7 @@ class WeightFiles:
 
     @classmethod
     def find(cls, source: Source) -> WeightFiles | None:
-        """Those of a source; None if it has none."""
+        """The safetensors of a source; None if it has none."""
         index = _fetched(source, "model.safetensors.index.json", needed=False)
         if index is not None:
             return cls(source, json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"])
@@ -119,6 +120,14 @@ def _fetched(source: Source, name: str, *, needed: bool = True) -> str | None:
     return path
 
 
+def sketch(model: PreTrainedModel, parts: Parts) -> Observed:
+    """What is observed of a model on the meta device: shapes, and which linear layers read the same."""
+    cast(Any, model).to(torch.bfloat16)  # the only dtype of some products of experts there
+    model.set_attn_implementation("eager")
+    names = [each.name for each in find_linears(model, parts.prefix)]
+    return observe(model, list(parts.layers), names, torch.arange(1, 10, device="meta"))
+
+
 class PartReader:
     """Fills a model on the meta device with what is read, part by part.
 
@@ -126,8 +135,8 @@ class PartReader:
         model: its layers are filled in place.
         sharing: the processes that read each layer together.
 
-    Raises:
-        ModelError: the files lack weights.
+    Attributes:
+        sketch: what was observed of the whole model without weights.
     """
 
     def __init__(
@@ -135,12 +144,14 @@ class PartReader:
         model: PreTrainedModel,
         parts: Parts,
         files: WeightFiles,
+        sketch: Observed,
         *,
         dtype: torch.dtype,
         device: torch.device,
         sharing: Sharing | None,
     ) -> None:
         self._model, self._parts, self._files = cast(Any, model).to(dtype), parts, files
+        self.sketch = sketch
         self._dtype, self._device, self._sharing = dtype, device, sharing
         self._conversions = get_model_conversion_mapping(model)
         self._keys = self._targets()  # names in the files by name in the model
@@ -192,7 +203,11 @@ class PartReader:
             head.weight = embedding.weight
 
     def layer(self, index: int) -> None:
-        """Read one layer, which must be in its place."""
+        """Read one layer, which must be in its place.
+
+        Raises:
+            ModelError: the files lack weights of it, or cannot be read.
+        """
         prefix = f"{self._parts.prefix}{index}."
         self._fill([name for name in self._keys if name.startswith(prefix)])
         self._finish(prefix)
@@ -200,7 +215,14 @@ class PartReader:
     def _fill(self, targets: Sequence[str]) -> None:
         """Put what is read where it belongs, converted as transformers says."""
         names = sorted(name for target in targets for name in self._keys[target])
-        read = {name: self._files.read(name, self._sharing) for name in names}  # all processes in this order
+        try:
+            read = {name: self._files.read(name, self._sharing) for name in names}  # in all in this order
+        except (OSError, SafetensorError) as error:
+            raise ModelError(
+                f"model {self._files.source.name!r}: {error}",
+                "Each process must be able to read the layers that it holds.",
+                "Download the model again, to a folder that all hosts can read.",
+            ) from error
         options = LoadStateDictConfig(
             dtype=self._dtype, device_map={"": self._device}, weight_mapping=cast(Any, self._conversions)
         )

@@ -13,6 +13,7 @@ import pytest
 from laboratory import History, Weights, distance, random_data
 from peft_folders import stored_pairs
 from processes import ForkedProcess, fleet
+from saved_models import saved
 
 from plait.core.errors import ProcessError
 from plait.core.jobs import JobSpec
@@ -88,7 +89,8 @@ def test_stages_train_as_one_process_does(laboratory: Any, tmp_path: Path, split
     jobs = with_one_on_the_last_layer(lab.group(dropout=0.1, steps=STEPS))
     alone = lab.undisturbed(jobs, kernels="grouped")
     cluster = ClusterSettings(processes=len(split), **pipeline(split))
-    with fleet(len(split), TINY, ENGINE, tmp_path / "processes", **pipeline(split)) as worker:
+    model = saved(TINY, tmp_path / "model")  # read by parts
+    with fleet(len(split), model, ENGINE, tmp_path / "processes", **pipeline(split)) as worker:
         first = lab.run(jobs, worker=worker, cluster=cluster)
         weights = {job.name: stored_pairs(first.ended(job.name).adapter) for job in jobs}
         second = lab.run(jobs, worker=worker, cluster=cluster)

@@ -10,6 +10,7 @@ import pytest
 from laboratory import distance
 from peft_folders import stored_pairs
 from processes import fleet
+from saved_models import saved
 
 from plait.core.settings import ClusterSettings, EngineSettings, ModelSettings
 
@@ -22,11 +23,11 @@ def test_a_sharded_base_trains_as_whole_ones_do(laboratory: Any, tmp_path: Path)
     lab = laboratory("llama")
     jobs = lab.group(dropout=0.1, steps=6)[1:5]
     alone = lab.run(jobs, kernels="grouped", folder=tmp_path / "alone")
-    found = {}
+    found, model = {}, saved(TINY, tmp_path / "model")  # read by parts
     for shards in (False, True):
         own = {**UNLIKE, "shard_base": shards, "join_seconds": 240.0}  # the machine may be busy
         cluster, folder = ClusterSettings(processes=2, **own), tmp_path / str(shards)
-        with fleet(2, TINY, ENGINE, folder, **own) as worker:
+        with fleet(2, model, ENGINE, folder, **own) as worker:
             found[shards] = lab.run(jobs, worker=worker, cluster=cluster, folder=folder)
             held = worker.facts.shape.weight_bytes
     layer = sum(each.nbytes for each in lab.model.layers[0].parameters())

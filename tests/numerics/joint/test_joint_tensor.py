@@ -12,6 +12,7 @@ from laboratory import History, distance
 from peft_folders import stored_pairs
 from peft_runs import PeftRun
 from processes import fleet
+from saved_models import saved
 
 from plait.core.jobs import JobSpec
 from plait.core.settings import ClusterSettings, EngineSettings, ModelSettings
@@ -50,7 +51,7 @@ def test_slices_and_stages_train_as_one_process_does(
     lab = laboratory(family)
     jobs = lab.group(dropout=0.1)[first_job::3]  # after few steps an update is small beside its rounding
     alone = lab.undisturbed(jobs, kernels="grouped")
-    model = replace(TINY, family=family)
+    model = saved(replace(TINY, family=family), tmp_path / "model")  # read by parts
     with fleet(own[0] * own[1], model, ENGINE, tmp_path / "processes", **shape(*own)) as worker:
         first = lab.run(jobs, worker=worker, cluster=cluster(*own))
         weights = stored_pairs(first.ended(jobs[0].name).adapter)
