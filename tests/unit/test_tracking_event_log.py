@@ -321,9 +321,12 @@ def test_each_process_has_a_log_of_its_own_and_adopts_that_of_one_that_ended(tmp
     mine = open_event_log(tmp_path, HEAD)
     for step in (1, 2, 3):
         mine.append(point("b", step))  # trained again: only the third is new
-    mine.points("b", 2, {DEVICE_SECONDS: 4.0}, late=True)  # ended again
+    mine.points("b", 2, {DEVICE_SECONDS: 3.0}, late=True)  # sent again
     assert steps(mine) == [1, 2, 2, 3]
-    assert mine.waiting == 4
+    mine.points("b", 2, {DEVICE_SECONDS: 4.0}, late=True)  # ended again: training twice costs more
+    assert steps(mine) == [1, 2, 2, 3, 2]
+    assert mine.device_seconds("b") == 4.0
+    assert mine.waiting == 5
     mine.close()
 
 

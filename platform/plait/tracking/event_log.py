@@ -248,7 +248,13 @@ class EventLog:
     def _new_values(self, point: LogPoints) -> dict[str, float]:
         steps = self._steps.get(point.run, {})
         suffix = LATE if point.late else ""
-        return {key: value for key, value in point.values.items() if point.step > steps.get(key + suffix, -1)}
+
+        def is_new(key: str, value: float) -> bool:
+            if point.late and key == names.DEVICE_SECONDS:
+                return value > self.device_seconds(point.run)  # steps that a kill had done again add to it
+            return point.step > steps.get(key + suffix, -1)
+
+        return {key: value for key, value in point.values.items() if is_new(key, value)}
 
     # ---- sending ---------------------------------------------------------------------------------------
 

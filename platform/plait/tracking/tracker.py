@@ -365,7 +365,7 @@ class Tracker:
         watched = isinstance(event, JobAdmitted | JobPaused | JobResult)
         before = self.board.jobs.get(job_of(event)) if watched else None
         was = before.state if before else None
-        logged = (before.tokens, before.device_seconds) if before else (None, None)
+        tokens = before.tokens if before else None
         self.board.handle(event)
         match event:
             case JobProgress():
@@ -385,13 +385,11 @@ class Tracker:
             case JobPaused():
                 self._write_left_out(event.job)
                 newest = before is None or event.step >= before.step  # else it fell back
-                if (
-                    event.step > 0 and newest and event.device_seconds > (logged[1] or 0.0)
-                ):  # by an evaluation
+                if event.step > 0 and newest:  # more than the step's own by an evaluation
                     log.points(event.job, event.step, {names.DEVICE_SECONDS: event.device_seconds}, late=True)
                 log.state(event.job, JobState.PAUSED, event.reason)
             case JobResult():
-                self._job_ended(event, *logged)
+                self._job_ended(event, tokens)
             case GroupStep():
                 read, self._read = self._read, ()
                 self._take_others(read)
@@ -417,9 +415,8 @@ class Tracker:
             curve.left_out = None
             self._log.points(job, event.step, step_values(event))
 
-    def _job_ended(self, result: JobResult, tokens: int | None, seconds: float | None) -> None:
-        """Record the search's decision on a job; ``tokens`` and ``seconds`` are those of its last complete
-        step."""
+    def _job_ended(self, result: JobResult, tokens: int | None) -> None:
+        """Record the search's decision on a job; ``tokens`` are those of its last complete step."""
         log, job, record = self._log, result.job, self.board.jobs[result.job]
         self._write_left_out(job)
         if result.state.ended:
@@ -430,8 +427,7 @@ class Tracker:
         elif result.state.ended:  # if interrupted, the next step includes the rest
             log.points(job, result.step, {names.COMPLETION_SECONDS: result.completion_seconds})
             after = {names.TRAIN_TOKENS: float(result.tokens)} if 0 != tokens != result.tokens else {}
-            if result.device_seconds != seconds:  # as after an evaluation
-                after[names.DEVICE_SECONDS] = result.device_seconds
+            after[names.DEVICE_SECONDS] = result.device_seconds
             log.points(job, result.step, after, late=True)
         if result.adapter is not None:
             log.append(LogFolder(job, str(result.adapter), names.ADAPTER_FOLDER))
