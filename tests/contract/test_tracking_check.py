@@ -242,6 +242,12 @@ def test_an_experiment_that_was_deleted(tmp_path: Path) -> None:
     refuse(settings, "'gone' was deleted", "restore")
 
 
+@pytest.mark.parametrize("name", ["dl%20runs", "my runs?x=1"])
+def test_a_folder_that_mlflow_would_read_as_another_is_refused(tmp_path: Path, name: str) -> None:
+    refuse(TrackingSettings(root=tmp_path / name), name, "MLflow takes", "Choose a folder")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
@@ -263,6 +269,9 @@ def test_an_experiment_that_was_deleted(tmp_path: Path) -> None:
         ("{'a': 'http://u:p@h','b': 'x@y'}", "{'a': 'http://u:***@h','b': 'x@y'}"),
         ("plait sweep a=http://127.0.0.1:5000 b=c@d", "plait sweep a=http://127.0.0.1:5000 b=c@d"),
         ("sqlite:////data/a:b@c.db", "sqlite:////data/a:b@c.db"),
+        ("looked for /home/me/https:/u:p@h/x.jsonl.", "looked for /home/me/https:/u:***@h/x.jsonl."),
+        ("postgresql:///db?user=u&pw=p", "postgresql:///db?user=u&pw=***"),
+        ("http://host/?auth=a&sig=b&x=1", "http://host/?auth=***&sig=***&x=1"),
         ("postgresql://u:p@h/d?options=a@b", "postgresql://u:***@h/d?options=a@b"),
         ("a=postgresql://u:p@h/d,b=http://v:q@i/e", "a=postgresql://u:***@h/d,b=http://v:***@i/e"),
     ],

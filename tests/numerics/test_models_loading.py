@@ -24,7 +24,7 @@ from plait.core.settings import ModelSettings
 from plait.models import sources
 from plait.models.blocks import find_parts
 from plait.models.context import MicrobatchContext
-from plait.models.load import inspect_model, load_model, load_tokeniser, transformers_model
+from plait.models.load import _max_length, inspect_model, load_model, load_tokeniser, transformers_model
 from plait.models.quiet import quiet
 from plait.models.tiny import FAMILIES, byte_tokeniser, tiny_config
 
@@ -342,6 +342,13 @@ def test_longrope_is_held_to_the_length_where_packing_changes_nothing(tmp_path: 
     with torch.no_grad():
         expected = model(tokens.unsqueeze(0), use_cache=False).logits[0]
     torch.testing.assert_close(logits_of(settings, tmp_path, tokens), expected, rtol=1e-5, atol=2e-5)
+
+
+def test_longrope_of_one_kind_of_layers_counts_too() -> None:
+    longrope = {"rope_type": "longrope", "original_max_position_embeddings": 16}
+    config = tiny_config("gemma3", 259)
+    config.rope_parameters = {"full_attention": longrope, "sliding_attention": {"rope_type": "default"}}
+    assert _max_length(ModelSettings(kind="tiny"), config) == 16
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))

@@ -110,6 +110,12 @@ def test_a_sweep_folder_given_by_the_user_is_used(tmp_path: Path, capsys: pytest
     assert yaml.safe_load(out)["adapter"]["rank"] == 3
 
 
+def test_settings_may_stand_on_both_sides_of_an_option(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "sweep", "model=tiny", "--cfg", "job", "train.steps=7")
+    assert status == 0
+    assert "steps: 7" in out
+
+
 def test_a_group_of_the_users_own_needs_a_plus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nadapter: {rank: 3}\n")

@@ -102,6 +102,13 @@ def test_a_batch_without_labels_weighs_nothing() -> None:
     assert validation_batch(JobSpec("one"), split, 0).loss_weight == 0.0
 
 
+def test_a_step_that_repeats_few_samples_a_million_times_is_refused() -> None:
+    with pytest.raises(DataError, match="20 samples to train on"):
+        DataOrder.of(TrainSpec(batch_size=1_000_000), 20)
+    assert DataOrder.of(TrainSpec(steps=1, batch_size=64, accumulation=4), 20).steps == 1
+    assert DataOrder.of(TrainSpec(steps=1, batch_size=20_000), 20_000).steps == 1
+
+
 def test_an_empty_split_is_refused() -> None:
     with pytest.raises(DataError, match="at least one training sample"):
         DataOrder.of(TrainSpec(), 0)

@@ -7,9 +7,10 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 
 import hydra
+from hydra._internal.utils import get_args_parser
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
@@ -272,13 +273,22 @@ def _as_parameter(key: str, value: str) -> str:
 
 @contextmanager
 def _command_line(program: str, arguments: Sequence[str]) -> Iterator[None]:
-    """Set ``sys.argv``, which Hydra reads."""
+    """Set ``sys.argv``, which Hydra reads: options first, as it refuses settings on both sides of one."""
     before = sys.argv
-    sys.argv = [program, *arguments]
+    settings = _settings_among(arguments)
+    sys.argv = [program, *(word for word in arguments if word not in settings), *settings]
     try:
         yield
     finally:
         sys.argv = before
+
+
+def _settings_among(arguments: Sequence[str]) -> list[str]:
+    """The words that are neither options nor their values; none where Hydra refuses the options."""
+    with suppress(SystemExit), redirect_stderr(io.StringIO()):
+        found: list[str] = get_args_parser().parse_intermixed_args(list(arguments)).overrides
+        return found
+    return []
 
 
 @contextmanager

@@ -94,7 +94,10 @@ def _parser() -> Parser:
 
 def _file_prompts(path: Path) -> list[str]:
     """The prompts of a file, without empty lines."""
-    lines = user_path(path).read_text(encoding="utf-8").splitlines()
+    file = user_path(path)
+    if not file.is_file():
+        raise ConfigError(f"--file {path}", f"There is no file {file.resolve()}.", "Give an existing one.")
+    lines = file.read_text(encoding="utf-8").splitlines()
     kept = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     if path.suffix != ".jsonl":
         return [line for _, line in kept]

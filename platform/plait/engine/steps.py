@@ -22,6 +22,9 @@ from plait.core.plans import GlobalBatch, SplitName
 from plait.core.samples import Int64, Share, Split
 
 _PERMUTATION = 0x50_6C_61_69_74  # distinguishes this stream of random numbers from others of the same seed
+MOST_REPEATED = (
+    10_000  # samples of a step that has rows more than once; more is a mistake that stalls a search
+)
 LONGEST_BLOCK = 1000  # samples of a mixture after which every source has had its share
 
 
@@ -73,10 +76,17 @@ class DataOrder:
         of the shares.
 
         Raises:
-            DataError: the split is empty.
+            DataError: the split is empty, or much smaller than a step.
         """
         if samples < 1:
             raise DataError("training split of 0 samples", "A job needs at least one training sample.")
+        if train.global_batch > max(samples, MOST_REPEATED):
+            raise DataError(
+                f"train.batch_size={train.batch_size}, train.accumulation={train.accumulation}",
+                f"There are {samples:,} samples to train on, and a step may repeat them up to "
+                f"{MOST_REPEATED:,} samples.",
+                "Choose a smaller batch, or fewer accumulation steps.",
+            )
         if train.steps is not None:
             stream = train.steps * train.global_batch
         else:

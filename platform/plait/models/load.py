@@ -266,10 +266,11 @@ def _find(settings: ModelSettings, cache: Path) -> _Found:
 def _max_length(settings: ModelSettings, config: PreTrainedConfig) -> int:
     limit = int(getattr(config, "max_position_embeddings", 2**31))
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":
-        # Beyond this length the frequencies of all rows of a call change, so a long sample would change the
-        # short ones packed with it.
-        limit = min(limit, int(rope["original_max_position_embeddings"]))
+    for each in (rope, *(kind for kind in rope.values() if isinstance(kind, dict))):  # of each kind of layer
+        if each.get("rope_type") == "longrope":
+            # Beyond this length the frequencies of all rows of a call change, so a long sample would change
+            # the short ones packed with it.
+            limit = min(limit, int(each["original_max_position_embeddings"]))
     if settings.max_length is None:
         return limit
     if settings.max_length > limit:

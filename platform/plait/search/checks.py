@@ -29,6 +29,7 @@ from plait.engine.build import (
     worker_facts,
 )
 from plait.engine.catalogue import DataCatalogue
+from plait.engine.steps import DataOrder
 from plait.search.attributes import TRACKED
 from plait.search.objective import check_kept, check_measured
 from plait.search.prior import check_prior
@@ -270,11 +271,14 @@ def check_memory(
     memory_bytes: int,
     profile: Profile | None = None,
 ) -> None:
-    """Check that every job fits into memory alone, by the coordinator's own prediction.
+    """Check that every job fits into memory alone, by the coordinator's own prediction, and that its steps
+    suit the data.
 
     Raises:
         CapacityError: one does not.
+        DataError: its steps take far more samples than there are.
     """
     admission = Admission(worker_facts(settings.model, shape, memory_bytes), settings, profile)
     for job in jobs:
+        DataOrder.over(job.train, data.of(job.data).train)
         admission.demand(job.adapter, data.longest(job.data))

@@ -64,9 +64,16 @@ def locate(settings: TrackingSettings) -> Location:
     Relative SQLite paths are relative to the current folder, as in MLflow, and are made absolute here.
 
     Raises:
-        StorageError: MLflow can no longer write to this kind of address, or does not know it.
+        StorageError: MLflow can no longer write to this kind of address, or does not know it, or would take
+            a part of the folder's name for something else.
     """
     root = user_path(settings.root).resolve()
+    if "?" in str(root) or unquote(str(root)) != str(root):
+        raise StorageError(
+            f"tracking.root={str(root)!r}",
+            "MLflow takes a question mark, or a percent sign with two digits, for a part of an address.",
+            "Choose a folder without them.",
+        )
     uri = settings.uri or os.environ.get(VARIABLE) or sqlite_in(root)
     uri = with_driver(uri)
     try:

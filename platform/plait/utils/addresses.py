@@ -23,8 +23,9 @@ _SCHEME = re.compile(r"[\w+.-]*\Z")
 _BLANK_IN_PASSWORD = re.compile(
     rf"""(://[^\s/:@'"]+):(?!\d{{1,5}}(?:[/?#\s]|$))(?=\S)[^@\n'"]{{1,{LONGEST}}}@(?=[\w.\[-])"""
 )
+_FOLDED = re.compile(r"""([a-z]:/[^\s/:@'"]+):[^\s/@'"]+@""")  # an address that was taken for a path
 _IN_QUERY = re.compile(
-    r"([?&][\w-]{0,40}(?:passw|pwd|token|secret|api_?key|credential|signature)[\w-]{0,40}=)"
+    r"([?&][\w-]{0,40}(?:passw|pwd|pw|token|secret|key|credential|auth|sig)[\w-]{0,40}=)"
     r"""(?:[^\s"'<>&]|["'](?=["']{0,8}[^\s"'<>,;)\]}]))+""",
     re.I,
 )
@@ -99,7 +100,8 @@ def redact(text: str) -> str:
         assert rest is not None
         pieces += [text[done : mark + 3], _without_login(_scheme(text, mark), rest[0])]
         done = rest.end()
-    return _IN_QUERY.sub(rf"\1{HIDDEN}", "".join([*pieces, text[done:]]))
+    found = _IN_QUERY.sub(rf"\1{HIDDEN}", "".join([*pieces, text[done:]]))
+    return _FOLDED.sub(rf"\1:{HIDDEN}@", found)
 
 
 def _scheme(text: str, mark: int) -> str:
