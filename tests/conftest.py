@@ -8,10 +8,13 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
+import omegaconf
 import pytest
 import torch
+import yaml
 from postgresql import PostgresqlServer, postgresql_server
 
 # Triton decides at its own import whether its kernels are interpreted, and other libraries import it.
@@ -30,9 +33,25 @@ def memory_folder() -> str | None:
 # Pytest's folders: the tests' many stores wait for the disk at every commit, on a real one for milliseconds.
 os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", memory_folder() or tempfile.gettempdir())
 
-# What a machine under load takes for an example says nothing about Plait.
-hypothesis.settings.register_profile("plait", deadline=None)
-hypothesis.settings.load_profile("plait")
+# What a machine under load takes for an example says nothing about Plait. What lands must not depend on luck:
+# the examples are the same each time, unless PLAIT_EXPLORE=1 asks for others.
+hypothesis.settings.register_profile("plait", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("explore", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("explore" if os.environ.get("PLAIT_EXPLORE") else "plait")
+
+
+class YamlByC(yaml.cyaml.CParser, omegaconf._utils.get_yaml_loader()):  # type: ignore[misc]
+    """OmegaConf's loader of YAML on libyaml's parser: the tests compose the same files thousands of times,
+    and a third of that is parsing in Python."""
+
+    def __init__(self, stream: Any) -> None:
+        yaml.cyaml.CParser.__init__(self, stream)
+        yaml.constructor.SafeConstructor.__init__(self)
+        yaml.resolver.Resolver.__init__(self)
+
+
+if hasattr(yaml, "CSafeLoader"):
+    omegaconf._utils.get_yaml_loader = lambda: YamlByC
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,8 @@
 """Searches from Python: interrupted, resumed, opened again, adapters loaded; and the notebook of docs/."""
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ import nbformat
 import openai
 import pytest
 import torch
+from forked import Forked
 from mlflow import MlflowClient
 from mlflow_server import free_port
 from nbclient import NotebookClient
@@ -182,13 +180,9 @@ def _check_served(root: Path, best: int, rows: Sequence[Any], count: int) -> Non
     """`plait serve`, in a process of its own, gives OpenAI's client the same texts, and ends by Ctrl-C."""
     port = free_port()
     words = ["serve", "mine", "--root", str(root), "--port", str(port), "--max-new-tokens", "99"]
-    environment = os.environ | {"PLAIT_SERVE_KEY": "a secret"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "plait", *words], stdout=subprocess.PIPE, text=True, env=environment
-    )
+    process = Forked(words, root.parent, environment={"PLAIT_SERVE_KEY": "a secret"})
     try:
-        assert process.stdout is not None
-        assert f"127.0.0.1:{port}" in process.stdout.readline()
+        process.until(f"127.0.0.1:{port}")
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="a secret", max_retries=20)
         for row in rows:
             names = ["base"] if row["trial"] is None else [f"trial-{row['trial']:04d}"]
@@ -199,11 +193,10 @@ def _check_served(root: Path, best: int, rows: Sequence[Any], count: int) -> Non
                 assert "".join(piece.choices[0].text for piece in pieces) == row["text"]
         assert {"base", "best"} < {model.id for model in client.models.list()}
         _check_chat(client)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) in (0, 130)
+        process.signal(signal.SIGINT)
+        assert process.end() in (0, 130)
     finally:
         process.kill()
-        process.communicate()
 
 
 def _check_chat(client: openai.OpenAI) -> None:

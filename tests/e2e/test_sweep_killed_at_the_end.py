@@ -1,11 +1,9 @@
 """A process killed after its last trial and before it ended the search's run: the same command ends it."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forked import EndlessSearch
 from mlflow import MlflowClient
 
 from plait.cli.main import main
@@ -13,25 +11,12 @@ from plait.core.settings import TrackingSettings
 from plait.search.recorded import recorded_command
 from plait.tracking.results import load_search
 
-ROOT = Path(__file__).resolve().parents[2]
-PROGRAM = """
-import os, sys
-from plait.cli.main import main
-from plait.tracking.tracker import Tracker
-Tracker.end_search = lambda *_: os._exit(9)
-main(sys.argv[1:])
-"""
-
 
 def test_the_same_command_completes_a_search_killed_at_its_end(
     folder: Path, short: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["sweep", *short, "adapter.rank=1,2", "search.sampler=grid", "search.name=mine"]
-    paths = os.pathsep.join(str(ROOT / name) for name in ("platform", "kernels", "dashboards"))
-    killed = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *arguments], env=os.environ | {"PYTHONPATH": paths}, check=False
-    )
-    assert killed.returncode == 9
+    assert EndlessSearch(arguments).end() == 9
     settings = TrackingSettings(root=folder / "plait-runs")
     assert load_search(settings, "mine").state == "running"
     assert main(arguments) == 0

@@ -229,6 +229,13 @@ def _hold() -> None:
     StudyOrders.poll = read  # type: ignore[method-assign]
 
 
+def _run_endless(*given: Any) -> None:
+    from plait.tracking.tracker import Tracker
+
+    Tracker.end_search = lambda *_: os._exit(9)  # type: ignore[method-assign]
+    _run(*given)
+
+
 def _run_elsewhere(arguments: Sequence[str], folder: str, *given: Any) -> None:
     _elsewhere(folder)
     _run(arguments, folder, *given)
@@ -254,6 +261,12 @@ class HeldHostSearch(Forked):
     """The same, which trains a few steps of its first trials and then waits for an order."""
 
     run = staticmethod(_run_held_elsewhere)
+
+
+class EndlessSearch(Forked):
+    """A search whose process dies with status 9 after its last trial, before it ends the search's run."""
+
+    run = staticmethod(_run_endless)
 
 
 class HeldSearch(Forked):

@@ -228,7 +228,7 @@ class Laboratory:
         self,
         jobs: Sequence[JobSpec],
         *,
-        kernels: str = "reference",
+        kernels: str = "grouped",
         capacity: int = 160,
         checkpointing: bool = False,
         resume_from: dict[str, Path] | None = None,
@@ -270,12 +270,13 @@ class Laboratory:
             events += coordinator.advance()
         raise AssertionError("the run never came to an end")
 
-    def undisturbed(self, jobs: Sequence[JobSpec], **options: Any) -> History:
+    def undisturbed(self, jobs: Sequence[JobSpec], *, kernels: str = "grouped", **options: Any) -> History:
         """What :meth:`run` leaves, which is kept."""
         known = self._kept.histories
-        key = (self.family, tuple(jobs), tuple(sorted(options.items())))
+        key = (self.family, tuple(jobs), kernels, tuple(sorted(options.items())))
         if key not in known:
-            known[key] = self.run(jobs, folder=self._kept.folder / str(len(known)), **options)
+            folder = self._kept.folder / str(len(known))
+            known[key] = self.run(jobs, kernels=kernels, folder=folder, **options)
         return known[key]
 
     def solo(self, jobs: Sequence[JobSpec], **options: Any) -> dict[str, History]:

@@ -27,9 +27,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Base
     return make
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Kept:
-    """Undisturbed runs of one file of tests."""
+    """Undisturbed runs, made once for all tests of this folder."""
     return Kept(tmp_path_factory.mktemp("undisturbed"))
 
 

@@ -1,6 +1,6 @@
 """Promise 1: an adapter trained in a group ends where it would have ended alone, and where PEFT ends.
 
-Float32, 20 steps (6 if the reference draws dropout in plain torch), seven adapters that differ in rank
+Float32, 20 steps (fewer where another case takes 20), seven adapters that differ in rank
 (1, 2, 3, 5, 8, 16, 64), alpha, targets, batch size, accumulation, learning rate, LoRA+ ratio, schedule, clip,
 weight decay, lengths and seed.
 """
@@ -31,11 +31,11 @@ def assert_same_losses(found: list[float], expected: list[float], what: str) -> 
 @pytest.mark.parametrize(
     ("family", "kernels", "dropout", "steps"),
     [
-        ("llama", "reference", 0.1, 6),
-        ("llama", "grouped", 0.0, STEPS),
+        ("llama", "reference", 0.1, 4),
+        ("llama", "grouped", 0.0, 6),
         ("llama", "grouped", 0.1, STEPS),
-        ("gemma2", "grouped", 0.1, STEPS),
-        ("gpt2", "grouped", 0.1, STEPS),
+        ("gemma2", "grouped", 0.1, 6),
+        ("gpt2", "grouped", 0.1, 6),
     ],
 )
 def test_joint_equals_solo(laboratory: Any, family: str, kernels: str, dropout: float, steps: int) -> None:
@@ -43,7 +43,7 @@ def test_joint_equals_solo(laboratory: Any, family: str, kernels: str, dropout: 
     jobs = lab.group(dropout=dropout, steps=steps)
     joint = lab.undisturbed(jobs, kernels=kernels)
     for job in jobs:
-        solo = lab.run([job], kernels=kernels)
+        solo = lab.undisturbed([job], kernels=kernels)
         assert len(joint.losses(job.name)) == steps
         assert_same_losses(joint.losses(job.name), solo.losses(job.name), job.name)
         assert joint.evaluations(job.name) == pytest.approx(solo.evaluations(job.name), rel=LOSS_TOLERANCE)

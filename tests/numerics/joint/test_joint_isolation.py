@@ -13,6 +13,7 @@ from plait.core.messages import RunSchedule
 
 KERNELS = ("reference", "grouped")
 TOLERANCE = 1e-5
+STEPS = 6
 
 
 def with_steps(job: JobSpec, **train: Any) -> JobSpec:
@@ -30,8 +31,9 @@ def assert_undisturbed(together: Any, alone: Any, job: str) -> None:
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_two_runs_of_one_plan_are_bit_equal(laboratory: Any, checkpointing: bool) -> None:
     lab = laboratory("llama")
-    jobs = lab.group(dropout=0.1, steps=5)
-    first, second = (lab.run(jobs, kernels="grouped", checkpointing=checkpointing) for _ in range(2))
+    jobs = lab.group(dropout=0.1, steps=4)
+    options = {"kernels": "grouped"} | ({"checkpointing": True} if checkpointing else {})
+    first, second = lab.undisturbed(jobs, **options), lab.run(jobs, **options)
     for job in jobs:
         assert first.losses(job.name) == second.losses(job.name)
         assert first.norms(job.name) == second.norms(job.name)
@@ -42,7 +44,7 @@ def test_two_runs_of_one_plan_are_bit_equal(laboratory: Any, checkpointing: bool
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_recomputing_activations_changes_nothing(laboratory: Any, kernels: str) -> None:
     lab = laboratory("llama")
-    jobs = lab.group(dropout=0.1, steps=3)[:4]
+    jobs = lab.group(dropout=0.1, steps=2)[:4]
     kept = lab.run(jobs, kernels=kernels)
     recomputed = lab.run(jobs, kernels=kernels, checkpointing=True)
     for job in jobs:
@@ -53,7 +55,7 @@ def test_recomputing_activations_changes_nothing(laboratory: Any, kernels: str) 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_weights_that_become_nan_end_their_job_only(laboratory: Any, kernels: str) -> None:
     lab = laboratory("llama")
-    jobs = lab.group(steps=8)
+    jobs = lab.group(steps=STEPS)
     bad = jobs[2].name
 
     def poison(worker: Any, command: object) -> None:
@@ -74,13 +76,13 @@ def test_weights_that_become_nan_end_their_job_only(laboratory: Any, kernels: st
 def test_a_job_that_diverges_ends_alone(laboratory: Any, kernels: str) -> None:
     """Float32 overflows after one step: infinities and NaN go through every layer."""
     lab = laboratory("llama")
-    jobs = lab.group(steps=8)
+    jobs = lab.group(steps=STEPS)
     huge = with_steps(jobs[3], lr=9e15, lora_plus_ratio=9e15, clip_norm=None)
     jobs[3] = replace(huge, adapter=replace(huge.adapter, alpha=9e15))
     together = lab.run(jobs, kernels=kernels)
     failed = together.ended(jobs[3].name)
     assert failed.state == "failed"
-    assert failed.step < 8
+    assert failed.step < STEPS
     for job in (*jobs[:3], *jobs[4:]):
         assert_undisturbed(together, lab.undisturbed([job], kernels=kernels), job.name)
 
@@ -90,7 +92,7 @@ def test_a_gradient_that_is_not_finite_fails_the_step_and_leaves_the_others_exac
     laboratory: Any, kernels: str
 ) -> None:
     lab = laboratory("llama")
-    jobs = lab.group(steps=6)
+    jobs = lab.group(steps=4)
     bad = jobs[0].name
 
     def poison(worker: Any, command: object) -> None:
@@ -101,7 +103,7 @@ def test_a_gradient_that_is_not_finite_fails_the_step_and_leaves_the_others_exac
     together = lab.run(jobs, kernels=kernels, before=poison)
     assert (together.ended(bad).state, together.ended(bad).step) == ("failed", 2)
     assert "gradient norm is inf" in together.ended(bad).reason
-    clean = lab.run(jobs, kernels=kernels)
+    clean = lab.undisturbed(jobs, kernels=kernels)
     for job in jobs[1:]:
         assert together.losses(job.name)[:3] == clean.losses(job.name)[:3]
         assert_undisturbed(together, clean, job.name)
@@ -110,14 +112,13 @@ def test_a_gradient_that_is_not_finite_fails_the_step_and_leaves_the_others_exac
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_jobs_that_finish_join_or_are_cancelled_do_not_affect_others(laboratory: Any, kernels: str) -> None:
     lab = laboratory("llama")
-    jobs = lab.group(steps=8)
+    jobs = lab.group(steps=STEPS)
     jobs[0] = with_steps(jobs[0], steps=4)  # ends early
     late, dropped = jobs[4], jobs[5]
 
     def between(turn: int, coordinator: Any) -> None:
-        if turn == 5:
-            coordinator.submit(late)
         if turn == 3:
+            coordinator.submit(late)
             coordinator.cancel(dropped.name, "pruned")
 
     together = lab.run([job for job in jobs if job is not late], kernels=kernels, between=between)

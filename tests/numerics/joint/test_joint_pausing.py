@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from laboratory import History, Laboratory
+from laboratory import History, Kept, Laboratory
 
 from plait.core.jobs import JobSpec
 from plait.core.lifecycle import PauseReason
@@ -21,9 +21,9 @@ STEPS = 6
 
 
 @pytest.fixture(scope="module")
-def lab(tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
+def lab(tiny_model: Any, tmp_path_factory: pytest.TempPathFactory, kept: Kept) -> Laboratory:
     torch.set_num_threads(1)
-    return Laboratory("llama", tiny_model("llama"), tmp_path_factory.mktemp("pausing"))
+    return Laboratory("llama", tiny_model("llama"), tmp_path_factory.mktemp("pausing"), kept)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from laboratory import Laboratory
+from laboratory import Kept, Laboratory
 from safetensors.torch import load_file
 
 from plait.core.errors import CheckpointError
@@ -36,7 +36,7 @@ def interrupted(
 def test_an_interrupted_group_resumes_bit_for_bit(laboratory: Any) -> None:
     lab = laboratory("llama")
     jobs = lab.group(dropout=0.1, steps=9)[:5]
-    whole = lab.run(jobs, kernels="grouped")
+    whole = lab.undisturbed(jobs, kernels="grouped")
     first, states = interrupted(lab, jobs, after=4)
     rest = lab.run(jobs, kernels="grouped", resume_from=states)
     assert [e.step for e in rest.events if isinstance(e, JobAdmitted)] == [4] * 5
@@ -53,7 +53,7 @@ def test_an_interrupted_group_resumes_bit_for_bit(laboratory: Any) -> None:
 def test_a_job_resumes_in_another_group(laboratory: Any) -> None:
     lab = laboratory("llama")
     jobs = lab.group(dropout=0.1, steps=9)
-    whole = lab.run(jobs[1:2], kernels="grouped")
+    whole = lab.undisturbed(jobs[1:2], kernels="grouped")
     first, states = interrupted(lab, jobs[:3], after=5)
     name = jobs[1].name
     rest = lab.run(jobs[1:2] + jobs[4:6], kernels="grouped", resume_from={name: states[name]})
@@ -121,11 +121,11 @@ class Stopped:
 
 
 @pytest.fixture(scope="module")
-def stopped(tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Stopped:
+def stopped(tiny_model: Any, tmp_path_factory: pytest.TempPathFactory, kept: Kept) -> Stopped:
     torch.set_num_threads(1)
-    lab = Laboratory("llama", tiny_model("llama"), tmp_path_factory.mktemp("stopped"))
+    lab = Laboratory("llama", tiny_model("llama"), tmp_path_factory.mktemp("stopped"), kept)
     jobs = lab.group(dropout=0.1, steps=5)[:2]
-    whole = lab.run(jobs, kernels="grouped")
+    whole = lab.undisturbed(jobs, kernels="grouped")
     _, first = interrupted(lab, jobs, after=2)
     rest, second = interrupted(lab, jobs, after=2, resume_from=first)
     assert {state.name for state in second.values()} == {"step-00000004"}
@@ -156,7 +156,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(
 def test_without_any_whole_checkpoint_a_job_starts_afresh(laboratory: Any) -> None:
     lab = laboratory("llama")
     job = lab.group(dropout=0.1, steps=3)[0]
-    whole = lab.run([job], kernels="grouped")
+    whole = lab.undisturbed([job], kernels="grouped")
     _, states = interrupted(lab, [job], after=1)
     damage("altered", states[job.name])
     again = lab.run([job], kernels="grouped", resume_from=states)

@@ -22,7 +22,7 @@ UNLIKE: dict[str, Any] = {"capacities": (160, 96), "speeds": (2.0, 0.5)}  # so o
 def test_a_sharded_base_trains_as_whole_ones_do(laboratory: Any, tmp_path: Path) -> None:
     lab = laboratory("llama")
     jobs = lab.group(dropout=0.1, steps=6)[1:5]
-    alone = lab.run(jobs, kernels="grouped", folder=tmp_path / "alone")
+    alone = lab.undisturbed(jobs, kernels="grouped")
     found, model = {}, saved(TINY, tmp_path / "model")  # read by parts
     for shards in (False, True):
         own = {**UNLIKE, "shard_base": shards, "join_seconds": 240.0}  # the machine may be busy

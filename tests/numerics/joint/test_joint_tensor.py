@@ -83,7 +83,7 @@ def test_slices_train_as_solo_and_as_peft(laboratory: Any, tmp_path: Path) -> No
 def test_interrupted_and_resumed_with_another_number_of_slices(laboratory: Any, tmp_path: Path) -> None:
     lab = laboratory("llama")
     jobs = lab.group(dropout=0.1, steps=STEPS)[1:3]
-    alone = lab.run(jobs, kernels="grouped", folder=tmp_path / "alone")
+    alone = lab.undisturbed(jobs, kernels="grouped")
     parts: list[History] = []
     resume: dict[str, Path] = {}
 

@@ -73,7 +73,9 @@ def test_every_number_of_tokens_is_accurate(place, make_layer, tokens, dtype):
 
 def test_one_hundred_and_thirty_adapters(place, make_layer):
     ranks = [1 + index % 19 for index in range(130)]
-    layer = make_layer(ranks=ranks, lengths=[i % 3 for i in range(130)], widths=[16], device=place[0])
+    layer = make_layer(
+        ranks=ranks, lengths=[(1, 0, 2, 0, 0)[i % 5] for i in range(130)], widths=[16], device=place[0]
+    )
     layer.assert_accurate(layer.run(place[1]))
 
 
