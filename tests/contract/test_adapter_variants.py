@@ -37,7 +37,7 @@ from plait_kernels import Bank, KernelError, SiteRows, TensorSpec
 MODEL = ModelSettings(kind="tiny", family="llama", dtype="float32", seed=3)
 LOSS_TOLERANCE = 1e-5  # relative, every step, as in the joint tests
 WEIGHT_TOLERANCE = 1e-4  # of the norm of the adapter's update
-STEPS = 8
+STEPS = 5
 
 
 class Dora(Lora):
@@ -124,7 +124,7 @@ def jobs_of(variant: Lora, *, dropout: float = 0.0) -> list[JobSpec]:
     ]
 
 
-@pytest.mark.parametrize(("kernels", "dropout"), [("reference", 0.1), ("grouped", 0.0)])
+@pytest.mark.parametrize(("kernels", "dropout"), [("reference", 0.0), ("grouped", 0.1)])
 def test_it_trains_together_with_plain_lora_as_alone(
     variant: Lora, lab: Laboratory, kernels: str, dropout: float
 ) -> None:
@@ -142,7 +142,7 @@ def test_it_trains_together_with_plain_lora_as_alone(
 def test_untrained_tensors_keep_every_bit(variant: Lora, lab: Laboratory) -> None:
     """Weight decay and clipping reach what trains, and nothing else."""
     jobs = jobs_of(variant)
-    joint = lab.undisturbed(jobs, kernels="grouped")
+    joint = lab.undisturbed(jobs, kernels="reference")
     for job in jobs:
         kept = [spec.trains for spec in VARIANTS.get(job.adapter.variant).tensors(4, 4, 2)]
         for site, begun in joint.start[job.name].items():
@@ -152,7 +152,7 @@ def test_untrained_tensors_keep_every_bit(variant: Lora, lab: Laboratory) -> Non
 
 def test_its_folder_is_the_same_model_in_peft(variant: Lora, lab: Laboratory, tmp_path: Path) -> None:
     jobs = jobs_of(variant)
-    joint = lab.undisturbed(jobs, kernels="grouped")
+    joint = lab.undisturbed(jobs, kernels="reference")
     for job in (jobs[0], jobs[2]):
         folder = joint.ended(job.name).adapter
         assert folder is not None
@@ -184,7 +184,7 @@ def test_it_resumes_bit_for_bit(variant: Lora, lab: Laboratory) -> None:
         if turn == 3:
             coordinator.stop()
 
-    whole = lab.run(jobs, kernels="grouped")
+    whole = lab.undisturbed(jobs)
     first = lab.run(jobs, kernels="grouped", between=stop)
     saved = {job.name: first.ended(job.name).checkpoint for job in jobs}
     states = {name: state for name, state in saved.items() if state is not None}

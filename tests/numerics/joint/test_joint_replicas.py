@@ -93,21 +93,20 @@ def test_replicas_train_as_one_process_does(
         assert distance(weights[job.name], again[job.name]) == 0.0
 
 
-def test_replicas_train_as_solo_and_as_peft(laboratory: Any, tmp_path: Path) -> None:
+def test_replicas_train_as_peft(laboratory: Any, tmp_path: Path) -> None:
     lab = laboratory("llama")
     jobs = lab.group()  # after few steps an update is small, and PEFT's own rounding counts for more
     with fleet(2, TINY, ENGINE, tmp_path / "processes", **UNLIKE) as worker:
         found = lab.run(jobs, worker=worker, cluster=ClusterSettings(processes=2, **UNLIKE))
-    solo = lab.solo(jobs, kernels="grouped")
+    start = lab.undisturbed(jobs, kernels="grouped").start
     for job in jobs:
-        weights = {job.name: stored_pairs(found.ended(job.name).adapter)}
-        assert_same(found, solo[job.name], job, weights)
+        weights = stored_pairs(found.ended(job.name).adapter)
         base = transformers_model(replace(TINY, family="llama"), cache=tmp_path)
         peft = PeftRun(base, job, resolve_targets(job.adapter.target_modules, lab.model.linears))
-        peft.load(solo[job.name].start[job.name])
+        peft.load(start[job.name])
         assert found.losses(job.name) == pytest.approx(peft.train(lab.data(job).train), rel=LOSS_TOLERANCE)
-        update = distance(peft.weights(), solo[job.name].start[job.name])
-        assert distance(weights[job.name], peft.weights()) <= WEIGHT_TOLERANCE * update
+        update = distance(peft.weights(), start[job.name])
+        assert distance(weights, peft.weights()) <= WEIGHT_TOLERANCE * update
 
 
 def test_jobs_that_join_finish_and_diverge_leave_the_others_as_they_were(
