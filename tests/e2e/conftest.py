@@ -16,10 +16,8 @@ import pytest
 from mlflow_server import MlflowServer
 
 from plait.cli.main import main
-from plait.core.settings import TrackingSettings
 from plait.search import launch
 from plait.search.storage import open_storage
-from plait.tracking.results import load_search
 
 Trials = Callable[..., list[optuna.trial.FrozenTrial]]
 Leaderboard = Callable[[], list[dict[str, Any]]]
@@ -119,30 +117,12 @@ def finished_search(
     """The folder of a finished search called "mine", and its command; begun in an empty folder."""
     folder = tmp_path_factory.mktemp("finished")
     command = ["sweep", *short, "adapter.rank=1,2", "search.sampler=grid", "search.name=mine"]
-    _finish(command, folder, plait_cache)
-    return folder, command
-
-
-@pytest.fixture(scope="session")
-def by_one(
-    tmp_path_factory: pytest.TempPathFactory, plait_cache: Path, short: Sequence[str]
-) -> tuple[list[str], dict[int, float]]:
-    """The command of a search called "mine" of three trials, and the objectives with which one process ends
-    it."""
-    folder = tmp_path_factory.mktemp("by_one")
-    command = ["sweep", *short, "adapter.rank=1,2,3", "search.sampler=grid", "search.name=mine"]
-    command += ["adapter.dropout=0.1", "train.eval_every=1"]
-    _finish(command, folder, plait_cache)
-    records = load_search(TrackingSettings(root=folder / "plait-runs"), "mine").records
-    return command, {each.trial: each.objective for each in records if each.objective is not None}
-
-
-def _finish(command: Sequence[str], folder: Path, cache: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setenv("PLAIT_CACHE", str(cache))
+        patch.setenv("PLAIT_CACHE", str(plait_cache))
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
         assert main(command) == 0
+    return folder, command
 
 
 @pytest.fixture(scope="session")

@@ -36,7 +36,7 @@ def ten(new_store: Callable[[], Path]) -> TrackingSettings:
 def many(new_store: Callable[[], Path]) -> TrackingSettings:
     """A store with a search of 500 jobs."""
     settings = TrackingSettings(root=new_store())
-    make_up(settings, "made-up-500", 500, 4)
+    make_up(settings, "made-up-500", 500, 12)
     return settings
 
 

@@ -20,7 +20,7 @@ from twins import compare, runs_of, study_of
 
 KILLS = int(os.environ.get("PLAIT_FAULTS", "5"))
 SEED = 20261121
-STEPS = 16 if KILLS <= 5 else 32
+STEPS = 32
 TRIALS = 8
 KILLED = -9
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="counts processor time by /proc")
@@ -155,7 +155,7 @@ def test_two_workers_share_the_trials_and_one_adopts_those_of_the_other(place: C
     whole, shared = place("whole"), place("shared")
     whole_life(command(), whole)
     workers = [Forked(command(), shared, log) for log in ("one", "two")]
-    assert killed(workers[0], printed(workers[0], "step 8: eval loss")), workers[0].output
+    assert killed(workers[0], printed(workers[0], "step 24: eval loss")), workers[0].output
     status = workers[1].end()
     said = {name: (shared / name).read_text() for name in ("one", "two")}
     assert status == 0, said

@@ -25,7 +25,7 @@ KILLS = int(os.environ.get("PLAIT_FAULTS", "3"))
 STAGES = os.environ.get("PLAIT_STAGES", "1")
 KINDS = ("a process", "the coordinator", "all") if STAGES == "1" else ("a process",)
 SEED = 20261123
-STEPS = max(16, 3 * KILLS)  # so that the search outlives the kills
+STEPS = 32 if KILLS <= 12 else 3 * KILLS  # so that the search outlives the kills
 TOGETHER = ("3 processes", " again after ")  # printed once the processes have come together
 
 

@@ -4,6 +4,7 @@ variables."""
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,12 +20,21 @@ from forked import HANGS, Forked
 
 from plait.cli.main import main
 
-SEARCH = ("adapter.rank=1,2,3", "search.sampler=grid", "search.name=mine")
+SEARCH = ("adapter.rank=1,2,3", "search.sampler=grid", "search.name=mine", "adapter.dropout=0.1")
 KEY = "a key that both hosts share"
 
 
-def objectives(leaderboard: Any) -> dict[int, float]:
+def objectives(leaderboard: Any) -> dict[str, float]:
     return {row["trial"]: row["objective"] for row in leaderboard()}
+
+
+def alone(folder: Path, command: list[str], leaderboard: Any) -> dict[str, float]:
+    """What one process trains; nothing of it stays."""
+    assert main(command) == 0
+    found = objectives(leaderboard)
+    shutil.rmtree(folder / "plait-runs" / "searches")
+    assert len(found) == 3
+    return found
 
 
 def hosts(number: int, port: int, **more: str) -> Mapping[str, str]:
@@ -44,26 +54,27 @@ def port() -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("folder")
-def test_torchrun_starts_two_processes_that_train_what_one_does(
-    by_one: tuple[list[str], dict[int, float]], leaderboard: Any
+def test_torchrun_starts_three_processes_that_train_what_one_does(
+    folder: Path, short: tuple[str, ...], leaderboard: Any
 ) -> None:
-    command, expected = by_one
-    words = ["--nproc-per-node", "2", "--max-restarts", "0", "-m", "plait", *command]
+    command = ["sweep", *short, *SEARCH, "train.eval_every=1"]
+    expected = alone(folder, command, leaderboard)
+    words = ["--nproc-per-node", "3", "--max-restarts", "0", "-m", "plait", *command, "search.fresh=true"]
     run = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *words], capture_output=True, text=True, timeout=280
     )
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "2 processes" in run.stdout
+    assert "3 processes" in run.stdout
     assert objectives(leaderboard) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.slow
 def test_two_hosts_with_a_key_train_what_one_does(
-    folder: Path, by_one: tuple[list[str], dict[int, float]], leaderboard: Any, port: int
+    folder: Path, short: tuple[str, ...], leaderboard: Any, port: int
 ) -> None:
-    command, expected = by_one
-    command = [*command, f"cluster.port={port}"]
+    command = ["sweep", *short, *SEARCH, "train.eval_every=1"]
+    expected = alone(folder, command, leaderboard)
+    command += ["search.fresh=true", f"cluster.port={port}"]
     runs = [Forked(command, folder, f"host-{number}", hosts(number, port)) for number in range(2)]
     assert [run.end() for run in runs] == [0, 0], [run.output for run in runs]
     assert objectives(leaderboard) == pytest.approx(expected, rel=1e-5)

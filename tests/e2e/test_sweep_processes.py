@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sqlite3
 from contextlib import closing
@@ -22,18 +23,18 @@ from plait.distributed.fleet import Fleet
 SEARCH = ("adapter.rank=1,2,3", "search.sampler=grid", "search.name=mine", "adapter.dropout=0.1")
 
 
-def objectives(leaderboard: Any) -> dict[int, float]:
+def objectives(leaderboard: Any) -> dict[str, float]:
     return {row["trial"]: row["objective"] for row in leaderboard()}
 
 
 def test_two_processes_train_what_one_does(
-    folder: Path,
-    by_one: tuple[list[str], dict[int, float]],
-    leaderboard: Any,
-    capsys: pytest.CaptureFixture[str],
+    folder: Path, short: tuple[str, ...], leaderboard: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command, alone = by_one
-    assert main([*command, "cluster.processes=2"]) == 0
+    command = ["sweep", *short, *SEARCH, "train.eval_every=1"]
+    assert main(command) == 0
+    alone = objectives(leaderboard)
+    shutil.rmtree(folder / "plait-runs" / "searches")
+    assert main([*command, "search.fresh=true", "cluster.processes=2"]) == 0
     assert "2 processes" in capsys.readouterr().out
     assert objectives(leaderboard) == pytest.approx(alone, rel=1e-5)
     assert len(alone) == 3
@@ -91,16 +92,21 @@ def test_a_process_that_dies_ends_the_run_if_none_may_and_the_same_command_resum
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-@pytest.mark.usefixtures("folder", "fragile")
 def test_a_search_makes_up_for_a_process_that_dies(
     stages: int,
-    by_one: tuple[list[str], dict[int, float]],
+    folder: Path,
+    short: tuple[str, ...],
     leaderboard: Any,
+    request: pytest.FixtureRequest,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    command, alone = by_one
-    processes = ["cluster.processes=2", f"cluster.pipeline={stages}", "engine.checkpoint_steps=1"]
-    assert main([*command, *processes]) == 0
+    command = ["sweep", *short, *SEARCH, "train.eval_every=1", "engine.checkpoint_steps=1"]
+    assert main(command) == 0
+    alone = objectives(leaderboard)
+    shutil.rmtree(folder / "plait-runs" / "searches")
+    request.getfixturevalue("fragile")
+    processes = ["cluster.processes=2", f"cluster.pipeline={stages}"]
+    assert main([*command, "search.fresh=true", *processes]) == 0
     said = capsys.readouterr().out
     assert ("2 processes as the stages of a pipeline" in said) == (stages > 1)
     assert "died with status -9 while training. Restarting with the processes that come back" in said

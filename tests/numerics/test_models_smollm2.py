@@ -54,12 +54,12 @@ def base(cache: Path) -> BaseModel:
 
 
 def test_peaks_here_are_predicted_within_two_percent(cache: Path) -> None:
-    """Twelve small probes; held out: two ragged microbatches of several adapters, measured here too."""
+    """Twelve small probes; held out: four ragged microbatches of several adapters, measured here too."""
     dtype = choose_dtype(torch.device("cpu"))
     model = load_model(ModelSettings(dtype=dtype), cache=cache)
     options = ProbeOptions(dtype=getattr(torch, dtype))
     rng = np.random.default_rng(3)
-    grid, held = probe_grid(96), [drawn_probe(rng, 96) for _ in range(2)]
+    grid, held = probe_grid(96), [drawn_probe(rng, 96) for _ in range(4)]
     observed = observe_device(model, [*grid, *held], options)
     fitted = MemoryModel.fitted(observed[: len(grid)], logit_rows=CHUNK_LOGITS // model.vocabulary)
     errors = np.abs(fitted.errors(observed[len(grid) :]))

@@ -47,7 +47,7 @@ def test_each_step_of_the_ablation_saves_more(settings: RunSettings) -> None:
 
 def test_planning_time_shows_plan_and_bound(settings: RunSettings) -> None:
     options = _options("lobra/planning_time") | {"devices": {16: None}, "steps": 1}
-    options["assumptions"] = options["assumptions"][:1]
+    options["assumptions"] = options["assumptions"][:2]
     figures = {figure.name: figure for figure in planning_time(settings, [], options).figures}
     plan, gap = (
         figures["deployment, 16 devices, one batch"],

@@ -7,16 +7,13 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from plait.cli.parser import Parser
 from plait.core.errors import EXIT_DONE, ConfigError, choices
 from plait.core.settings import TrackingSettings
 from plait.utils.paths import as_path, search_folder, search_names
 from plait.utils.spelling import did_you_mean
-
-if TYPE_CHECKING:
-    pass
 
 
 def ui(arguments: Sequence[str]) -> int:
