@@ -8,13 +8,10 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import hypothesis
-import omegaconf
 import pytest
 import torch
-import yaml
 from postgresql import PostgresqlServer, postgresql_server
 
 # Triton decides at its own import whether its kernels are interpreted, and other libraries import it.
@@ -38,20 +35,6 @@ os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", memory_folder() or tempfile.gette
 hypothesis.settings.register_profile("plait", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("explore", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("explore" if os.environ.get("PLAIT_EXPLORE") else "plait")
-
-
-class YamlByC(yaml.cyaml.CParser, omegaconf._utils.get_yaml_loader()):  # type: ignore[misc]
-    """OmegaConf's loader of YAML on libyaml's parser: the tests compose the same files thousands of times,
-    and a third of that is parsing in Python."""
-
-    def __init__(self, stream: Any) -> None:
-        yaml.cyaml.CParser.__init__(self, stream)
-        yaml.constructor.SafeConstructor.__init__(self)
-        yaml.resolver.Resolver.__init__(self)
-
-
-if hasattr(yaml, "CSafeLoader"):
-    omegaconf._utils.get_yaml_loader = lambda: YamlByC
 
 
 @pytest.fixture(scope="session")

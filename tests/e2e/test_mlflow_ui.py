@@ -115,6 +115,7 @@ def test_fifty_runs_are_compared(seen: Any, fifty: SearchResult) -> None:
     [
         ("report.html", FIGURES),
         ("figures/parallel-coordinates.html", ["parallel-coordinates"]),
+        ("figures/packing.html", ["packing"]),
     ],
 )
 def test_the_report_and_each_figure_are_shown_among_the_artifacts(

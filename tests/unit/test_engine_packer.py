@@ -78,11 +78,11 @@ def random_batches(source: random.Random, longest: int) -> tuple[GlobalBatch, ..
 
 
 def test_the_shares_of_all_replicas_make_up_the_global_batch() -> None:
-    """300 random global batches, over replicas of up to four capacities and speeds."""
+    """1,000 random global batches, over replicas of up to four capacities and speeds."""
     source, done, packers = random.Random(5), 0, 0
     packer, rooms = Packer(replicas((80, 1.0))), [80]
-    while done < 300:
-        if done >= 15 * packers:
+    while done < 1000:
+        if done >= 50 * packers:
             more = packers % 3 + 1
             rooms = [80, *(source.choice((20, 40, 80)) for _ in range(more))]
             packer = Packer(replicas(*((room, source.choice((0.5, 1.0, 3.0))) for room in rooms)))
