@@ -65,7 +65,7 @@ from plait.distributed.channel import (
     connect,
 )
 from plait.distributed.fleet import Fleet
-from plait.distributed.launch import Launcher, fitted
+from plait.distributed.launch import Launcher, _given_up, _remaining, fitted
 from plait.distributed.places import (
     ADDRESS,
     LOCAL,
@@ -651,12 +651,37 @@ def test_a_resumed_jobs_tensors_and_best_weights_are_sent_to_all_processes() -> 
         ((2, 2), 3, (3,)),
         ((2, 1, 2), 5, (2, 1, 2)),
         ((2, 1, 2), 4, (2, 2)),
+        ((4, 4), 7, (4, 3)),
+        ((5,), 4, (4,)),
+        ((1, 4), 8, (4, 4)),
+        ((3, 3), 8, (3, 4, 1)),
+        ((2, 2, 2), 1, (1,)),
     ],
 )
 def test_fewer_processes_keep_the_largest_replicas(
     stages: tuple[int, ...], processes: int, kept: tuple[int, ...]
 ) -> None:
-    assert fitted(stages, processes) == kept
+    assert fitted(stages, processes, 4) == kept
+
+
+def test_what_was_set_and_does_not_hold_for_those_that_are_left_is_said() -> None:
+    def left(count: int, **given: Any) -> tuple[ClusterSettings, list[str]]:
+        cluster = ClusterSettings(**given)
+        remaining = _remaining(cluster, range(count), cluster.stages, 2)
+        return remaining, list(_given_up(cluster, remaining))
+
+    split, said = left(3, processes=4, deployment=(2, 2), layer_split=(1, 1))
+    assert (split.stages, said) == ((2, 1), [])
+    slices, said = left(3, processes=4, pipeline=2, tensor=2)
+    assert (slices.stages, slices.tensor) == ((2, 1), 1)
+    assert said == [
+        "cluster.tensor=2 does not hold for replicas of [2, 1] processes: each stage has whole layers"
+    ]
+    shards, said = left(2, processes=3, shard_base=True)
+    assert (shards.shard_base, said) == (True, [])
+    whole, said = left(1, processes=3, shard_base=True)
+    assert whole.shard_base is False
+    assert said == ["cluster.shard_base=true does not hold for one process: it has the whole base model"]
 
 
 def test_layers_are_exchanged_by_those_that_hold_them() -> None:
@@ -721,12 +746,37 @@ def test_the_time_of_a_request_that_a_lost_process_brings_to_nothing_is_known(
         clock[0] += 2.0
         if clock[0] == 2.0:
             ends[0].send(Answer(seconds=1.5))
-        elif clock[0] == 4.0:
-            ends[1].send(Refusal(LostProcessError("the link to the others broke")))
         else:
+            ends[1].send(Refusal(LostProcessError("the link to the others broke")))
             ends[2].close()
 
     processes.watch = watch
     with pytest.raises(LostProcessError, match=r"process 2 .* died"):
         processes.ask_all(Measure())
-    assert processes.spent == 1.5 + 4.0 + 6.0
+    assert processes.spent == 1.5 + 4.0 + 4.0
+
+
+def test_a_link_that_breaks_without_a_death_ends_all_who_would_wait_for_ever(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes_module, "TURN", 0.05)
+    processes = Processes(60.0, lambda _: None)
+    ends = [connect(door.address, KEY) for _ in range(3)]
+    for number, end in enumerate(ends):
+        processes.all.append(Process(Hello(number, "host", number), came_in(door, end, number)))
+
+    def watch() -> None:
+        processes.watch = lambda: None
+        ends[1].send(Refusal(LostProcessError("the link to the others broke", "A rule.", "A remedy.")))
+        ends[2].send(Beat())  # it waits for what does not come, and says that it lives
+
+    processes.watch = watch
+    with pytest.raises(LostProcessError, match=r"^process 1 .*: the link to the others broke") as caught:
+        processes.ask_all(Measure())
+    assert (caught.value.remedy, processes.culprit, processes.live) == ("A remedy.", None, False)
+    assert all(isinstance(each.receive(), Measure) for each in ends)
+    for each in ends:
+        with pytest.raises(EOFError):
+            each.receive()
+    with pytest.raises(LostProcessError, match="process 1"):
+        processes.ask_all(Measure())

@@ -78,6 +78,7 @@ class Launcher:
         self._processes: Processes | None = None
         self._preferred: tuple[int, ...] = ()
         self._request: Load | None = None
+        self._layers: int | None = None  # of the model, once it was cut
         self._trained = ""  # the digest of the model, once all have come together
         self._restarts = Restarts(cluster.restarts)  # before that
         self._losses: dict[int, Restarts] = {}  # of each process
@@ -283,12 +284,13 @@ class Launcher:
             memory = min(each.hello.memory_bytes // per_host[each.hello.host] for each in all_processes)
         threads = engine.threads or _threads(all_processes)
         numbers = [each.hello.process for each in all_processes]
-        cluster = _remaining(settings.cluster, numbers, self._preferred or settings.cluster.stages)
-        if settings.cluster.layer_split != cluster.layer_split:
-            given = f"cluster.layer_split={list(settings.cluster.layer_split)}"
-            stages = max(cluster.stages)
-            self.say(f"{given} does not hold for {stages} stages: they are balanced instead")
-        return Fleet(processes, data, replace(engine, threads=threads), memory, cluster)
+        preferred = self._preferred or settings.cluster.stages
+        cluster = _remaining(settings.cluster, numbers, preferred, self._layers)
+        for words in _given_up(settings.cluster, cluster):
+            self.say(words)
+        fleet = Fleet(processes, data, replace(engine, threads=threads), memory, cluster)
+        self._layers = fleet.facts.shape.layers
+        return fleet
 
     def _join(self, number: int, processes: Sequence[Process]) -> Join:
         outward = next((each.channel.near for each in processes if each.channel.far != HERE), "")
@@ -321,15 +323,18 @@ class Launcher:
         return self._store_port
 
 
-def _remaining(cluster: ClusterSettings, numbers: Sequence[int], preferred: Sequence[int]) -> ClusterSettings:
+def _remaining(
+    cluster: ClusterSettings, numbers: Sequence[int], preferred: Sequence[int], layers: int | None
+) -> ClusterSettings:
     """The settings of the processes that have come, by the numbers that they were launched with.
 
     Args:
         preferred: how many processes each replica should have.
+        layers: of the model; None: not known yet.
     """
     capacities = tuple(cluster.capacities[number] for number in numbers if cluster.capacities)
     speeds = tuple(cluster.speeds[number] for number in numbers if cluster.speeds)
-    stages = fitted(preferred, len(numbers))
+    stages = fitted(preferred, len(numbers), layers)
     tensor = cluster.tensor if stages == cluster.stages else 1
     return replace(
         cluster,
@@ -346,11 +351,25 @@ def _remaining(cluster: ClusterSettings, numbers: Sequence[int], preferred: Sequ
     )
 
 
-def fitted(stages: Sequence[int], processes: int) -> tuple[int, ...]:
+def _given_up(given: ClusterSettings, cluster: ClusterSettings) -> Iterator[str]:
+    """What was set and does not hold for the processes that are left, in words."""
+    replicas = f"replicas of {list(cluster.stages)} processes"
+    if given.layer_split != cluster.layer_split:
+        yield f"cluster.layer_split={list(given.layer_split)} does not hold for {replicas}: they are balanced"
+    if given.tensor != cluster.tensor:
+        yield f"cluster.tensor={given.tensor} does not hold for {replicas}: each stage has whole layers"
+    if given.shard_base != cluster.shard_base:
+        yield "cluster.shard_base=true does not hold for one process: it has the whole base model"
+
+
+def fitted(stages: Sequence[int], processes: int, most: int | None = None) -> tuple[int, ...]:
     """A deployment for another number of processes: what fits into a replica is kept as long as possible.
 
     The largest replicas stay. Those that are left join the last of them, and come as single ones where no
     replica has stages.
+
+    Args:
+        most: processes of a replica, since each stage has at least one layer; what is more are replicas.
     """
     if sum(stages) == processes:
         return tuple(stages)
@@ -361,7 +380,9 @@ def fitted(stages: Sequence[int], processes: int) -> tuple[int, ...]:
     left = processes - sum(found)
     if max(stages) == 1 or not left:
         return (*found, *(1,) * left)
-    return (*found[:-1], (found[-1] if found else 0) + left)
+    last = (found[-1] if found else 0) + left
+    full, rest = divmod(last, most or last)
+    return (*found[:-1], *(most or last,) * full, *(rest,) * (rest > 0))
 
 
 def _threads(processes: Sequence[Process]) -> int:

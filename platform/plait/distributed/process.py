@@ -290,6 +290,8 @@ def serve(address: Address, key: bytes, number: int, local: int | None = None) -
             channel.send(reply)
         except OSError:
             break
+    if status == AGAIN:
+        os._exit(AGAIN)  # as in _beat: a thread may be waiting for the others
     if replica is not None:
         replica.close()
     return status

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from plait.core.errors import LostProcessError, PlaitError, ShortStageError
 from plait.core.spans import ProcessState, ReplicaSpans, Span
@@ -50,6 +50,8 @@ class Fate:
 
 
 GOOD = Fate(None, "")  # as far as is known
+Said = TypeVar("Said", bound=PlaitError)
+Ending = TypeVar("Ending", bound=LostProcessError)
 
 
 @dataclass(slots=True, eq=False)
@@ -232,6 +234,8 @@ class Processes:
                         own.left.discard(number)
                     case Refusal(ShortStageError() as short):
                         raise self.ended_by(self._named(number, short))
+                    case Refusal(LostProcessError() as broken):
+                        raise self._broken(number, broken)
                     case Refusal() as refusal:
                         own = process.begun.popleft().asked
                         own.refused[number] = refusal.error
@@ -239,23 +243,33 @@ class Processes:
         if asked.refused:
             first = min(asked.refused)
             error = asked.refused[first]
-            lost = isinstance(error, LostProcessError)  # the others
-            said = self._named(first, error) if asked.answers or lost else error
-            if isinstance(said, LostProcessError):
-                self.close(lost=True)
-                self.error = said
-            raise said
+            raise self._named(first, error) if asked.answers else error
         return {number: asked.answers[number] for number in sorted(asked.answers)}
 
-    def ended_by(self, error: PlaitError) -> PlaitError:
+    def _broken(self, number: int, error: LostProcessError) -> LostProcessError:
+        """End all processes where a link between two of them broke: the others may wait for ever, and say
+        that they live. If one of them is seen to have died, the error names that one.
+
+        Raises:
+            LostProcessError: one is seen to have died.
+        """
+        end = time.monotonic() + TURN
+        others = [each for at, each in enumerate(self.all) if at != number]
+        while others and (left := end - time.monotonic()) > 0:
+            links = wait([each.channel.connection for each in others], timeout=left)
+            for process in others:
+                if process.channel.connection in links:
+                    self._receive(process)
+        return self.ended_by(self._named(number, error))
+
+    def ended_by(self, error: Ending) -> Ending:
         """End all processes, some of which wait for an answer that will not come."""
         self.spent += sum(time.monotonic() - each.asked for each in self.all if each.busy)
         self.close(lost=True)
-        assert isinstance(error, ShortStageError)
         self.error = error
         return error
 
-    def _named(self, number: int, error: PlaitError) -> PlaitError:
+    def _named(self, number: int, error: Said) -> Said:
         """What one could not do and others could: then it matters which."""
         return type(error)(f"{self.all[number]}: {error.value}", error.rule, error.remedy)
 

@@ -7,7 +7,7 @@ steps to come is weighed against the restart that it takes.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
@@ -47,7 +47,7 @@ class Redeployment:
         self._jobs = frozenset[str]()  # that were weighed last
         self._due = False  # to be weighed again
         self._expected = 0.0  # seconds of a step of theirs by the model
-        self._seconds: list[float] = []  # measured, of such steps
+        self._seconds = deque[float](maxlen=AHEAD)  # measured, of such steps
         self._scale = 1.0 if profile is not None and profile.time is not None else None
         self.restart_seconds: float | None = None
 
@@ -103,7 +103,8 @@ class Redeployment:
             self._prefer(tuple(sorted(each.pp for each in change.planned.single)))
             return True
         if names != self._jobs:
-            self._jobs, self._seconds = names, []
+            self._jobs = names
+            self._seconds.clear()
         self._due = False
         self._expected = 0.0 if change.kept is None else change.kept.makespan
         return False
