@@ -8,10 +8,11 @@ from dataclasses import replace
 from statistics import mean
 
 from plait.core.jobs import JobSpec
-from plait.core.plans import Replica
+from plait.core.plans import GlobalBatch, Replica
 from plait.core.settings import RunSettings
 from plait.cost.profiles import ClusterProfile
 from plait.cost.replica import even_split
+from plait.planner.dispatch_step import Batches, Dispatcher, by_dispatch
 from plait.simulate.events import Pipeline
 from plait.simulate.forecast import PlanOptions, make_plan, plan_pipelines
 from plait.simulate.report import measure
@@ -196,15 +197,26 @@ def _copies(profile: ClusterProfile, asked: Options, number: int, *, even: bool)
     trace = replace(asked, global_batch=number * asked.global_batch).drawn()
     layers = even_split(profile.time.layers, asked.stages) if even else balanced(profile, asked)
     replicas = [Replica(each, pp=asked.stages, layer_split=layers) for each in range(number)]
-    options = PlanOptions(
-        {each.id: asked.capacity for each in replicas},
-        dispatch=(lambda lengths: [at % number for at in range(len(lengths))]) if even else None,
-    )
-    plan = make_plan(global_batches(trace), replicas, profile.time, options)
+    options = PlanOptions({each.id: asked.capacity for each in replicas})
+    dealt = Dealt(number) if even else None
+    plan = make_plan(global_batches(trace), replicas, profile.time, options, dealt)
     pipelines = plan_pipelines(plan, profile.time, options)
     tokens = sum(work.tokens for each in pipelines.values() for work in each.works)
     groups = {job: group.jobs[0] for group in plan.groups for job in group.jobs}
     return measure(pipelines)[0].tokens_per_second, tokens / blocking_seconds(pipelines, groups)
+
+
+class Dealt(Dispatcher):
+    """Deals samples to replicas in turn, as data parallelism does."""
+
+    def __init__(self, replicas: int) -> None:
+        self._replicas = replicas
+
+    def parts(self, batches: Sequence[GlobalBatch], labelled_share: float) -> dict[int, Batches]:
+        """Each replica's part."""
+        del labelled_share
+        count = sum(len(batch.lengths) for batch in batches)
+        return by_dispatch(batches, [at % self._replicas for at in range(count)], range(self._replicas))
 
 
 @BENCHMARKS.register("lorafusion/padding")

@@ -111,7 +111,7 @@ def test_a_sample_that_goes_to_two_replicas_is_caught(monkeypatch: pytest.Monkey
 
     packer = Packer(replicas((40, 1.0), (40, 1.0)))
     packer.pack([batch("a", 9, 8)])
-    monkeypatch.setattr("plait.engine.packer.by_dispatch", doubled)
+    monkeypatch.setattr("plait.planner.dispatch_step.by_dispatch", doubled)
     with pytest.raises(ScheduleError, match="not asked for"):
         packer.pack([batch("a", 9, 8)])
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.core.errors import CapacityError
 from plait.core.plans import GlobalBatch, Group, Plan, Replica
+from plait.cost.replica import Configuration
 from plait.cost.time import HeadTime, LayerTime, TimeModel
-from plait.planner.dispatch_step import by_dispatch, by_load
+from plait.planner.dispatch_step import Dispatcher, by_dispatch
 from plait.planner.packing_exact import packed_batches
 from plait.planner.schedule import build_schedule, turns
 from plait.planner.verify import verify, violations
@@ -40,29 +41,34 @@ def rows(parts: dict[int, tuple[GlobalBatch, ...]]) -> list[tuple[str, int, int,
     )
 
 
+TIME = TimeModel(6, {1: LayerTime(1e-4, 1e-5), 2: LayerTime(1e-4, 6e-6)}, {1: HeadTime(0.0, 1e-5)})
+
+
+@settings(max_examples=25)
 @given(
     st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=12), min_size=1, max_size=3),
     st.lists(st.integers(1, 5), min_size=1, max_size=4),
 )
-def test_sharing_by_load_assigns_every_sample_once(lengths: list[list[int]], speeds: list[int]) -> None:
+def test_the_dispatcher_assigns_every_sample_once(lengths: list[list[int]], speeds: list[int]) -> None:
     batches = [global_batch(f"j{a}", own) for a, own in enumerate(lengths)]
-    by_speed = dict(enumerate(map(float, speeds)))
-    parts = by_load(batches, by_speed, capacities=dict.fromkeys(by_speed, 50))
+    whole = Configuration(1, 1, 50)
+    replicas = [(3 * at, whole, TIME.at_speed(speed)) for at, speed in enumerate(speeds)]
+    parts = Dispatcher(replicas).parts(batches, 1.0)
+    assert list(parts) == [number for number, *_ in replicas]
     assert rows(parts) == sorted(row for batch in batches for row in rows({0: (batch,)}))
     assert all(
         part.loss_weight == batches[int(part.job[1:])].loss_weight for own in parts.values() for part in own
     )
-    load = {r: sum(sum(part.lengths) for part in own) / by_speed[r] for r, own in parts.items()}
-    total = sum(sum(own) for own in lengths) / sum(speeds)
-    assert max(load.values()) <= total + 50 / min(speeds)
 
 
 def test_long_samples_go_only_where_they_fit() -> None:
-    parts = by_load([global_batch("a", [40, 40, 5, 5])], {0: 10.0, 1: 1.0}, capacities={0: 10, 1: 50})
+    small, large = (0, Configuration(1, 1, 10), TIME), (1, Configuration(1, 1, 50), TIME)
+    parts = Dispatcher([small, large]).parts([global_batch("a", [40, 40, 5, 5])], 1.0)
     assert [part.lengths for part in parts[1]] == [(40, 40)]
     assert [part.lengths for part in parts[0]] == [(5, 5)]
-    with pytest.raises(CapacityError, match=r"sample 1 of job a \(train\) has 60 tokens"):
-        by_load([global_batch("a", [4, 60])], {0: 1.0}, capacities={0: 50})
+    for several in ([large], [small, large]):
+        with pytest.raises(CapacityError, match=r"sample 1 of job a \(train\) has 60 tokens"):
+            Dispatcher(several).parts([global_batch("a", [4, 60])], 1.0)
 
 
 def test_sharing_by_dispatch_follows_the_given_numbers() -> None:
@@ -76,7 +82,6 @@ def test_sharing_by_dispatch_follows_the_given_numbers() -> None:
 
 
 def test_a_plan_over_unequal_replicas_verifies_and_runs() -> None:
-    time = TimeModel(6, {1: LayerTime(1e-4, 1e-5), 2: LayerTime(1e-4, 6e-6)}, {1: HeadTime(0.0, 1e-5)})
     replicas = (Replica(0, pp=3, layer_split=(2, 2, 2)), Replica(1, tp=2, pp=1, layer_split=(6,)))
     stages, room = {replica.id: replica.pp for replica in replicas}, {0: 56, 1: 96}
     batches = {
@@ -85,9 +90,10 @@ def test_a_plan_over_unequal_replicas_verifies_and_runs() -> None:
         ]
         for job in ("a", "b", "c")
     }
+    kinds = [(each.id, Configuration(each.tp, each.pp, room[each.id]), TIME) for each in replicas]
     order = []
     for turn in turns(batches, [["a", "b"], ["c"]]):
-        parts = by_load(turn, {0: 1.0, 1: 1.5}, capacities=room)
+        parts = Dispatcher(kinds).parts(turn, 1.0)
         order.append({r: packed_batches(own, capacity=room[r], tile=8) for r, own in parts.items() if own})
     items = build_schedule(order, stages, capacity=room, tile=8)
     every = [b for own in batches.values() for b in own]
@@ -95,7 +101,7 @@ def test_a_plan_over_unequal_replicas_verifies_and_runs() -> None:
     assert violations(items, every, stages=stages, capacity={0: 56, 1: 40}, tile=8)
     plan = Plan(replicas, (Group(("a", "b"), 64, 8), Group(("c",), 64, 8)), items)
     options = PlanOptions(room, hidden_size=512, bandwidths={0: 1e9, 1: 1e9})
-    pipelines = plan_pipelines(plan, time, options)
+    pipelines = plan_pipelines(plan, TIME, options)
     metrics, run = measure(pipelines, hidden_size=512, tp={0: 1, 1: 2})
     assert len(run.steps) == 12
     assert metrics.device_seconds == pytest.approx(5 * run.makespan)
@@ -104,5 +110,5 @@ def test_a_plan_over_unequal_replicas_verifies_and_runs() -> None:
     )
     first = [span for span in run.spans if (span.replica, span.stage) == (0, 0)]
     assert max(most_held(first, [1] * len(pipelines[0].works)).values()) == 3
-    slower = plan_pipelines(plan, time, replace(options, bandwidths={0: 1e6}))
+    slower = plan_pipelines(plan, TIME, replace(options, bandwidths={0: 1e6}))
     assert measure(slower)[0].makespan > metrics.makespan

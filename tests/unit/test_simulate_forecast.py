@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 
 from plait.core.errors import CapacityError, ConfigError
 from plait.core.plans import GlobalBatch, Microbatch, Replica
 from plait.cost.time import HeadTime, LayerTime, TimeModel
+from plait.engine.packer import Packer
 from plait.planner.verify import violations
 from plait.simulate.forecast import PlanOptions, forecast
 from plait_bench.pipelines import global_batches
@@ -57,19 +61,22 @@ def test_a_pipeline_and_a_tensor_parallel_replica_share_the_work() -> None:
     assert made.plan.choices == {"capacity.0": 2048, "capacity.1": 1024, "packing repeats": True}
 
 
-def test_a_dispatch_decides_which_replica_takes_which_sample() -> None:
-    batches = jobs(2, steps=3)
-    made = forecast(
-        batches,
-        [Replica(5), Replica(9)],
-        TIME,
-        PlanOptions({5: 1000, 9: 1000}, dispatch=lambda lengths: [int(length > 450) for length in lengths]),
-    )
-    longest: dict[int, list[int]] = {5: [], 9: []}
-    for item in made.plan.schedule:
-        if isinstance(item, Microbatch):
-            longest[item.replica] += [length for segment in item.segments for length in segment.lengths]
-    assert max(longest[5]) <= 450 < min(longest[9])
+def test_samples_are_shared_out_as_the_engine_shares_them() -> None:
+    batches = {
+        job: [replace(each, loss_weight=1.0 / sum(each.lengths)) for each in own]
+        for job, own in jobs(1, steps=1, size=24).items()
+    }
+    replicas = [Replica(5, capacity=1000), Replica(9, capacity=950, speed=3.0)]
+    options = PlanOptions({5: 1000, 9: 950}, times={9: TIME.at_speed(3.0)})
+    planned = replica_of(forecast(batches, replicas, TIME, options).plan.schedule)
+    assert planned == replica_of(Packer(replicas, TIME).pack(batches["job0"]))
+    assert Counter(planned.values())[9] > Counter(planned.values())[5] > 0
+
+
+def replica_of(items: Iterable[object]) -> dict[int, int]:
+    """By sample."""
+    microbatches = [each for each in items if isinstance(each, Microbatch)]
+    return {n: each.replica for each in microbatches for part in each.segments for n in part.samples}
 
 
 def test_the_same_jobs_give_the_same_plan() -> None:

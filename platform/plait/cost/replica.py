@@ -74,6 +74,7 @@ class ReplicaCost:
         batch: b_j = ⌊M / s_j⌋ (R,); 0 if the bucket does not fit.
         fixed: seconds of every microbatch, independent of its size, by stage kind (K,).
         each: seconds of every sequence, by stage kind and bucket (K, R).
+        drained: whether a pipeline drains after the step; else the next one fills it, and it has no ramp.
     """
 
     configuration: Configuration
@@ -81,6 +82,7 @@ class ReplicaCost:
     batch: Int64
     fixed: Float64
     each: Float64
+    drained: bool = True
 
     @classmethod
     def of(
@@ -148,8 +150,8 @@ class ReplicaCost:
 
     @property
     def ramp(self) -> int:
-        """pp − 1: how often the longest microbatch counts again while the pipeline fills and drains."""
-        return self.configuration.pp - 1
+        """How often the longest microbatch counts again while the pipeline fills and drains: pp − 1."""
+        return self.configuration.pp - 1 if self.drained else 0
 
     def seconds(self, counts: Sequence[int] | Int64) -> float:
         """T for counts[j] sequences of bucket j (R,); inf if one of them does not fit."""

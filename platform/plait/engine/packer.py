@@ -16,7 +16,7 @@ from dataclasses import replace
 from plait.core.plans import GlobalBatch, Microbatch, Replica
 from plait.cost.replica import Configuration
 from plait.cost.time import LayerTime, TimeModel
-from plait.planner.dispatch_step import Replicas, by_dispatch, plan_step
+from plait.planner.dispatch_step import Batches, Dispatcher
 from plait.planner.packing import PackedBatches, check_fits, first_fit_decreasing
 from plait.planner.packing_exact import PackingLimits, packed_batches
 from plait.planner.subset_sums import bins_bound
@@ -27,7 +27,6 @@ from plait.planner.verify import verify_contents
 STEP_LIMITS = PackingLimits(exact_samples=0, nodes=20, gap=1.0, seconds=2.0, variables=400)
 
 _BY_TOKENS = TimeModel(1, {1: LayerTime(0.0, 1e-6)})
-Batches = tuple[GlobalBatch, ...]
 Microbatches = tuple[Microbatch, ...]
 
 
@@ -46,7 +45,12 @@ class Packer:
     def __init__(self, replicas: Sequence[Replica], time: TimeModel | None = None) -> None:
         self.repeats = True
         self._capacities = {each.id: each.capacity or 0 for each in replicas}
-        self._dispatcher = _Dispatcher(replicas, time or _BY_TOKENS) if len(replicas) > 1 else None
+        time = time or _BY_TOKENS
+        kinds = [
+            (each.id, Configuration(1, each.pp, each.capacity or 0), time.at_speed(each.speed))
+            for each in replicas
+        ]
+        self._dispatcher = Dispatcher(kinds) if len(kinds) > 1 else None
         self._ahead: tuple[Batches, Future[Microbatches]] | None = None
         self._thread = ThreadPoolExecutor(1, "packer")  # starts none before it is used
 
@@ -79,10 +83,12 @@ class Packer:
         return self._pack(asked)  # of an evaluation in between: what is prepared stays
 
     def _pack(self, batches: Batches) -> Microbatches:
-        check_fits(batches, capacity=self.capacity)
         if self._dispatcher is None:
+            check_fits(batches, capacity=self.capacity)
             return self.bins(batches, self.capacity).microbatches()
-        parts = self._dispatcher.parts(batches)
+        labelled = sum(1.0 / batch.loss_weight for batch in batches if batch.loss_weight)
+        tokens = sum(sum(batch.lengths) for batch in batches)
+        parts = self._dispatcher.parts(batches, labelled / tokens)
         packed = [
             (replica, each)
             for replica, own in parts.items()
@@ -105,26 +111,3 @@ class Packer:
         better = packed_batches(batches, capacity=capacity, limits=STEP_LIMITS)
         self.repeats = self.repeats and better.limit_hit != "time"
         return better if len(better.bins) < len(simple) else first
-
-
-class _Dispatcher:
-    """Which replica takes which samples of a step (LobRA Eq. 3): alike ones are of one kind."""
-
-    def __init__(self, replicas: Sequence[Replica], time: TimeModel) -> None:
-        alike: dict[tuple[int, float, int], list[int]] = {}
-        for each in replicas:
-            alike.setdefault((each.capacity or 0, each.speed, each.pp), []).append(each.id)
-        self._ids = [number for numbers in alike.values() for number in numbers]
-        self._kinds = tuple(
-            (Configuration(1, pp, capacity, kind=f"{speed}×"), time.at_speed(speed), len(numbers))
-            for (capacity, speed, pp), numbers in alike.items()
-        )
-
-    def parts(self, batches: Batches) -> dict[int, Batches]:
-        """Each replica's part of the global batches, by the replica's number in ascending order."""
-        lengths = [length for batch in batches for length in batch.lengths]
-        labelled = sum(1.0 / batch.loss_weight for batch in batches if batch.loss_weight)
-        share = labelled / sum(lengths)
-        plan = plan_step(lengths, Replicas(self._kinds, labelled_share=share))
-        parts = by_dispatch(batches, plan.replica_of, self._ids)
-        return {number: parts[number] for number in sorted(parts)}

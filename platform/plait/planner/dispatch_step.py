@@ -1,4 +1,4 @@
-"""Assigns one step's samples to single replicas, by load or by a dispatch."""
+"""Assigns one step's samples to single replicas (LobRA Eq. 3), in training, in plans and in simulations."""
 
 from __future__ import annotations
 
@@ -13,34 +13,10 @@ from plait.cost.replica import Configuration, ReplicaCost
 from plait.cost.time import TimeModel
 from plait.planner.buckets import fine_buckets
 from plait.planner.dispatch import Dispatch, ReplicaKind, dispatch, spread
+from plait.planner.packing import check_fits
 
+Batches = tuple[GlobalBatch, ...]
 Place = tuple[int, int]  # batch and position inside it
-
-
-def by_load(
-    batches: Sequence[GlobalBatch], speeds: Mapping[int, float], *, capacities: Mapping[int, int]
-) -> dict[int, tuple[GlobalBatch, ...]]:
-    """Assign samples, longest first, each to the replica that would finish it first.
-
-    Returns:
-        By replica, its part of each global batch that has samples there.
-
-    Raises:
-        CapacityError: a sample is too long for every replica.
-    """
-    places = _places(batches)
-    places.sort(key=lambda place: (-_length(batches, place), place))
-    load = dict.fromkeys(speeds, 0.0)
-    chosen: dict[int, list[Place]] = {replica: [] for replica in speeds}
-    for place in places:
-        length = _length(batches, place)
-        able = [replica for replica in speeds if length <= capacities[replica]]
-        if not able:
-            raise _nowhere(batches, place, max(capacities.values(), default=0))
-        best = min(able, key=lambda replica: ((load[replica] + length) / speeds[replica], replica))
-        load[best] += length
-        chosen[best].append(place)
-    return _parts(batches, chosen)
 
 
 def by_dispatch(
@@ -63,20 +39,6 @@ def by_dispatch(
 
 def _places(batches: Sequence[GlobalBatch]) -> list[Place]:
     return [(a, p) for a, batch in enumerate(batches) for p in range(len(batch.lengths))]
-
-
-def _length(batches: Sequence[GlobalBatch], place: Place) -> int:
-    return batches[place[0]].lengths[place[1]]
-
-
-def _nowhere(batches: Sequence[GlobalBatch], place: Place, longest: int) -> CapacityError:
-    batch = batches[place[0]]
-    return CapacityError(
-        f"sample {batch.samples[place[1]]} of job {batch.job} ({batch.split}) has "
-        f"{batch.lengths[place[1]]} tokens",
-        f"No replica takes more than {longest}.",
-        "Use replicas with more devices, or shorten the samples with model.max_length.",
-    )
 
 
 def _parts(
@@ -103,11 +65,15 @@ def _part(batch: GlobalBatch, positions: Sequence[int]) -> GlobalBatch:
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """The deployment to which steps are dispatched, as plain data, so that another process can plan for
-    it."""
+    """The deployment to which steps are dispatched, as plain data, so that another process can plan for it.
+
+    Attributes:
+        drained: as of :class:`~plait.cost.replica.ReplicaCost`.
+    """
 
     kinds: tuple[tuple[Configuration, TimeModel, int], ...]
     labelled_share: float = 1.0
+    drained: bool = True
 
     @property
     def limits(self) -> tuple[int, ...]:
@@ -143,7 +109,13 @@ def plan_step(lengths: Sequence[int], replicas: Replicas) -> StepPlan:
     buckets = fine_buckets(lengths, required=replicas.limits)
     share = replicas.labelled_share
     kinds = [
-        ReplicaKind(ReplicaCost.of(configuration, buckets.means, time, labelled_share=share), count)
+        ReplicaKind(
+            replace(
+                ReplicaCost.of(configuration, buckets.means, time, labelled_share=share),
+                drained=replicas.drained,
+            ),
+            count,
+        )
         for configuration, time, count in replicas.kinds
     ]
     found = spread(kinds, buckets.counts, dispatch(kinds, buckets.counts))
@@ -153,3 +125,44 @@ def plan_step(lengths: Sequence[int], replicas: Replicas) -> StepPlan:
         shares = [row[bucket] for row in found.assigned]
         replica_of[place == bucket] = np.repeat(np.arange(len(shares)), shares)
     return StepPlan(tuple(int(replica) for replica in replica_of), found)
+
+
+class Dispatcher:
+    """Shares the samples of global batches out to replicas; those that are alike are of one kind.
+
+    Args:
+        replicas: id, configuration and seconds of each.
+        drained: whether pipelines drain after what is shared out at once.
+    """
+
+    def __init__(
+        self, replicas: Sequence[tuple[int, Configuration, TimeModel]], *, drained: bool = True
+    ) -> None:
+        self._drained = drained
+        alike: list[tuple[Configuration, TimeModel, list[int]]] = []
+        for number, configuration, time in replicas:
+            kind = next((each for each in alike if each[:2] == (configuration, time)), None)
+            if kind is None:
+                alike.append((configuration, time, [number]))
+            else:
+                kind[2].append(number)
+        self._ids = [number for *_, numbers in alike for number in numbers]
+        self._kinds = tuple((configuration, time, len(numbers)) for configuration, time, numbers in alike)
+        self._capacity = max(configuration.max_tokens for configuration, *_ in alike)
+
+    def parts(self, batches: Sequence[GlobalBatch], labelled_share: float) -> dict[int, Batches]:
+        """Each replica's part of the global batches, by the replica's id in ascending order.
+
+        Args:
+            labelled_share: share of their tokens that reach head and loss.
+
+        Raises:
+            CapacityError: a sample fits into no replica.
+        """
+        check_fits(batches, capacity=self._capacity)
+        if len(self._ids) == 1:
+            return {self._ids[0]: tuple(batches)}
+        lengths = [length for batch in batches for length in batch.lengths]
+        plan = plan_step(lengths, Replicas(self._kinds, labelled_share, self._drained))
+        parts = by_dispatch(batches, plan.replica_of, self._ids)
+        return {number: parts[number] for number in sorted(parts)}

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from plait.core.plans import Replica
 from plait.cost.clusters import Cluster
 from plait.planner.deployment import Deployment
-from plait.planner.dispatch_step import Replicas, plan_step
 from plait.planning.expected import Expected, deploy_before
 from plait.planning.model_memory import ModelMemory
 from plait.planning.outlook import ChangeOutlook
@@ -108,17 +107,14 @@ def _forecast(
     cluster: Cluster,
     memory: ModelMemory | None,
 ) -> Forecast:
-    kinds = deployment.shape
     single = [(configuration, cluster.of(configuration.kind)) for configuration in deployment.single]
     replicas = [Replica(i, c.tp, c.pp, (), ()) for i, (c, _) in enumerate(single)]
-    timed = tuple((each, cluster.of(each.kind).time, count) for each, count in kinds)
-    to, jobs = Replicas(timed, workload.labelled_share), workload.named(tuple(phase.batches))
+    jobs = workload.named(tuple(phase.batches))
     options = PlanOptions(
         capacities={i: c.max_tokens for i, (c, _) in enumerate(single)},
         labelled_share=workload.labelled_share,
         hidden_size=cluster.kinds[0].hidden_size,
         bandwidths={i: profile.devices.link(c.devices) for i, (c, profile) in enumerate(single)},
-        dispatch=(lambda lengths: plan_step(lengths, to).replica_of) if len(kinds) > 1 else None,
         memory=None if memory is None else memory.of_jobs(jobs, workload.labelled_share),
         adapting=True,
         times={i: profile.time for i, (_, profile) in enumerate(single)},

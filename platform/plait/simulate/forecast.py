@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from plait.core.errors import ConfigError, choices
 from plait.core.plans import GlobalBatch, Group, Microbatch, Plan, Prediction, Replica
-from plait.cost.replica import balanced_split, even_split
+from plait.cost.replica import Configuration, balanced_split, even_split
 from plait.cost.time import MicrobatchShape, StageTime, TimeModel
-from plait.planner.dispatch_step import by_dispatch, by_load
+from plait.planner.dispatch_step import Dispatcher
 from plait.planner.grouping import group_jobs, head_tail, job_load
 from plait.planner.packing import PackedBatches, pack
 from plait.planner.packing_exact import pack_all
@@ -20,7 +20,6 @@ from plait.simulate.report import VALUE_BYTES, Held, Metrics, RunMemory, measure
 
 NEAR = 0.02  # a smaller relative gain in seconds does not justify smaller microbatches
 TRIED_STEPS = 16  # steps of each job with which groups and capacities are compared
-Dispatcher = Callable[[Sequence[int]], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +87,6 @@ class PlanOptions:
         capacities: most tokens of a microbatch of each replica.
         labelled_share: share of the tokens that reach head and loss.
         bandwidths: bytes per second between the stages of each replica; without one, transfers take no time.
-        dispatch: maps the lengths of a turn's samples to the replica of each; None balances them by load.
         adapting: whether, for pipelines, groups and smaller capacities are tried (:func:`adapted`).
         times: time models of replicas on another kind of device than the others.
     """
@@ -97,7 +95,6 @@ class PlanOptions:
     labelled_share: float = 1.0
     hidden_size: int = 0
     bandwidths: Mapping[int, float] = field(default_factory=dict)
-    dispatch: Dispatcher | None = None
     memory: RunMemory | None = None
     groups: int | None = None
     adapting: bool = False
@@ -225,8 +222,13 @@ def make_plan(
     replicas: Sequence[Replica],
     time: TimeModel,
     options: PlanOptions,
+    dispatcher: Dispatcher | None = None,
 ) -> Plan:
-    """Group, dispatch, pack, order and verify; arguments and errors as in :func:`forecast`."""
+    """Group, dispatch, pack, order and verify; arguments and errors as in :func:`forecast`.
+
+    Args:
+        dispatcher: for comparisons; None: that of training.
+    """
     if not batches or not replicas:
         raise ConfigError(
             f"{len(batches)} jobs on {len(replicas)} replicas", "A plan needs at least one of each."
@@ -246,7 +248,8 @@ def make_plan(
         if options.groups
         else group_jobs(loads, stages=max(stages.values()), capacity=largest)
     )
-    order = [_shared(turn, deployed, time, options) for turn in turns(batches, grouping)]
+    dispatcher = dispatcher or _dispatcher(deployed, time, options, drained=False)
+    order = [dispatcher.parts(turn, options.labelled_share) for turn in turns(batches, grouping)]
     packed = _packed(order, options)
     items = build_schedule(packed, stages, capacity=capacities)
     every = [batch for own in batches.values() for batch in own]
@@ -273,24 +276,15 @@ def _with_split(replica: Replica, time: TimeModel, options: PlanOptions) -> Repl
     return replace(replica, layer_split=split)
 
 
-def _shared(
-    turn: Sequence[GlobalBatch], replicas: Sequence[Replica], time: TimeModel, options: PlanOptions
-) -> dict[int, tuple[GlobalBatch, ...]]:
-    """The parts of a turn, by replica."""
-    if options.dispatch:
-        lengths = [length for batch in turn for length in batch.lengths]
-        return by_dispatch(turn, options.dispatch(lengths), [each.id for each in replicas])
-    speeds = {each.id: _speed(each, time, options) for each in replicas}
-    return by_load(turn, speeds, capacities=options.capacities)
-
-
-def _speed(replica: Replica, time: TimeModel, options: PlanOptions) -> float:
-    """Tokens per second of a full microbatch on the slowest stage."""
-    shape, last, own = _full(replica, options), replica.pp - 1, options.times.get(replica.id, time)
-    return shape.tokens / max(
-        own.stage(shape, tp=replica.tp, layers=layers, last=stage == last).total
-        for stage, layers in enumerate(replica.layer_split)
-    )
+def _dispatcher(
+    replicas: Sequence[Replica], time: TimeModel, options: PlanOptions, *, drained: bool
+) -> Dispatcher:
+    room, times = options.capacities, options.times
+    kinds = [
+        (each.id, Configuration(each.tp, each.pp, room[each.id]), times.get(each.id, time))
+        for each in replicas
+    ]
+    return Dispatcher(kinds, drained=drained)
 
 
 def _packed(
@@ -317,9 +311,10 @@ def job_by_job(
     steps."""
     works: dict[int, list[Work]] = {each.id: [] for each in replicas}
     counts: dict[int, list[int]] = {each.id: [] for each in replicas}
+    dispatcher = _dispatcher(replicas, time, options, drained=True)
     for own in batches.values():
         for batch in own:
-            parts = _shared([batch], replicas, time, options)
+            parts = dispatcher.parts([batch], options.labelled_share)
             for replica, capacity in options.capacities.items():
                 microbatches = pack(parts[replica], capacity=capacity, replica=replica)
                 works[replica] += [
