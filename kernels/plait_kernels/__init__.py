@@ -9,6 +9,7 @@ from plait_kernels.linear import multi_lora_linear
 from plait_kernels.lora import LORA, Lora
 from plait_kernels.loss import VocabularySlice, labelled_cross_entropy
 from plait_kernels.optimiser import adamw_step
+from plait_kernels.quantised import Quantised, dense, frozen_linear
 from plait_kernels.routing import RoutedSegment, Routing
 from plait_kernels.selection import Selection, choose_backend
 from plait_kernels.steps import AdapterStep, StepResult
@@ -22,6 +23,7 @@ __all__ = [
     "KernelError",
     "Layout",
     "Lora",
+    "Quantised",
     "RoutedSegment",
     "Routing",
     "RowCounters",
@@ -35,7 +37,9 @@ __all__ = [
     "adamw_step",
     "check_backend",
     "choose_backend",
+    "dense",
     "dropout_mask",
+    "frozen_linear",
     "labelled_cross_entropy",
     "multi_lora_linear",
     "register",

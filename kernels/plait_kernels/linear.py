@@ -15,6 +15,7 @@ from plait_kernels.backends import Backend, check_backend
 from plait_kernels.bank import Bank
 from plait_kernels.errors import KernelError
 from plait_kernels.layer import LayerCall, SiteColumns, layer_call
+from plait_kernels.quantised import Weight, dense, frozen_linear
 from plait_kernels.routing import Routing
 
 
@@ -24,18 +25,21 @@ class _MultiLora(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         _anchor: Tensor,
-        weight: Tensor,
+        weight: Weight,
         bias: Tensor | None,
         call: LayerCall,
         backend: Backend,
     ) -> Tensor:
+        whole = dense(weight)
         if call.owners:
-            out, saved = backend.forward(x, weight, bias, call)
+            out, saved = backend.forward(x, whole, bias, call)
         else:
-            out, saved = linear(x, weight, bias), []
+            out, saved = linear(x, whole, bias), []
         ctx.own = len(saved)
-        saved += reference.add_forward(out, x, weight, bias, call, call.others)
-        ctx.save_for_backward(x, weight, *saved)
+        saved += reference.add_forward(out, x, whole, bias, call, call.others)
+        kept = weight if isinstance(weight, Tensor) else None
+        ctx.save_for_backward(x, kept, *saved)
+        ctx.quantised = weight if kept is None else None
         ctx.call, ctx.backend = call, backend
         ctx.generations = _generations(call)
         return out
@@ -60,7 +64,8 @@ class _MultiLora(torch.autograd.Function):
                 "gradients belong to the weights that forward saw",
                 "call backward before the optimiser's step or refresh",
             )
-        x, weight, *saved = ctx.saved_tensors
+        x, kept, *saved = ctx.saved_tensors
+        weight = ctx.quantised.dense() if kept is None else kept
         need_dx = ctx.needs_input_grad[0]
         with _no_autocast(x):
             if call.owners:
@@ -88,7 +93,7 @@ _apply = cast("Callable[..., Tensor]", _MultiLora.apply)
 
 def multi_lora_linear(
     x: Tensor,
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None,
     sites: Sequence[SiteColumns],
     bank: Bank,
@@ -107,7 +112,7 @@ def multi_lora_linear(
 
     Args:
         x: (tokens, in), of the bank's compute dtype.
-        weight: (sum of out, in), any strides (GPT-2 stores it transposed).
+        weight: (sum of out, in), any strides (GPT-2 stores it transposed), or `Quantised`.
         bias: (sum of out,) or None.
         sites: for each part of the columns a site's name, a number of columns without adapters, or None
             for the columns that are left over.
@@ -127,21 +132,26 @@ def multi_lora_linear(
     call = layer_call(bank, routing, sites, weight.shape[0])
     with _no_autocast(x):
         if not call.owners and not call.others:
-            return linear(x, weight, bias)
+            return frozen_linear(x, weight, bias)
         return _apply(x, bank.anchor, weight, bias, call, chosen)
 
 
 def _check(
-    x: Tensor, weight: Tensor, bias: Tensor | None, bank: Bank, routing: Routing, backend: str
+    x: Tensor, weight: Weight, bias: Tensor | None, bank: Bank, routing: Routing, backend: str
 ) -> Backend:
-    if x.dim() != 2 or x.shape[0] != routing.tokens or weight.dim() != 2 or weight.shape[1] != x.shape[1]:
+    if (
+        x.dim() != 2
+        or x.shape[0] != routing.tokens
+        or len(weight.shape) != 2
+        or weight.shape[1] != x.shape[1]
+    ):
         raise KernelError(
             f"x of shape {tuple(x.shape)}, weight of shape {tuple(weight.shape)}",
             f"x is (tokens, in) with the routing's {routing.tokens} tokens, weight is (out, in)",
         )
     if routing.bank is not bank:
         raise KernelError("a routing of another bank", "a routing is built on the bank that it is used with")
-    frozen = (weight,) if bias is None else (weight, bias)
+    frozen: tuple[Weight, ...] = (weight,) if bias is None else (weight, bias)
     if any(tensor.dtype != bank.compute_dtype for tensor in (x, *frozen)):
         raise KernelError(
             f"x of {x.dtype}, weight of {weight.dtype}",

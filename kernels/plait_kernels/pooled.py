@@ -27,6 +27,7 @@ from plait_kernels.compiled import cache_folder, compile_library
 from plait_kernels.errors import KernelError
 from plait_kernels.launching import launch
 from plait_kernels.layer import layer_call
+from plait_kernels.quantised import Weight, dense
 from plait_kernels.routing import Routing
 from plait_kernels.triton_backend import TRITON
 from plait_kernels.uploads import distance, table
@@ -113,7 +114,7 @@ class _Launched:
 
 
 def pooled_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, names: Sequence[str], rows: PooledRows
+    x: Tensor, weight: Weight, bias: Tensor | None, names: Sequence[str], rows: PooledRows
 ) -> Tensor:
     """x Wᵀ + b, plus each row's own adapter: h = x Wᵀ + b + s x Aᵀ Bᵀ. Without gradients.
 
@@ -129,13 +130,14 @@ def pooled_linear(
     unknown = [name for name in named if name not in rows.pool.index]
     if unknown:
         raise KernelError(f"sites {unknown}", "a layer's sites are in its pool")
-    out = linear(x, weight, bias)
+    whole = dense(weight)
+    out = linear(x, whole, bias)
     if rows.single and not _add_rows(out, x, named, rows):
         add_by_products(out, x, named, rows.pool, [(row, row + 1, each) for row, each in rows.single])
     add_by_products(out, x, named, rows.pool, rows.spans)
     if rows.others is not None:
-        call = layer_call(rows.others.bank, rows.others, named, len(weight))
-        reference.add_forward(out, x, weight, bias, call, (*call.owners, *call.others))
+        call = layer_call(rows.others.bank, rows.others, named, len(whole))
+        reference.add_forward(out, x, whole, bias, call, (*call.owners, *call.others))
     return out
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save_file
 from torch import Tensor
 
@@ -42,6 +42,7 @@ def export_adapter(
     linears: Sequence[LinearInfo],
     revision: str | None = None,
     kept_step: int | None = None,
+    quantise: str = "none",
 ) -> None:
     """Write an adapter as a PEFT folder, completely or not at all, and sync it to the disk: it is all that is
     kept of a finished job.
@@ -51,6 +52,7 @@ def export_adapter(
         weights: tensors by module name, as ``Bank.weights`` returns them.
         base: the base model's hub id, folder or name.
         kept_step: step whose weights these are, if not the last; it is written to the file's metadata.
+        quantise: how the base model was quantised; it is written there, too, because PEFT has no key for it.
 
     Raises:
         StorageError: the folder cannot be written.
@@ -62,7 +64,7 @@ def export_adapter(
         for name, tensor in zip(_names(variant, module), own, strict=True)
     }
     config = adapter_config(spec, tuple(weights), base=base, linears=linears, revision=revision)
-    training = {} if kept_step is None else {"step": str(kept_step)}
+    training = {"quantise": quantise} | ({} if kept_step is None else {"step": str(kept_step)})
     try:
         with new_folder(directory) as folder:
             save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"} | training)
@@ -104,6 +106,20 @@ def _shortest_targets(modules: Sequence[str], linears: Sequence[LinearInfo]) -> 
     """The last parts of the names if they match exactly these modules, else the full names."""
     parts = sorted({module.rpartition(".")[2] for module in modules})
     return parts if set(resolve_targets(parts, linears)) == set(modules) else sorted(modules)
+
+
+def quantised_base(folder: Path) -> str | None:
+    """How the base model was quantised that an adapter was trained on; None if its file does not say it.
+
+    Raises:
+        StorageError: there is no such file.
+    """
+    try:
+        with safe_open(folder / WEIGHTS, "pt") as file:
+            said: str | None = (file.metadata() or {}).get("quantise")
+    except (OSError, SafetensorError) as error:
+        raise StorageError(f"{folder / WEIGHTS}: {error}", f"An adapter's folder has {WEIGHTS}.") from error
+    return said
 
 
 # What PEFT can store and Plait does not compute, with the values that leave it out.

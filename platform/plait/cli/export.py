@@ -70,10 +70,12 @@ def _base_model(settings: TrackingSettings, name: str | None, record: JobRecord)
 
 def _card(record: JobRecord, folder: Path, form: str) -> str:
     from plait.adapters.exports import model_card
+    from plait.adapters.peft_folder import quantised_base
 
     config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     facts = {
         **record.parameters,
+        "base model quantised as": quantised_base(folder),
         "steps": record.step,
         "tokens": record.tokens,
         "eval loss": record.eval_loss,

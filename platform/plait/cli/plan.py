@@ -156,7 +156,9 @@ def plan_search(
         workload,
         settings,
         cluster,
-        model_memory(cluster.kinds[0], settings.engine, workload.jobs, say=say),
+        model_memory(
+            cluster.kinds[0], settings.engine, workload.jobs, quantise=settings.model.quantise, say=say
+        ),
         tokeniser=model_name(settings.model),
         numbers=numbers,
         on_wave=on_wave,

@@ -16,6 +16,7 @@ from plait.cli.parser import Parser
 from plait.cli.results import store_parser, store_settings
 from plait.core.errors import EXIT_DONE, ConfigError, SearchError, StorageError, choices
 from plait.core.lifecycle import JobState
+from plait.core.settings import WHOLE
 from plait.utils.paths import as_path
 
 if TYPE_CHECKING:
@@ -122,10 +123,19 @@ def _base_of(known: argparse.Namespace, folders: Mapping[str, Path]) -> ModelSet
     Raises:
         ConfigError: there is none, or they name different ones.
     """
+    from plait.adapters.peft_folder import quantised_base
     from plait.models.load import named_model
 
+    modes = {quantised_base(folder) for folder in folders.values()} - {None}
+    if len(modes) > 1:
+        raise ConfigError(
+            f"base models quantised as {choices(sorted(map(str, modes)))}",
+            "All adapters of a server run on one base model, as each was trained.",
+            "Serve them apart.",
+        )
+    quantise = next((mode for mode in modes if mode is not None), WHOLE)
     if known.model is not None:
-        return named_model(known.model)
+        return named_model(known.model, quantise=quantise)
     named = set()
     for folder in folders.values():
         try:
@@ -141,7 +151,7 @@ def _base_of(known: argparse.Namespace, folders: Mapping[str, Path]) -> ModelSet
             "All adapters of a server belong to one base model.",
             "Name it with --model.",
         )
-    return named_model(*named.pop())
+    return named_model(*named.pop(), quantise)
 
 
 def _of_search(known: argparse.Namespace) -> _Served:

@@ -17,6 +17,8 @@ from plait.core.objectives import Constraint, Objective
 
 MODEL_KINDS = ("smollm2", "hf", "gguf", "tiny")
 DTYPES = ("float32", "bfloat16", "float16")
+WHOLE = "none"  # model.quantise: weights in the dtype
+QUANTISED = ("int8", "nf4", "fp8")
 AUTO = "auto"
 MOST_THREADS = 1024  # CPU threads: torch crashes at absurd numbers
 USUAL_CAPACITY = 2048  # tokens of a microbatch if nothing has been measured
@@ -41,6 +43,7 @@ class ModelSettings:
     path: str | None = None
     family: str = "llama"
     dtype: Annotated[str, one_of(AUTO, *DTYPES)] = AUTO
+    quantise: Annotated[str, one_of(WHOLE, *QUANTISED)] = WHOLE
     max_length: Annotated[int | None, at_least(2)] = None
     revision: str | None = None
     seed: int = 0
@@ -383,6 +386,7 @@ class RunSettings:
     search: SearchSettings = field(default_factory=SearchSettings)
 
     def __post_init__(self) -> None:
+        self._check_quantised()
         if not (capacities := self.cluster.replica_capacities):
             return
         if self.cluster.redeploy:
@@ -395,6 +399,16 @@ class RunSettings:
                 "Leave engine.capacity out.",
             )
         object.__setattr__(self, "engine", replace(self.engine, capacity=max(capacities)))
+
+    def _check_quantised(self) -> None:
+        cut = [f"cluster.tensor={self.cluster.tensor}"] * (self.cluster.tensor > 1)
+        cut += ["cluster.shard_base=true"] * self.cluster.shard_base
+        if self.model.quantise != WHOLE and cut:
+            raise ConfigError(
+                f"model.quantise={self.model.quantise} with {cut[0]}",
+                "Slices and shards of layers are cut from weights in the dtype, not from quantised ones.",
+                "Leave one of them out, or use cluster.pipeline.",
+            )
 
     @property
     def capacity_key(self) -> str:

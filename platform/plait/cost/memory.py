@@ -146,6 +146,17 @@ class StaticBytes:
         return found
 
 
+def linear_bytes(rows: int, features: int, element_bytes: int, quantise: str) -> int:
+    """Bytes of the frozen weight of a linear layer; ``plait_kernels.quantised`` says what is kept."""
+    size = rows * features
+    if quantise == "none":
+        return element_bytes * size
+    if quantise != "nf4":
+        return size + 4 * rows  # a float32 scale for each row
+    blocks = math.ceil(size / 64)
+    return 32 * blocks + blocks + 4 * math.ceil(blocks / 256) + 4
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryObservation:
     """Measured peaks of one microbatch.

@@ -139,6 +139,7 @@ class AdapterStore:
                     linears=self._model.linears,
                     revision=self._model.identity.revision,
                     kept_step=kept_step,
+                    quantise=self._model.identity.quantise,
                 )
 
     def _whole_weights(self, bank: Bank, job: str) -> dict[str, tuple[Tensor, ...]]:

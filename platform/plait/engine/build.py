@@ -18,11 +18,13 @@ from plait.core.samples import TokenisedData
 from plait.core.settings import (
     AUTO,
     USUAL_CAPACITY,
+    WHOLE,
     ClusterSettings,
     EngineSettings,
     ModelSettings,
     RunSettings,
 )
+from plait.cost.memory import linear_bytes
 from plait.cost.profile_store import Profile, ProfileKey, load_profile
 from plait.data.loading import describe_rows, each_evaluation, generation_limit, load_data
 from plait.data.scoring import score
@@ -226,9 +228,20 @@ def worker_facts(settings: ModelSettings, shape: ModelShape, memory_bytes: int) 
     """The facts that a worker with this model will report, known before its weights are loaded."""
     element_bytes = ELEMENT_BYTES[settings.dtype]
     activations = ActivationShape.of(
-        shape, weight_bytes=shape.parameters * element_bytes, element_bytes=element_bytes
+        shape,
+        weight_bytes=_weight_bytes(shape, element_bytes, settings.quantise),
+        element_bytes=element_bytes,
     )
     return WorkerFacts(activations, shape.linears, shape.max_length, memory_bytes, outside=shape.outside)
+
+
+def _weight_bytes(shape: ModelShape, element_bytes: int, quantise: str) -> int:
+    """Bytes of the frozen weights; of quantised ones also the largest as it is while it is multiplied."""
+    sizes = [(each.out_features, each.in_features) for each in shape.linears]
+    dense = [element_bytes * rows * features for rows, features in sizes]
+    kept = [linear_bytes(rows, features, element_bytes, quantise) for rows, features in sizes]
+    made = 0 if quantise == WHOLE else max(dense)
+    return shape.parameters * element_bytes - sum(dense) + sum(kept) + made
 
 
 def stored_profile(settings: RunSettings, digest: str) -> Profile | None:

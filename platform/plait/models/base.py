@@ -57,11 +57,13 @@ class Identity:
         name: hub id, folder or built-in name, as in PEFT's ``base_model_name_or_path``.
         digest: digest of configuration, source and dtype; equal digests mean equal models.
         revision: revision of the hub repository, if one was requested.
+        quantise: how the layers' weights are quantised.
     """
 
     name: str
     digest: str
     revision: str | None = None
+    quantise: str = "none"
 
 
 class BaseModel:
@@ -142,16 +144,15 @@ class BaseModel:
     def tensors(self) -> Iterator[Tensor]:
         """All frozen weights and buffers that are here."""
         every = (*self._model.parameters(), *self._model.buffers(), *self._own_shards)
-        merged = [each for group in self.groups for each in (group.weight, group.bias) if each is not None]
+        merged = [each for group in self.groups for each in group.tensors()]
         return (tensor for tensor in (*every, *merged) if tensor.untyped_storage().nbytes())
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all frozen weights, tied ones once; of sharded layers the part here and one whole."""
-        storages = {
-            tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in self.tensors()
-        }
-        return sum(storages.values()) + (0 if self.shards is None else self.shards.gathered_bytes)
+        """Bytes of all frozen weights, tied ones once, and of the largest that is gathered or made to run."""
+        found = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in self.tensors()}
+        beside = 0 if self.shards is None else self.shards.gathered_bytes
+        return sum(found.values()) + beside + max((group.made_bytes for group in self.groups), default=0)
 
     @property
     def _own_shards(self) -> Iterator[Tensor]:
@@ -205,8 +206,7 @@ class BaseModel:
 
     def frozen_weight(self, name: str) -> Tensor:
         """The frozen weight (out, in) of a linear layer."""
-        weight = self._model.get_submodule(name).weight
-        return cast(Tensor, weight)
+        return cast(GroupedLinear, self._model.get_submodule(name)).frozen_weight()
 
     @property
     def layers(self) -> tuple[nn.Module, ...]:

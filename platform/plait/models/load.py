@@ -20,15 +20,17 @@ from transformers import (
 )
 
 from plait.core.errors import ConfigError, ModelError, choices
-from plait.core.settings import ModelSettings
+from plait.core.settings import WHOLE, ModelSettings
 from plait.models.base import BaseModel, Identity
 from plait.models.blocks import DECODERS, find_parts, unusable
-from plait.models.lora import find_linears, find_outside
+from plait.models.context import MicrobatchContext
+from plait.models.lora import GroupedLinear, find_linears, find_outside
 from plait.models.parts import Part, PartReader, WeightFiles, lacks, sketch
 from plait.models.quiet import quiet, say
 from plait.models.sources import SMOLLM2_NAME, Source, find_source
 from plait.models.targets import LinearInfo
 from plait.models.tiny import FAMILIES, byte_tokeniser, tiny_config
+from plait_kernels import Quantised
 
 # Keys of a configuration that do not change what it computes.
 _INCIDENTAL = (
@@ -65,15 +67,42 @@ class ModelShape:
 
 
 def load_model(settings: ModelSettings, *, cache: Path, device: torch.device | str = "cpu") -> BaseModel:
-    """The frozen base model, dense in its settings' dtype, with its blocks checked against the whole model.
+    """The frozen base model in its settings' dtype, with its blocks checked against the whole model; then its
+    layers' weights are quantised, if they are to be.
 
     Raises:
         ModelError: the model is missing, cannot be fetched or cannot be run as blocks.
         StorageError: the cache cannot be written.
     """
     found = _find(settings, cache)
-    model = cast(Any, transformers_model(settings, cache=cache)).to(device)
-    return BaseModel(model, load_tokeniser(settings, cache=cache), found.identity, found.max_length)
+    model = cast(Any, _dense_model(settings, cache)).to(device)
+    base = BaseModel(model, load_tokeniser(settings, cache=cache), found.identity, found.max_length)
+    return _quantised(base, settings)
+
+
+@torch.no_grad()
+def _quantised(base: BaseModel, settings: ModelSettings) -> BaseModel:
+    """The model with its linear layers' weights quantised, if they are to be.
+
+    Raises:
+        ModelError: the model's own code reads these weights.
+    """
+    if settings.quantise == WHOLE:
+        return base
+    for group in base.groups:
+        group.quantise(settings.quantise)
+    context = MicrobatchContext.of(torch.zeros(2, dtype=torch.int64, device=base.device), (0, 2))
+    hidden = torch.ones(2, base.hidden_size, dtype=base.dtype, device=base.device)
+    for index in base.own:
+        layer = base.layers[index]
+        for module in layer.modules():
+            if isinstance(module, GroupedLinear):
+                module.bind()
+        try:
+            base.layer(index, hidden, context)
+        except Exception as error:  # any error of code that takes an empty weight
+            raise unusable(layer, f"model.quantise={settings.quantise}: {error}") from error
+    return base
 
 
 def load_part(
@@ -93,7 +122,8 @@ def load_part(
     reader = _reader(settings, model, part, cache=cache, device=torch.device(device))
     if reader is not None:
         tokeniser = load_tokeniser(settings, cache=cache)
-        return BaseModel(model, tokeniser, found.identity, found.max_length, part, reader)
+        base = BaseModel(model, tokeniser, found.identity, found.max_length, part, reader)
+        return _quantised(base, settings)
     base = load_model(settings, cache=cache, device=device)
     if len(part.layers) < base.layer_count:
         base.keep(part.layers)
@@ -127,14 +157,14 @@ def _reader(
     return PartReader(model, parts, files, observed, dtype=dtype, device=device, sharing=part.sharing)
 
 
-def named_model(name: str, revision: str | None = None) -> ModelSettings:
+def named_model(name: str, revision: str | None = None, quantise: str = WHOLE) -> ModelSettings:
     """The settings of a base model by the name that adapters' folders have (``base_model_name_or_path``)."""
     if name == SMOLLM2_NAME:
-        return ModelSettings()
+        return ModelSettings(quantise=quantise)
     family = name.removeprefix("tiny-")
     if family != name and family in FAMILIES:
-        return ModelSettings(kind="tiny", family=family, dtype="float32")
-    return ModelSettings(kind="hf", id=name, revision=revision)
+        return ModelSettings(kind="tiny", family=family, dtype="float32", quantise=quantise)
+    return ModelSettings(kind="hf", id=name, revision=revision, quantise=quantise)
 
 
 def inspect_model(settings: ModelSettings, *, cache: Path) -> ModelShape:
@@ -207,8 +237,19 @@ def load_tokeniser(settings: ModelSettings, *, cache: Path) -> PreTrainedTokeniz
     return tokeniser
 
 
+@torch.no_grad()
 def transformers_model(settings: ModelSettings, *, cache: Path) -> PreTrainedModel:
-    """The plain transformers model with dense weights, which benchmarks and tests compare with."""
+    """The plain transformers model with dense weights: of a quantised one, what these stand for."""
+    model = _dense_model(settings, cache)
+    if settings.quantise != WHOLE:
+        for linear in find_linears(model, find_parts(model).prefix):
+            weight = model.get_submodule(linear.name).get_parameter("weight")
+            rows = weight.T if linear.fan_in_fan_out else weight
+            rows.copy_(Quantised((rows,), settings.quantise).dense())
+    return model
+
+
+def _dense_model(settings: ModelSettings, cache: Path) -> PreTrainedModel:
     dtype: torch.dtype = getattr(torch, settings.dtype)
     if settings.kind == "tiny":
         with torch.random.fork_rng(devices=[]):
@@ -258,9 +299,9 @@ def _find(settings: ModelSettings, cache: Path) -> _Found:
         commit = getattr(config, "_commit_hash", None)
         version = f"{version} {commit}" if commit else version
     described = {key: value for key, value in config.to_dict().items() if key not in _INCIDENTAL}
-    facts = [described, version, settings.dtype]
+    facts = [described, version, settings.dtype, *({settings.quantise} - {WHOLE})]
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
-    return _Found(config, Identity(name, digest, revision), _max_length(settings, config))
+    return _Found(config, Identity(name, digest, revision, settings.quantise), _max_length(settings, config))
 
 
 def _max_length(settings: ModelSettings, config: PreTrainedConfig) -> int:
@@ -308,6 +349,6 @@ def _check_dense(model: PreTrainedModel) -> None:
     if packed or getattr(model.config, "quantization_config", None):
         raise ModelError(
             f"{type(model).__name__}: {packed[0] if packed else 'a quantised configuration'}",
-            "Plait does not train on quantised weights.",
-            "Use the unquantised model, or a GGUF file with model=gguf.",
+            "Plait quantises weights itself, and does not read files of quantised ones.",
+            "Use the unquantised model with model.quantise=nf4, or a GGUF file with model=gguf.",
         )

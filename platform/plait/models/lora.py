@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from plait.models.slices import LayerSlice, Slicing, enter, leave
 from plait.models.targets import LinearInfo
-from plait_kernels import Routing, Site, multi_lora_linear
+from plait_kernels import Quantised, Routing, Site, dense, frozen_linear, multi_lora_linear
 from plait_kernels.pooled import PooledRows, pooled_linear
 
 FUSED = {"gate_up_proj": ("gate_proj", "up_proj", "w1", "w3"), "down_proj": ("w2",)}  # parts of experts
@@ -43,7 +43,7 @@ class LinearGroup:
         self.sites = tuple(sites)
         self.names = tuple(site.name for site in sites)
         self.widths = [site.out_features for site in sites]
-        self.weight = weight
+        self.weight: Tensor | Quantised = weight
         self.bias = bias
         self.binding = binding
         self._slicing: Slicing | None = None
@@ -63,7 +63,7 @@ class LinearGroup:
         """The part of the outputs that this process computes."""
         routing = self.binding.routing
         if routing is None:
-            return nn.functional.linear(x, self.weight, self.bias)
+            return frozen_linear(x, self.weight, self.bias)
         rows = x.reshape(-1, x.shape[-1])
         if isinstance(routing, PooledRows):
             out = pooled_linear(rows, self.weight, self.bias, self.names, routing)
@@ -74,9 +74,25 @@ class LinearGroup:
             )
         return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[-1])
 
+    def tensors(self) -> list[Tensor]:
+        """What is kept of frozen weight and bias."""
+        weight = (self.weight,) if isinstance(self.weight, Tensor) else self.weight.tensors()
+        return [*weight, *(() if self.bias is None else (self.bias,))]
+
+    @property
+    def made_bytes(self) -> int:
+        """Bytes of a quantised weight as it is made for a product."""
+        made = isinstance(self.weight, Quantised)
+        return self.weight.shape.numel() * self.weight.dtype.itemsize if made else 0
+
+    def quantise(self, mode: str) -> None:
+        """Keep the frozen weight quantised; their modules must be bound again."""
+        self.weight = Quantised(torch.split(dense(self.weight), self.widths), mode)
+
     def take_slice(self, slices: Mapping[str, LayerSlice], slicing: Slicing) -> None:
         """Keep one process's part of all siblings; their modules must be bound again."""
         own = [slices[site.name] for site in self.sites]
+        assert isinstance(self.weight, Tensor)  # settings refuse slices of quantised ones
         weights = torch.split(self.weight, self.widths)
         biases = [None] * len(own) if self.bias is None else torch.split(self.bias, self.widths)
         self._slicing, self._reads_slice = slicing, own[0].side == "in"
@@ -112,7 +128,10 @@ class LinearGroup:
 
 
 class GroupedLinear(nn.Module):
-    """Replaces a linear layer of transformers; ``weight`` and ``bias`` are views of its group's."""
+    """Replaces a linear layer of transformers; ``weight`` and ``bias`` are views of its group's.
+
+    Of a quantised group ``weight`` is empty.
+    """
 
     def __init__(self, group: LinearGroup, member: int) -> None:
         super().__init__()
@@ -122,13 +141,23 @@ class GroupedLinear(nn.Module):
 
     def bind(self) -> None:
         """Take the views of what the group has now."""
-        group, member = self.group, self.member
-        start = sum(group.widths[:member])
-        stop = start + group.widths[member]
-        self.out_features, self.in_features = group.widths[member], group.weight.shape[1]
-        self.weight = nn.Parameter(group.weight[start:stop], requires_grad=False)
-        bias = None if group.bias is None else nn.Parameter(group.bias[start:stop], requires_grad=False)
+        group, rows = self.group, self._rows
+        self.out_features, self.in_features = group.widths[self.member], group.weight.shape[1]
+        weight = group.weight
+        kept = weight[rows] if isinstance(weight, Tensor) else torch.empty(0, dtype=weight.dtype)
+        self.weight = nn.Parameter(kept.to(weight.device), requires_grad=False)
+        bias = None if group.bias is None else nn.Parameter(group.bias[rows], requires_grad=False)
         self.register_parameter("bias", bias)
+
+    @property
+    def _rows(self) -> slice:
+        """Its part of the group's outputs."""
+        start = sum(self.group.widths[: self.member])
+        return slice(start, start + self.group.widths[self.member])
+
+    def frozen_weight(self) -> Tensor:
+        """Its weight (out, in): of a quantised one, what it stands for."""
+        return dense(self.group.weight)[self._rows]
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) to (..., out)."""
@@ -170,7 +199,7 @@ def layer_weights(
     """The weights of a layer, those of groups first, and the modules that have views of these."""
     grouped = [module for module in layer.modules() if isinstance(module, GroupedLinear)]
     views = {id(each) for module in grouped for each in module.parameters(recurse=False)}
-    own = [each for group in groups for each in (group.weight, group.bias) if each is not None]
+    own = [each for group in groups for each in group.tensors()]
     return [*own, *(each for each in layer.parameters() if id(each) not in views)], grouped
 
 

@@ -10,9 +10,9 @@ from typing import Any
 from plait.core.errors import CapacityError, choices
 from plait.core.jobs import AdapterSpec, JobSpec
 from plait.core.plans import Microbatch
-from plait.core.settings import EngineSettings
+from plait.core.settings import WHOLE, EngineSettings
 from plait.cost.clusters import Cluster
-from plait.cost.memory import MemoryModel, MemoryShape, StaticBytes
+from plait.cost.memory import MemoryModel, MemoryShape, StaticBytes, linear_bytes
 from plait.cost.profiles import ClusterProfile
 from plait.cost.replica import Configuration, even_split
 from plait.engine.build import ELEMENT_BYTES
@@ -99,7 +99,12 @@ class ModelMemory:
 
 
 def model_memory(
-    profile: ClusterProfile, engine: EngineSettings, jobs: Sequence[JobSpec], *, say: Callable[[str], None]
+    profile: ClusterProfile,
+    engine: EngineSettings,
+    jobs: Sequence[JobSpec],
+    *,
+    quantise: str,
+    say: Callable[[str], None],
 ) -> ModelMemory | None:
     """Memory of the cluster's model with these jobs' adapters; None if its sizes are not given.
 
@@ -121,7 +126,7 @@ def model_memory(
     model, keep_up_to = _observed(
         sizes, profile.time.layers, profile.dtype, engine.checkpointing, tuple(sorted(names))
     )
-    weights = weight_bytes(profile.shape, linears, size)
+    weights = weight_bytes(profile.shape, linears, size, quantise)
     return ModelMemory(model, weights, linears, size, keep_up_to, adapters)
 
 
@@ -165,11 +170,15 @@ def llama_linears(sizes: Sizes, layers: int) -> tuple[LinearInfo, ...]:
     )
 
 
-def weight_bytes(sizes: Sizes, linears: Sequence[LinearInfo], element_bytes: int) -> StaticBytes:
+def weight_bytes(
+    sizes: Sizes, linears: Sequence[LinearInfo], element_bytes: int, quantise: str = WHOLE
+) -> StaticBytes:
     """Weights of a model with Llama's architecture and an untied head, without norms and biases (a
     millionth)."""
     rows = element_bytes * sizes["vocab_size"] * sizes["hidden_size"]
-    layers = element_bytes * sum(each.in_features * each.out_features for each in linears)
+    layers = sum(
+        linear_bytes(each.out_features, each.in_features, element_bytes, quantise) for each in linears
+    )
     return StaticBytes(layers, embedding=rows, head=rows)
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 
-from plait.adapters.peft_folder import read_adapter
-from plait.core.errors import InputError
+from plait.adapters.peft_folder import quantised_base, read_adapter
+from plait.core.errors import InputError, ModelError
 from plait.models.base import BaseModel
 from plait.serve.cells import Adapter, Weights
 
@@ -60,6 +60,7 @@ class FolderAdapters:
 
     def __init__(self, base: BaseModel, folders: Mapping[str, Path]) -> None:
         self._sizes = {site.name: (site.in_features, site.out_features) for site in base.sites}
+        self._quantise = base.identity.quantise
         self._adapters: dict[str, FolderAdapter] = {}
         self._added = 0
         self._lock = Lock()  # the server adds and removes, the engine's thread finds
@@ -80,6 +81,12 @@ class FolderAdapters:
             StorageError, ModelError: the folder has none for this base model.
         """
         stored = read_adapter(folder, self._sizes)
+        if quantised_base(folder) not in (None, self._quantise):
+            raise ModelError(
+                f"{folder}: trained with model.quantise={quantised_base(folder)}",
+                f"The base model here has model.quantise={self._quantise}, with which it computes otherwise.",
+                "Serve the adapter apart.",
+            )
         with self._lock:
             if name in self._adapters:
                 raise InputError(

@@ -1,0 +1,121 @@
+"""Promise 1 on a quantised base model, and PEFT on the weights that it stands for."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from laboratory import Kept, Laboratory
+from peft_runs import PeftRun
+
+from plait.adapters.peft_folder import quantised_base
+from plait.core.errors import ConfigError, ModelError
+from plait.core.settings import ClusterSettings, ModelSettings, RunSettings
+from plait.engine.build import worker_facts
+from plait.models.load import inspect_model, load_model, transformers_model
+from plait.models.targets import resolve_targets
+from plait.serve.folders import FolderAdapters
+
+STEPS, PEFT_STEPS = 6, 20
+MODES = ("int8", "nf4", "fp8")
+LOSS_TOLERANCE = 1e-5  # relative, every step
+WEIGHT_TOLERANCE = 1e-4  # of the norm of the adapter's update
+
+
+def settings_of(mode: str) -> ModelSettings:
+    return ModelSettings(kind="tiny", dtype="float32", seed=3, quantise=mode)
+
+
+@pytest.fixture(scope="module", params=MODES)
+def lab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp(request.param)
+    model = load_model(settings_of(request.param), cache=folder)
+    return Laboratory("llama", model, folder, Kept(folder / "kept"))
+
+
+def test_joint_equals_solo(lab: Laboratory) -> None:
+    jobs = lab.group(dropout=0.1, steps=STEPS)[:3]
+    joint = lab.undisturbed(jobs)
+    for job in jobs[:2]:
+        solo = lab.run([job])
+        assert len(joint.losses(job.name)) == STEPS
+        assert joint.losses(job.name) == pytest.approx(solo.losses(job.name), rel=LOSS_TOLERANCE)
+        assert joint.evaluations(job.name) == pytest.approx(solo.evaluations(job.name), rel=LOSS_TOLERANCE)
+        assert joint.difference(solo, job.name) <= WEIGHT_TOLERANCE
+
+
+def test_joint_equals_peft_on_what_the_weights_stand_for(lab: Laboratory, tmp_path: Path) -> None:
+    mode = lab.model.identity.quantise
+    jobs = lab.group(steps=PEFT_STEPS)[:3]
+    joint = lab.undisturbed(jobs)
+    for job in jobs:
+        base = transformers_model(settings_of(mode), cache=tmp_path)
+        alone = PeftRun(base, job, resolve_targets(job.adapter.target_modules, lab.model.linears))
+        alone.load(joint.start[job.name])
+        losses = alone.train(lab.data(job).train)
+        assert len(losses) == PEFT_STEPS
+        assert joint.losses(job.name) == pytest.approx(losses, rel=LOSS_TOLERANCE)
+        assert joint.difference_from(alone.weights(), job.name) <= WEIGHT_TOLERANCE
+
+
+def test_losses_are_those_of_another_model(lab: Laboratory, tmp_path: Path) -> None:
+    """Small differences to the dense model, but differences: the quantised weights are used."""
+    dense = load_model(settings_of("none"), cache=tmp_path)
+    jobs = lab.group(steps=STEPS)[:1]
+    found = lab.run(jobs).losses(jobs[0].name)
+    other = Laboratory("llama", dense, tmp_path).run(jobs).losses(jobs[0].name)
+    off = max(abs(a - b) / b for a, b in zip(found, other, strict=True))
+    assert 1e-4 < off < 0.1
+
+
+def test_bytes_are_known_before_it_is_loaded(lab: Laboratory, tmp_path: Path) -> None:
+    settings = settings_of(lab.model.identity.quantise)
+    shape = inspect_model(settings, cache=tmp_path)
+    known = worker_facts(settings, shape, 2**30).shape.weight_bytes
+    largest = max(each.in_features * each.out_features * 4 for each in shape.linears)
+    merged = max(group.made_bytes for group in lab.model.groups)
+    # What is left: cos and sin's frequencies, which are not weights.
+    assert 0 <= (lab.model.weight_bytes - merged) - (known - largest) < 1000
+    assert known < 0.5 * worker_facts(settings_of("none"), shape, 2**30).shape.weight_bytes
+
+
+def test_a_base_is_another_if_it_is_quantised_otherwise(lab: Laboratory, tmp_path: Path) -> None:
+    digests = {inspect_model(settings_of(mode), cache=tmp_path).digest for mode in ("none", *MODES)}
+    assert len(digests) == 4
+    assert lab.model.identity.digest in digests
+
+
+def test_an_exported_adapter_names_its_base(lab: Laboratory, tmp_path: Path) -> None:
+    (job,) = lab.group(steps=2)[:1]
+    history = lab.run([job])
+    folder = history.ended(job.name).adapter
+    assert folder is not None
+    assert quantised_base(Path(folder)) == lab.model.identity.quantise
+    assert FolderAdapters(lab.model, {"one": Path(folder)}).names == ("one",)
+    dense = load_model(settings_of("none"), cache=tmp_path)
+    with pytest.raises(ModelError, match=r"trained with model\.quantise="):
+        FolderAdapters(dense, {"one": Path(folder)})
+
+
+def test_stages_of_a_quantised_model_give_the_whole_models_result(lab: Laboratory, tmp_path: Path) -> None:
+    from plait.models.context import MicrobatchContext
+
+    first, last = (load_model(settings_of(lab.model.identity.quantise), cache=tmp_path) for _ in range(2))
+    context = MicrobatchContext.of(torch.arange(10, 30), (0, 7, 20))
+    expected = lab.model.hidden(context)
+    first.keep(range(0, 1))
+    last.keep(range(1, 4))
+    assert torch.equal(last.hidden(context, first.hidden(context)), expected)
+
+
+@pytest.mark.parametrize("cluster", [{"tensor": 2}, {"shard_base": True}])
+def test_slices_and_shards_are_refused(cluster: dict[str, Any]) -> None:
+    settings = ClusterSettings(processes=2, **cluster)
+    with pytest.raises(ConfigError, match=r"model\.quantise=nf4 with cluster"):
+        RunSettings(model=settings_of("nf4"), cluster=settings)
+    assert RunSettings(model=settings_of("none"), cluster=settings).cluster == settings
+    assert asdict(settings_of("nf4"))["quantise"] == "nf4"  # so it is part of a search's identity
