@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import PeftModel
 
 from plait.adapters.peft_folder import export_adapter
 from plait.adapters.variants import attach
-from plait.core.errors import ConfigError, InputError
+from plait.cli.evaluate import main as eval_command
+from plait.core.errors import EXIT_FAILED_JOBS, ConfigError, InputError, StorageError
 from plait.core.jobs import AdapterSpec
 from plait.core.settings import ModelSettings
 from plait.models.load import load_model, transformers_model
 from plait.models.targets import resolve_targets
 from plait.serve.engine import Engine
 from plait.serve.folders import FolderAdapters
+from plait.serve.requests import Request, Sampling
 from plait_kernels import Bank
 
 pytest.importorskip("lm_eval")
@@ -27,7 +32,7 @@ from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from plait.serve.harness import JointModel, evaluate, load_tasks
+from plait.serve.harness import JointModel, _metrics, evaluate, load_tasks
 
 GSM8K = Path(__file__).parents[2].parent / "shared" / "data" / "gsm8k" / "test.jsonl"
 RANKS = (1, 4, 9)
@@ -232,6 +237,107 @@ def test_options_that_would_change_the_text_and_are_not_supported_are_refused(la
     model.generate_until([Asked(("a", {"max_gen_toks": 1, "top_k": 3}))])  # greedy: of no effect
     with pytest.raises(ConfigError, match="top_k"):
         model.generate_until([Asked(("a", {"do_sample": True, "temperature": 1.0, "top_k": 3}))])
+
+
+def test_sampling_without_a_temperature_and_too_long_answers_are_refused(laboratory: Laboratory) -> None:
+    model = JointModel(laboratory.base, laboratory.engine(), [None], 64)
+    with pytest.raises(ConfigError, match="do_sample without temperature"):
+        model.generate_until([Asked(("a", {"do_sample": True, "max_gen_toks": 1}))])
+    with pytest.raises(ConfigError, match=r"max_gen_toks=64\n.*at most 64 tokens"):
+        model.generate_until([Asked(("a", {"max_gen_toks": 64}))])
+
+
+def test_cut_prompts_are_counted(laboratory: Laboratory, capfd: pytest.CaptureFixture[str]) -> None:
+    model = JointModel(laboratory.base, laboratory.engine(), ["rank1", None], 64)
+    options = {"max_gen_toks": 60}
+    long = "so " * 40 + "abcd"
+    kept = tuple(model.tok_encode(long))[-4:]
+    (text, _) = model.generate_until([Asked((long, options)), Asked(("a", options))])
+    assert "1 of 2 prompts lose their beginning: with the answer, a prompt may have 64 tokens" in (
+        capfd.readouterr().err
+    )
+    assert text == model._engine.complete([Request(kept, "rank1", Sampling(60))])[0].text
+    model.loglikelihood([Asked(("a", " b")), Asked((long, " b")), Asked((long, " c"))])
+    assert "2 of 3 prompts lose" in capfd.readouterr().err
+    model.loglikelihood([Asked(("a", " b"))])
+    assert not capfd.readouterr().err
+
+
+@pytest.mark.parametrize("texts", [("a question", ""), ("", "")])
+def test_an_empty_answer_is_refused(laboratory: Laboratory, texts: tuple[str, str]) -> None:
+    model = JointModel(laboratory.base, laboratory.engine(), [None])
+    with pytest.raises(ConfigError, match=r"the answer '' after .* has no tokens"):
+        model.loglikelihood([Asked(("a", " b")), Asked(texts)])
+
+
+def test_only_what_lm_eval_refuses_is_a_fault_of_the_task(
+    laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(shots: int) -> None:
+        tasks = load_tasks(["choices"], laboratory.tasks, shots=shots, limit=1, chat=False)
+        list(evaluate(laboratory.base, laboratory.engine(), tasks, [None]))
+
+    with pytest.raises(ConfigError, match="lm-eval refuses"):
+        run(100)
+    monkeypatch.setattr(Engine, "complete", lambda *_: [int("a bug of Plait's")])
+    with pytest.raises(ValueError, match="a bug of Plait's") as caught:
+        run(0)
+    assert not isinstance(caught.value, ConfigError)
+
+
+def test_metrics_are_real_and_finite_and_others_are_named(capfd: pytest.CaptureFixture[str]) -> None:
+    values = {
+        "alias": "x",
+        "acc,none": np.float32(0.5),
+        "acc_stderr,none": "N/A",
+        "f1,strict": float("nan"),
+        "bleu,none": [1],
+    }
+    assert _metrics("rank1: t", values) == {"acc": 0.5}
+    lines = capfd.readouterr().err.splitlines()
+    assert [line.partition(" is left out")[0] for line in lines] == [
+        "rank1: t: f1/strict",
+        "rank1: t: bleu",
+    ]
+
+
+def test_results_are_shown_though_the_store_fails_and_the_limit_of_training_is_lifted(
+    laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    names = list(laboratory.folders)
+    records = [SimpleNamespace(name=name, trial=trial, state="finished") for trial, name in enumerate(names)]
+    search = SimpleNamespace(name="mine", records=records)
+    logged = []
+
+    def record(_: Any, __: Any, record: Any, values: Mapping[str, float]) -> None:
+        if record.trial == 0:
+            raise StorageError("the store is down")
+        logged.append((record.trial, list(values)))
+
+    def load(model: ModelSettings, folders: Mapping[str, Path]) -> Any:
+        base = load_model(model, cache=laboratory.folder)
+        assert base.max_length == laboratory.base.max_length
+        return base, FolderAdapters(base, folders)
+
+    monkeypatch.setattr("plait.tracking.results.load_search", lambda *_: search)
+    monkeypatch.setattr("plait.tracking.results.record_values", record)
+    monkeypatch.setattr(
+        "plait.tracking.trained.adapter_folder", lambda _, one, __: laboratory.folders[one.name]
+    )
+    limited = replace(laboratory.settings, max_length=16)
+    monkeypatch.setattr("plait.tracking.trained.base_model", lambda *_: limited)
+    monkeypatch.setattr("plait.cli.evaluate.load_base", load)
+    words = ["mine", "--tasks", "choices", "--include", str(laboratory.tasks), "--no-base", "--limit", "1"]
+    assert eval_command(words) == EXIT_FAILED_JOBS
+    shown = capfd.readouterr()
+    assert [line.split()[1] for line in shown.out.splitlines() if line.startswith("  trial")] == [
+        "0",
+        "1",
+        "2",
+    ] * 2
+    assert "trial 0: its results are not in the store: the store is down" in shown.err
+    assert "lose their beginning" not in shown.err
+    assert logged == [(trial, ["eval/choices/acc", "eval/choices/acc_norm"]) for trial in (1, 2)]
 
 
 @pytest.mark.skipif(not GSM8K.exists(), reason=f"needs {GSM8K}")

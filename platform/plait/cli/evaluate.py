@@ -6,16 +6,18 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from plait.cli.generate import BASE, POOL_TOKENS, load_base
 from plait.cli.parser import Parser
 from plait.cli.results import store_parser, store_settings
-from plait.core.errors import EXIT_DONE, EXIT_FAILED_JOBS, ConfigError, PlaitError, SearchError
+from plait.core.errors import EXIT_DONE, EXIT_FAILED_JOBS, ConfigError, PlaitError, SearchError, StorageError
 from plait.core.lifecycle import JobState
 from plait.utils.paths import as_path
 
 if TYPE_CHECKING:
+    from plait.core.settings import TrackingSettings
     from plait.tracking.leaderboard import JobRecord
     from plait.tracking.results import SearchResult
 
@@ -34,34 +36,38 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"--tasks {known.tasks!r}", "It names tasks of lm-eval, separated by commas.")
     settings = store_settings(known)
     from plait.serve.harness import evaluate, load_tasks
-    from plait.tracking.results import load_search, record_values
+    from plait.tracking.results import load_search
     from plait.tracking.trained import adapter_folder, base_model
 
     search = load_search(settings, known.name)
     records = _chosen(search, known.trial)
     loaded = load_tasks(tasks, known.include, shots=known.shots, limit=known.limit, chat=known.chat)
     folders = {record.name: adapter_folder(search, record, settings) for record in records}
-    base, adapters = load_base(base_model(search, settings), folders)
+    model = base_model(search, settings)
+    base, adapters = load_base(replace(model, max_length=None), folders)  # it is a limit for training
     from plait.serve.engine import Engine
 
     trials = {record.name: record for record in records}
-    engine = Engine(base, adapters, pool_tokens=max(POOL_TOKENS, base.max_length))
+    longest = max(POOL_TOKENS, model.max_length or base.max_length)
+    engine = Engine(base, adapters, pool_tokens=longest)
     asked = [*([] if known.no_base else [None]), *folders]
     failed = False
     table: list[tuple[str, Results]] = []
-    for adapter, found in evaluate(base, engine, loaded, asked):
+    unrecorded: list[tuple[JobRecord, Results]] = []
+    for adapter, found in evaluate(base, engine, loaded, asked, longest):
         name = BASE if adapter is None else f"trial {trials[adapter].trial}"
         if isinstance(found, PlaitError):
             print(f"{name}: {found}", file=sys.stderr)
             failed = True
             continue
-        if adapter is not None:
-            record_values(settings, search, trials[adapter], _metrics(found))
         if known.json:
             print(json.dumps({"trial": None if adapter is None else trials[adapter].trial, "results": found}))
         table.append((name, found))
+        if adapter is not None:
+            unrecorded.append((trials[adapter], found))
     if not known.json:
         _show(table)
+    failed |= not _recorded(settings, search, unrecorded)
     return EXIT_FAILED_JOBS if failed else EXIT_DONE
 
 
@@ -94,6 +100,22 @@ def _chosen(search: SearchResult, trials: Sequence[int] | None) -> list[JobRecor
     if not finished:
         raise SearchError(f"search {search.name!r} has no finished trial", "Only these have an adapter.")
     return finished
+
+
+def _recorded(
+    settings: TrackingSettings, search: SearchResult, results: Sequence[tuple[JobRecord, Results]]
+) -> bool:
+    """Log the results of trials, which have been shown, to their runs; whether the store took all."""
+    from plait.tracking.results import record_values
+
+    taken = True
+    for record, found in results:
+        try:
+            record_values(settings, search, record, _metrics(found))
+        except StorageError as error:
+            print(f"trial {record.trial}: its results are not in the store: {error}", file=sys.stderr)
+            taken = False
+    return taken
 
 
 def _metrics(found: Results) -> dict[str, float]:

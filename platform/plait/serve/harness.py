@@ -11,7 +11,9 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ import torch
 
 from plait.core.errors import ConfigError, InputError, PlaitError
 from plait.models.base import BaseModel
+from plait.models.quiet import say
 from plait.serve.engine import Engine
 from plait.serve.requests import Completion, Request, Sampling
 
@@ -36,6 +39,7 @@ except ImportError as error:
 BOOTSTRAPPED = 1000  # resamples for the standard error of metrics that have no formula for it
 GREEDY_OPTIONS = {"do_sample", "temperature", "top_p", "top_k", "min_p"}  # of no effect without sampling
 SAMPLING_OPTIONS = {"do_sample", "temperature", "top_p"}
+NONE = "N/A"  # lm-eval's word for a standard error that there is no formula for
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,16 +100,23 @@ def _file_or_name(name: str) -> str | dict[str, Any]:
 
 
 def evaluate(
-    base: BaseModel, engine: Engine, tasks: Tasks, adapters: Sequence[str | None]
+    base: BaseModel,
+    engine: Engine,
+    tasks: Tasks,
+    adapters: Sequence[str | None],
+    longest: int | None = None,
 ) -> Iterator[tuple[str | None, dict[str, dict[str, float]] | PlaitError]]:
     """The results of each adapter (None: the base model) by task and metric, or why it has none.
 
     What lm-eval asks is answered for all adapters at once, when it is asked for the first of them.
 
+    Args:
+        longest: most tokens of a prompt with its answer; None: as many as the model takes.
+
     Raises:
         ConfigError: a task cannot be run.
     """
-    model = JointModel(base, engine, adapters)
+    model = JointModel(base, engine, adapters, longest)
     for adapter in adapters:
         model.adapter = adapter
         try:
@@ -137,18 +148,33 @@ def _results(model: JointModel, tasks: Tasks) -> dict[str, dict[str, float]]:
     except PlaitError:
         raise
     except ValueError as error:  # as for tasks that run generated code, or see images
+        inner = [str(frame.f_globals.get("__name__")) for frame, _ in walk_tb(error.__traceback__)][1:]
+        if any(
+            name.partition(".")[0] == "plait" for name in inner
+        ):  # a fault in the answers, not in the task
+            raise
         raise ConfigError(f"--tasks: {error}", "lm-eval refuses to run this.") from error
     every = {**found["results"], **found.get("groups", {})}
-    return {task: _metrics(values) for task, values in every.items() if _metrics(values)}
+    finite = {task: _metrics(f"{_shown(model.adapter)}: {task}", values) for task, values in every.items()}
+    return {task: own for task, own in finite.items() if own}
 
 
-def _metrics(values: Mapping[str, Any]) -> dict[str, float]:
+def _metrics(whose: str, values: Mapping[str, Any]) -> dict[str, float]:
     """Finite metrics by name: lm-eval's "acc,none" is acc, "exact_match,strict" is exact_match/strict."""
-    return {
-        name.removesuffix(",none").replace(",", "/"): float(value)
-        for name, value in values.items()
-        if "," in name and isinstance(value, (int, float)) and math.isfinite(value)
-    }
+    found = {}
+    for name, value in values.items():
+        if "," not in name or str(value) == NONE:
+            continue
+        short = name.removesuffix(",none").replace(",", "/")
+        if isinstance(value, Real) and math.isfinite(value):
+            found[short] = float(value)
+        else:
+            say(f"{whose}: {short} is left out: {value!r:.60} is no finite number")
+    return found
+
+
+def _shown(adapter: str | None) -> str:
+    return adapter or "the base model"
 
 
 class JointModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
@@ -158,12 +184,14 @@ class JointModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         adapter: for which it answers.
     """
 
-    def __init__(self, base: BaseModel, engine: Engine, adapters: Sequence[str | None]) -> None:
+    def __init__(
+        self, base: BaseModel, engine: Engine, adapters: Sequence[str | None], longest: int | None = None
+    ) -> None:
         super().__init__()
         self.tokenizer = base.tokeniser
         self.adapter = adapters[0]
         self._adapters = adapters
-        self._longest = base.max_length
+        self._longest = base.max_length if longest is None else min(longest, base.max_length)
         self._engine = engine
         self._asked: dict[str, list[Any]] = {}
         self._answers: dict[str, list[dict[str | None, Any]]] = {}
@@ -185,7 +213,13 @@ class JointModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         return str(self.tokenizer.name_or_path)
 
     def apply_chat_template(self, chat_history: Any, add_generation_prompt: bool = True) -> str:
-        """Messages as the tokeniser's template has them."""
+        """Messages as the tokeniser's template has them.
+
+        Raises:
+            ConfigError: it has none.
+        """
+        if not self.tokenizer.chat_template:
+            raise ConfigError("--chat", "The model's tokeniser has no chat template.", "Leave out --chat.")
         return str(
             self.tokenizer.apply_chat_template(
                 chat_history,
@@ -207,7 +241,14 @@ class JointModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     # ---- what lm-eval asks ------------------------------------------------------------------------------
 
     def loglikelihood(self, requests: Any, disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """The log-probability of each continuation, and whether each of its tokens is the likeliest."""
+        """The log-probability of each continuation, and whether each of its tokens is the likeliest.
+
+        Raises:
+            ConfigError: one is empty.
+        """
+        for each in requests:
+            if not any(each.args):
+                raise _no_tokens(each.args)
         return self._own(
             "loglikelihood", requests, lambda: super(JointModel, self).loglikelihood(requests, disable_tqdm)
         )
@@ -232,14 +273,17 @@ class JointModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
             self._asked[kind] = asked
         own = [answers[self.adapter] for answers in self._answers[kind]]
         if None in own:
-            raise InputError(
-                f"{self.adapter or 'the base model'}: its logits are not finite", "It has no results."
-            )
+            raise InputError(f"{_shown(self.adapter)}: its logits are not finite", "It has no results.")
         return own
 
     def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[dict[str | None, Any]]:
         """By adapter: the log-probability of each continuation, and whether it is the likeliest."""
-        tokens = [(*context, *continuation)[-(self._longest + 1) :] for _, context, continuation in requests]
+        for texts, _, continuation in requests:
+            if not continuation:  # the engine would take a request without scored tokens for a prompt
+                raise _no_tokens(texts)
+        whole = [(*context, *continuation) for _, context, continuation in requests]
+        tokens = [each[-(self._longest + 1) :] for each in whole]
+        self._say_cut(whole, tokens)
         scored = [min(len(each[2]), len(own) - 1) for each, own in zip(requests, tokens, strict=True)]
 
         def request(place: int, adapter: str | None) -> Request:
@@ -270,10 +314,12 @@ class JointModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 
     def _generate(self, asked: Sequence[tuple[str, Mapping[str, Any]]]) -> list[dict[str | None, Any]]:
         samplings = [self._sampling(place, options) for place, (_, options) in enumerate(asked)]
-        tokens = []
-        for (context, _), sampling in zip(asked, samplings, strict=True):
-            most = max(1, self._longest - sampling.max_new_tokens)
-            tokens.append(tuple(self.tok_encode(context) or [self.prefix_token_id])[-most:])
+        whole = [tuple(self.tok_encode(context) or [self.prefix_token_id]) for context, _ in asked]
+        tokens = [
+            own[-(self._longest - sampling.max_new_tokens) :]
+            for own, sampling in zip(whole, samplings, strict=True)
+        ]
+        self._say_cut(whole, tokens)
         return self._together(
             len(tokens),
             lambda place, adapter: Request(tokens[place], adapter, samplings[place]),
@@ -284,7 +330,7 @@ class JointModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         """How tokens are chosen, by lm-eval's options.
 
         Raises:
-            ConfigError: one is not supported.
+            ConfigError: one is not supported, or no room is left for the prompt.
         """
         options = normalize_gen_kwargs(dict(given), 256)
         stop, most = options.pop("until", None) or [], options.pop("max_gen_toks")
@@ -294,10 +340,30 @@ class JointModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
             raise ConfigError(
                 f"generation_kwargs: {', '.join(unknown)}", "Plait's engine does not have this."
             )
+        if options.get("do_sample") and "temperature" not in options:
+            raise ConfigError(
+                "generation_kwargs: do_sample without temperature",
+                "Sampling needs a temperature.",
+                "Set temperature, or do_sample: false for the likeliest tokens.",
+            )
+        if most >= self._longest:
+            raise ConfigError(
+                f"generation_kwargs: max_gen_toks={most}",
+                f"A prompt and its answer have at most {self._longest} tokens: no prompt would be left.",
+                "Set a smaller max_gen_toks in the task.",
+            )
         stops = tuple(text for text in ([stop] if isinstance(stop, str) else stop) if text)
         if not sampled:
             return Sampling(most, stop=stops)
         return Sampling(most, options["temperature"], options.get("top_p", 1.0), seed, stop=stops)
+
+    def _say_cut(self, whole: Sequence[Sequence[int]], kept: Sequence[Sequence[int]]) -> None:
+        cut = sum(len(own) < len(each) for each, own in zip(whole, kept, strict=True))
+        if cut:
+            say(
+                f"{cut} of {len(whole)} prompts lose their beginning: with the answer, a prompt may have "
+                f"{self._longest} tokens"
+            )
 
     def _together(self, count: int, request: Any, answer: Any) -> list[dict[str | None, Any]]:
         """The answers of all adapters to each request; None where logits are not finite."""
@@ -307,3 +373,11 @@ class JointModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         for (adapter, place), each in zip(pairs, ended, strict=True):
             found[place][adapter] = None if each.reason == "not finite" else answer(place, each)
         return found
+
+
+def _no_tokens(texts: Sequence[str]) -> ConfigError:
+    return ConfigError(
+        f"--tasks: the answer {texts[1]!r} after {texts[0][-40:]!r} has no tokens",
+        "Each answer to choose from has at least one token of its own.",
+        "Correct the task's row, or leave the task out.",
+    )
