@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from shutil import copytree
 from types import SimpleNamespace
 from typing import Any
 
@@ -198,7 +199,7 @@ def test_all_adapters_are_asked_at_once_and_a_shared_beginning_is_run_once(labor
     assert len({str(each) for each in answers}) == len(names)
 
 
-def test_an_adapter_that_is_not_finite_has_no_results_and_changes_no_other(
+def test_an_adapter_that_is_not_finite_or_unreadable_has_no_results_and_changes_no_other(
     laboratory: Laboratory, tmp_path: Path
 ) -> None:
     base, name = laboratory.base, "rank4"
@@ -212,10 +213,14 @@ def test_an_adapter_that_is_not_finite_has_no_results_and_changes_no_other(
         b.fill_(float("nan"))
     export_adapter(tmp_path / name, spec, bank.weights(name), base="tiny", linears=base.linears)
     adapters = FolderAdapters(base, {**laboratory.folders, name: tmp_path / name})
-    found = dict(evaluate(base, Engine(base, adapters, pool_tokens=4096), tasks, list(laboratory.folders)))
-    assert isinstance(found[name], InputError)
-    assert "rank4: its logits are not finite" in str(found[name])
-    assert found == {**whole, name: found[name]}
+    for fault in ("rank4: its logits are not finite", "adapter_model.safetensors"):
+        engine = Engine(base, adapters, pool_tokens=4096)
+        found = dict(evaluate(base, engine, tasks, list(laboratory.folders)))
+        assert isinstance(found[name], InputError)
+        assert fault in str(found[name])
+        assert found == {**whole, name: found[name]}
+        assert engine.idle
+        (tmp_path / name / "adapter_model.safetensors").write_bytes(b"cut off")
 
 
 @pytest.mark.parametrize("name", ["no_such_task", "no.yaml"])
@@ -279,8 +284,8 @@ def test_only_what_lm_eval_refuses_is_a_fault_of_the_task(
 
     with pytest.raises(ConfigError, match="lm-eval refuses"):
         run(100)
-    monkeypatch.setattr(Engine, "complete", lambda *_: [int("a bug of Plait's")])
-    with pytest.raises(ValueError, match="a bug of Plait's") as caught:
+    monkeypatch.setattr("plait.serve.engine.needed_tokens", lambda *_: int("a bug"))
+    with pytest.raises(ValueError, match="a bug") as caught:
         run(0)
     assert not isinstance(caught.value, ConfigError)
 
@@ -302,9 +307,13 @@ def test_metrics_are_real_and_finite_and_others_are_named(capfd: pytest.CaptureF
 
 
 def test_results_are_shown_though_the_store_fails_and_the_limit_of_training_is_lifted(
-    laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    laboratory: Laboratory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    names = list(laboratory.folders)
+    unreadable = tmp_path / "unreadable"
+    copytree(laboratory.folders["rank1"], unreadable)
+    (unreadable / "adapter_model.safetensors").write_bytes(b"cut off")
+    folders = {**laboratory.folders, "unreadable": unreadable}
+    names = list(folders)
     records = [SimpleNamespace(name=name, trial=trial, state="finished") for trial, name in enumerate(names)]
     search = SimpleNamespace(name="mine", records=records)
     logged = []
@@ -321,9 +330,7 @@ def test_results_are_shown_though_the_store_fails_and_the_limit_of_training_is_l
 
     monkeypatch.setattr("plait.tracking.results.load_search", lambda *_: search)
     monkeypatch.setattr("plait.tracking.results.record_values", record)
-    monkeypatch.setattr(
-        "plait.tracking.trained.adapter_folder", lambda _, one, __: laboratory.folders[one.name]
-    )
+    monkeypatch.setattr("plait.tracking.trained.adapter_folder", lambda _, one, __: folders[one.name])
     limited = replace(laboratory.settings, max_length=16)
     monkeypatch.setattr("plait.tracking.trained.base_model", lambda *_: limited)
     monkeypatch.setattr("plait.cli.evaluate.load_base", load)
@@ -336,7 +343,9 @@ def test_results_are_shown_though_the_store_fails_and_the_limit_of_training_is_l
         "2",
     ] * 2
     assert "trial 0: its results are not in the store: the store is down" in shown.err
+    assert f"trial 3: {unreadable}" in shown.err
     assert "lose their beginning" not in shown.err
+    assert eval_command([*words, "--trial", "3"]) == EXIT_FAILED_JOBS
     assert logged == [(trial, ["eval/choices/acc", "eval/choices/acc_norm"]) for trial in (1, 2)]
 
 

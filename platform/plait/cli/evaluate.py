@@ -44,14 +44,22 @@ def main(arguments: Sequence[str]) -> int:
     loaded = load_tasks(tasks, known.include, shots=known.shots, limit=known.limit, chat=known.chat)
     folders = {record.name: adapter_folder(search, record, settings) for record in records}
     model = base_model(search, settings)
-    base, adapters = load_base(replace(model, max_length=None), folders)  # it is a limit for training
+    base, adapters = load_base(replace(model, max_length=None), {})  # it is a limit for training
+    trials = {record.name: record for record in records}
+    failed = False
+    for each, folder in folders.items():
+        try:
+            adapters.add(each, folder)
+        except PlaitError as error:
+            print(f"trial {trials[each].trial}: {error}", file=sys.stderr)
+            failed = True
+    asked = [*([] if known.no_base else [None]), *adapters.names]
+    if not asked:
+        return EXIT_FAILED_JOBS
     from plait.serve.engine import Engine
 
-    trials = {record.name: record for record in records}
     longest = max(POOL_TOKENS, model.max_length or base.max_length)
     engine = Engine(base, adapters, pool_tokens=longest)
-    asked = [*([] if known.no_base else [None]), *folders]
-    failed = False
     table: list[tuple[str, Results]] = []
     unrecorded: list[tuple[JobRecord, Results]] = []
     for adapter, found in evaluate(base, engine, loaded, asked, longest):

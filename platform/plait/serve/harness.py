@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from itertools import islice
 from numbers import Real
 from pathlib import Path
 from traceback import walk_tb
@@ -22,7 +23,7 @@ import torch
 from plait.core.errors import ConfigError, InputError, PlaitError
 from plait.models.base import BaseModel
 from plait.models.quiet import say
-from plait.serve.engine import Engine
+from plait.serve.engine import AHEAD, Engine
 from plait.serve.requests import Completion, Request, Sampling
 
 try:
@@ -193,6 +194,7 @@ class JointModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         self._adapters = adapters
         self._longest = base.max_length if longest is None else min(longest, base.max_length)
         self._engine = engine
+        self._failed: dict[str | None, PlaitError] = {}
         self._asked: dict[str, list[Any]] = {}
         self._answers: dict[str, list[dict[str | None, Any]]] = {}
 
@@ -265,16 +267,15 @@ class JointModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         """The current adapter's answers; those of all are made when something is asked for the first time.
 
         Raises:
-            InputError: its logits are not finite.
+            PlaitError: it cannot be read, or its logits are not finite.
         """
         asked = [each.args for each in requests]
         if self._asked.get(kind) != asked:
             self._answers[kind] = answer()
             self._asked[kind] = asked
-        own = [answers[self.adapter] for answers in self._answers[kind]]
-        if None in own:
-            raise InputError(f"{_shown(self.adapter)}: its logits are not finite", "It has no results.")
-        return own
+        if self.adapter in self._failed:
+            raise self._failed[self.adapter]
+        return [answers[self.adapter] for answers in self._answers[kind]]
 
     def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[dict[str | None, Any]]:
         """By adapter: the log-probability of each continuation, and whether it is the likeliest."""
@@ -366,13 +367,31 @@ class JointModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
             )
 
     def _together(self, count: int, request: Any, answer: Any) -> list[dict[str | None, Any]]:
-        """The answers of all adapters to each request; None where logits are not finite."""
-        pairs = [(adapter, place) for adapter in self._adapters for place in range(count)]
-        found: list[dict[str | None, Any]] = [{} for _ in range(count)]
-        ended = self._engine.complete(request(place, adapter) for adapter, place in pairs)
-        for (adapter, place), each in zip(pairs, ended, strict=True):
-            found[place][adapter] = None if each.reason == "not finite" else answer(place, each)
-        return found
+        """The answers of all adapters to each request; None where one has failed, which ends no other."""
+        left = (
+            (adapter, place)
+            for adapter in self._adapters
+            for place in range(count)
+            if adapter not in self._failed
+        )
+        found: list[dict[str | None, Any]] = [dict.fromkeys(self._adapters) for _ in range(count)]
+        engine, asked = self._engine, {}
+        while True:
+            added = list(islice(left, max(0, AHEAD - engine.scheduler.waiting)))
+            for adapter, place in added:
+                asked[engine.add(request(place, adapter))] = adapter, place
+            if not added and engine.idle:
+                return found
+            for update in engine.step():
+                adapter, place = asked[update.request]
+                if update.error is not None:
+                    self._failed[adapter] = update.error
+                elif update.ended is not None and update.ended.reason == "not finite":
+                    self._failed[adapter] = InputError(
+                        f"{_shown(adapter)}: its logits are not finite", "It has no results."
+                    )
+                elif update.ended is not None:
+                    found[place][adapter] = answer(place, update.ended)
 
 
 def _no_tokens(texts: Sequence[str]) -> ConfigError:
