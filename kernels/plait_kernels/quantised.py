@@ -19,6 +19,7 @@ from plait_kernels.errors import KernelError
 
 BLOCK = 64  # weights that share a scale in NF4
 SCALES = 256  # scales that share a scale of their own
+WRITTEN = 256 * BLOCK * SCALES  # weights that are written at a time, which bounds what that needs
 # Quantiles of a normal distribution, scaled to [-1, 1], with an exact 0 (QLoRA, appendix E).
 NF4_CODES = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
@@ -63,11 +64,19 @@ class Nf4:
 
     def write(self, out: Tensor) -> None:
         """Write what it stands for."""
-        each = self._second.repeat_interleave(SCALES)[: len(self._scales)]
-        scales = dynamic_codes(out.device).index_select(0, self._scales.int()) * each + self._mean
-        pairs = _pairs(out.device).index_select(0, self._packed.int())
-        values = pairs.view(torch.float32).view(-1, BLOCK) * scales.unsqueeze(1)
-        out.copy_(values.view(-1)[: out.numel()].view(out.shape))
+        flat = out.view(-1)
+        parts = (flat, self._packed, self._scales, self._second)
+        sizes = (WRITTEN, WRITTEN // 2, WRITTEN // BLOCK, WRITTEN // BLOCK // SCALES)
+        slices = (torch.split(part, size) for part, size in zip(parts, sizes, strict=True))
+        for some in zip(*slices, strict=True):
+            self._write(*some)
+
+    def _write(self, out: Tensor, packed: Tensor, scales: Tensor, second: Tensor) -> None:
+        each = second.repeat_interleave(SCALES)[: len(scales)]
+        each = dynamic_codes(out.device).index_select(0, scales.int()).mul_(each).add_(self._mean)
+        values = _pairs(out.device).index_select(0, packed.int()).view(torch.float32)
+        values.view(-1, BLOCK).mul_(each.unsqueeze(1))
+        out.copy_(values[: len(out)])
 
     def tensors(self) -> tuple[Tensor, ...]:
         """What it keeps."""
@@ -86,7 +95,10 @@ class Rowwise:
 
     def write(self, out: Tensor) -> None:
         """Write what it stands for."""
-        out.copy_(self._values.float().mul_(self._scales))
+        rows = max(1, WRITTEN // self.shape[1])
+        parts = (out, self._values, self._scales)
+        for own, values, scales in zip(*(torch.split(part, rows) for part in parts), strict=True):
+            own.copy_(values.float().mul_(scales))
 
     def tensors(self) -> tuple[Tensor, ...]:
         """What it keeps."""
@@ -110,7 +122,7 @@ class Quantised:
         if mode not in MODES:
             raise KernelError(f"mode {mode!r}", f"A weight is quantised as {', '.join(MODES)}")
         first = weights[0]
-        self.dtype, self.device = first.dtype, first.device
+        self.dtype, self.device, self.mode = first.dtype, first.device, mode
         self.shape = torch.Size((sum(len(each) for each in weights), first.shape[1]))
         self._parts = tuple(MODES[mode](each) for each in weights)  # blocks are each layer's own
 
@@ -123,6 +135,11 @@ class Quantised:
             start += part.shape[0]
         return out
 
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """(out, in) of each layer."""
+        return [(part.shape[0], part.shape[1]) for part in self._parts]
+
     def tensors(self) -> tuple[Tensor, ...]:
         """What it keeps."""
         return tuple(tensor for part in self._parts for tensor in part.tensors())
@@ -134,6 +151,15 @@ MODES: dict[str, Callable[[Tensor], Part]] = {
     "nf4": Nf4,
     "fp8": partial(Rowwise, kind=FP8),
 }
+
+
+def made_bytes(sizes: Sequence[tuple[int, int]], element_bytes: int, mode: str) -> int:
+    """Bytes while the weights (out, in) of layers that read the same input are made: they, and what writing
+    needs beside them."""
+    weights = [rows * features for rows, features in sizes]
+    # NF4: indices and values of pairs, and a scale for each block; else the values.
+    each = 2 + 4 + 4 / BLOCK if mode == "nf4" else 4
+    return element_bytes * sum(weights) + int(each * min(WRITTEN, max(weights)))
 
 
 def dense(weight: Weight) -> Tensor:

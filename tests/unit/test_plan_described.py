@@ -23,6 +23,7 @@ from plait.cost.replica import Configuration
 from plait.cost.time import MicrobatchShape
 from plait.engine.catalogue import DataCatalogue
 from plait.models.targets import resolve_targets
+from plait.planning import model_memory
 from plait.planning.described import RECOMPUTED, plan_described
 from plait.planning.model_memory import ModelMemory, fitting, inputs_read, llama_linears, weight_bytes
 from plait.planning.outlook import Outlook
@@ -83,6 +84,22 @@ def test_sizes_are_those_of_the_model_that_transformers_makes() -> None:
     assert static.stage((3,), 0) + 2 * norms == 2 * sum(each.numel() for each in model.parameters())
     assert static.embedding == static.head == 2 * model.lm_head.weight.numel()
     assert sum(static.stage((1, 0, 2), stage) for stage in range(3)) == static.stage((3,), 0)
+
+
+def test_a_quantised_weight_is_made_on_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_memory, "_observed", lambda *_: (memory(1.0).model, 256))
+    profile = replace(cluster_profile(described("h100_llama31_8b")), shape=SIZES)
+    jobs = workload().jobs
+    found = {}
+    for mode in ("none", "nf4"):
+        own = model_memory.model_memory(profile, EngineSettings(), jobs, quantise=mode, say=lambda _: None)
+        assert own is not None
+        found[mode] = own.weights
+    assert found["none"].made == 0
+    # gate and up at once in 2 bytes; beside them the indices, values and scales of one
+    assert found["nf4"].made == 2 * 64 * 96 * 2 + 64 * 96 * (2 + 4 + 1 / 16)
+    stages = sum(found["nf4"].stage((16, 16), stage) for stage in range(2))
+    assert stages == found["nf4"].stage((32,), 0) + found["nf4"].made
 
 
 def test_inputs_that_are_read_together_count_once() -> None:

@@ -66,6 +66,16 @@ def test_the_replica_that_is_short_of_memory_decides_who_is_admitted() -> None:
     assert alike.predicted(usual) == large
 
 
+def test_what_is_made_for_a_product_is_no_static_memory() -> None:
+    dense = facts(ROOM)
+    made = replace(dense, shape=replace(dense.shape, made_bytes=5000))
+    before, after = (Admission(each, run()) for each in (dense, made))
+    assert after.estimate(128, 64) == before.estimate(128, 64) + 5000
+    after.learn_overhead(made.shape.weight_bytes + 3000, adapters=1000)
+    usual = after.usual
+    assert after.static([usual]) == made.shape.weight_bytes + 3 * usual.adapter_bytes
+
+
 def test_memory_is_that_of_the_replicas_that_are_left() -> None:
     both, left = facts(ROOM, ROOM // 2), facts(ROOM // 2)
     settings = run()

@@ -21,7 +21,7 @@ from plait.core.jobs import JobSpec
 from plait.core.settings import USUAL_CAPACITY, RunSettings
 from plait.cost.probes import ProbeOptions
 from plait.cost.profile_store import Profile, ProfileKey, load_profile, profile_mapping, save_profile
-from plait.engine.build import ELEMENT_BYTES, free_memory, settle_dtype
+from plait.engine.build import ELEMENT_BYTES, free_memory, largest_made, settle_dtype
 from plait.planning.profiling import Made, profile_device, profile_without_weights
 from plait.search.checks import check_model
 from plait.search.trials import SearchCommand
@@ -121,6 +121,7 @@ def profile_here(settings: RunSettings, jobs: Sequence[JobSpec], *, weights: boo
             options,
             most=most,
             available=available,
+            made=largest_made(shape.linears, ELEMENT_BYTES[settings.model.dtype], settings.model.quantise),
             say=say,
         )
     _check_weights_fit(shape.parameters * ELEMENT_BYTES[settings.model.dtype], available)

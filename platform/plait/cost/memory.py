@@ -126,11 +126,13 @@ class StaticBytes:
         layers: weights of the decoder layers and all adapters on them.
         embedding: on the first pipeline stage.
         head: on the last one.
+        made: while a quantised weight is made; on every stage.
     """
 
     layers: float
     embedding: float = 0.0
     head: float = 0.0
+    made: float = 0.0
 
     def with_adapters(self, held: float) -> StaticBytes:
         """The static bytes with ``held`` more bytes of adapters."""
@@ -138,7 +140,7 @@ class StaticBytes:
 
     def stage(self, layer_split: Sequence[int], stage: int) -> float:
         """Bytes of one pipeline stage."""
-        found = self.layers * layer_split[stage] / sum(layer_split)
+        found = self.layers * layer_split[stage] / sum(layer_split) + self.made
         if stage == 0:
             found += self.embedding
         if stage == len(layer_split) - 1:

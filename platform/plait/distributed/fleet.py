@@ -119,6 +119,7 @@ class Fleet:
             shape=replace(
                 chosen.shape,
                 weight_bytes=sum(built[n].shape.weight_bytes for n in self._replicas[0][::tensor]),
+                made_bytes=sum(built[n].shape.made_bytes for n in self._replicas[0][::tensor]),
             ),
             memory_bytes=min(memory),
             devices=self._each(devices, " + ".join),

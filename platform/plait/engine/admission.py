@@ -239,7 +239,7 @@ def activation_bytes(model: ActivationShape, *, capacity: int, longest: int, che
     if checkpointing:
         insides = insides / model.layers + model.layers * model.hidden * tokens
     loss = min(capacity, model.logit_rows) * model.vocabulary * 4 * LOSS_COPIES
-    return int(insides) + loss
+    return int(insides) + loss + model.made_bytes
 
 
 def choose_capacity(

@@ -33,6 +33,7 @@ from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
 from plait.engine.redeployment import Prefer
 from plait.engine.worker import ActivationShape, Worker, WorkerFacts
+from plait.models.targets import LinearInfo, read_together
 from plait.utils.files import write_text
 from plait.utils.paths import cache_dir
 
@@ -231,17 +232,27 @@ def worker_facts(settings: ModelSettings, shape: ModelShape, memory_bytes: int) 
         shape,
         weight_bytes=_weight_bytes(shape, element_bytes, settings.quantise),
         element_bytes=element_bytes,
+        made_bytes=largest_made(shape.linears, element_bytes, settings.quantise),
     )
     return WorkerFacts(activations, shape.linears, shape.max_length, memory_bytes, outside=shape.outside)
 
 
 def _weight_bytes(shape: ModelShape, element_bytes: int, quantise: str) -> int:
-    """Bytes of the frozen weights; of quantised ones also the largest as it is while it is multiplied."""
+    """Bytes of the frozen weights."""
     sizes = [(each.out_features, each.in_features) for each in shape.linears]
     dense = [element_bytes * rows * features for rows, features in sizes]
     kept = [linear_bytes(rows, features, element_bytes, quantise) for rows, features in sizes]
-    made = 0 if quantise == WHOLE else max(dense)
-    return shape.parameters * element_bytes - sum(dense) + sum(kept) + made
+    return shape.parameters * element_bytes - sum(dense) + sum(kept)
+
+
+def largest_made(linears: Sequence[LinearInfo], element_bytes: int, quantise: str) -> int:
+    """Most bytes while quantised weights are made for a product: all that read the same input at once."""
+    if quantise == WHOLE:
+        return 0
+    from plait_kernels.quantised import made_bytes
+
+    groups = ([(e.out_features, e.in_features) for e in own] for own in read_together(linears).values())
+    return max(made_bytes(sizes, element_bytes, quantise) for sizes in groups)
 
 
 def stored_profile(settings: RunSettings, digest: str) -> Profile | None:

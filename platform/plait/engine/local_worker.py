@@ -114,7 +114,12 @@ class LocalWorker:
     def facts(self) -> WorkerFacts:
         """Its model and its device."""
         model = self._model
-        shape = ActivationShape.of(model, weight_bytes=model.weight_bytes, element_bytes=model.dtype.itemsize)
+        shape = ActivationShape.of(
+            model,
+            weight_bytes=model.weight_bytes,
+            element_bytes=model.dtype.itemsize,
+            made_bytes=max((group.made_bytes for group in model.groups), default=0),
+        )
         return WorkerFacts(
             shape,
             model.linears,

@@ -34,6 +34,7 @@ class ActivationShape:
         element_bytes: bytes of one number in the arithmetic.
         logit_rows: labelled rows whose logits exist at the same time (the chunk of the loss).
         keep_up_to: longest samples that keep their attention probabilities for backward.
+        made_bytes: most bytes while a quantised weight is made for a product.
     """
 
     layers: int
@@ -45,9 +46,12 @@ class ActivationShape:
     element_bytes: int
     logit_rows: int
     keep_up_to: int
+    made_bytes: int = field(default=0, repr=False)  # follows from the others, whose words are stored
 
     @classmethod
-    def of(cls, model: BaseModel | ModelShape, *, weight_bytes: int, element_bytes: int) -> ActivationShape:
+    def of(
+        cls, model: BaseModel | ModelShape, *, weight_bytes: int, element_bytes: int, made_bytes: int
+    ) -> ActivationShape:
         """The sizes of a model, loaded or not."""
         from plait.models.attention import KEEP_UP_TO  # imports torch, which the coordinator does not
         from plait_kernels.loss import chunk_rows
@@ -62,6 +66,7 @@ class ActivationShape:
             element_bytes=element_bytes,
             logit_rows=chunk_rows(model.vocabulary),
             keep_up_to=KEEP_UP_TO,
+            made_bytes=made_bytes,
         )
 
 

@@ -149,10 +149,10 @@ class BaseModel:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all frozen weights, tied ones once, and of the largest that is gathered or made to run."""
+        """Bytes of all frozen weights, tied ones once, and of the largest that is gathered to run."""
         found = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in self.tensors()}
         beside = 0 if self.shards is None else self.shards.gathered_bytes
-        return sum(found.values()) + beside + max((group.made_bytes for group in self.groups), default=0)
+        return sum(found.values()) + beside
 
     @property
     def _own_shards(self) -> Iterator[Tensor]:

@@ -18,6 +18,7 @@ from plait.models.slices import LayerSlice, Slicing, enter, leave
 from plait.models.targets import LinearInfo
 from plait_kernels import Quantised, Routing, Site, dense, frozen_linear, multi_lora_linear
 from plait_kernels.pooled import PooledRows, pooled_linear
+from plait_kernels.quantised import made_bytes
 
 FUSED = {"gate_up_proj": ("gate_proj", "up_proj", "w1", "w3"), "down_proj": ("w2",)}  # parts of experts
 
@@ -81,9 +82,10 @@ class LinearGroup:
 
     @property
     def made_bytes(self) -> int:
-        """Bytes of a quantised weight as it is made for a product."""
-        made = isinstance(self.weight, Quantised)
-        return self.weight.shape.numel() * self.weight.dtype.itemsize if made else 0
+        """Bytes while a quantised weight is made for a product."""
+        if isinstance(self.weight, Tensor):
+            return 0
+        return made_bytes(self.weight.sizes, self.weight.dtype.itemsize, self.weight.mode)
 
     def quantise(self, mode: str) -> None:
         """Keep the frozen weight quantised; their modules must be bound again."""

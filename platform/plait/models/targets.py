@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from plait.core.errors import ModelError, choices
 
 ALL_LINEAR = "all-linear"
+READ_TOGETHER = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}  # same inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,15 @@ class LinearInfo:
     in_features: int
     out_features: int
     fan_in_fan_out: bool = False
+
+
+def read_together(linears: Iterable[LinearInfo]) -> Mapping[tuple[str, str], Sequence[LinearInfo]]:
+    """Linears by the input that they read, as far as their names say it."""
+    found = defaultdict(list)
+    for each in linears:
+        layer, _, last = each.name.rpartition(".")
+        found[layer, READ_TOGETHER.get(last, last)].append(each)
+    return found
 
 
 def resolve_targets(

@@ -15,13 +15,12 @@ from plait.cost.clusters import Cluster
 from plait.cost.memory import MemoryModel, MemoryShape, StaticBytes, linear_bytes
 from plait.cost.profiles import ClusterProfile
 from plait.cost.replica import Configuration, even_split
-from plait.engine.build import ELEMENT_BYTES
-from plait.models.targets import LinearInfo, resolve_targets
+from plait.engine.build import ELEMENT_BYTES, largest_made
+from plait.models.targets import LinearInfo, read_together, resolve_targets
 from plait.planning.workload import Workload
 from plait.simulate.report import RunMemory
 
 PROBED = 2048  # tokens of the largest probed microbatch
-READ_TOGETHER = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}  # same inputs
 Sizes = Mapping[str, int]
 
 
@@ -126,7 +125,9 @@ def model_memory(
     model, keep_up_to = _observed(
         sizes, profile.time.layers, profile.dtype, engine.checkpointing, tuple(sorted(names))
     )
-    weights = weight_bytes(profile.shape, linears, size, quantise)
+    weights = replace(
+        weight_bytes(profile.shape, linears, size, quantise), made=largest_made(linears, size, quantise)
+    )
     return ModelMemory(model, weights, linears, size, keep_up_to, adapters)
 
 
@@ -184,15 +185,9 @@ def weight_bytes(
 
 def inputs_read(names: Collection[str], linears: Iterable[LinearInfo]) -> float:
     """Share of the linears' input features that ``names`` read; an input read by several counts once."""
-    features: dict[tuple[str, str], int] = {}
-    read: dict[tuple[str, str], int] = {}
-    for each in linears:
-        layer, _, last = each.name.rpartition(".")
-        key = layer, READ_TOGETHER.get(last, last)
-        features[key] = each.in_features
-        if each.name in names:
-            read[key] = each.in_features
-    return sum(read.values()) / sum(features.values())
+    groups = read_together(linears).values()
+    read = sum(group[0].in_features for group in groups if any(each.name in names for each in group))
+    return read / sum(group[0].in_features for group in groups)
 
 
 def fitting(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -103,9 +103,13 @@ def profile_without_weights(
     *,
     most: int,
     available: int,
+    made: int,
     say: Say,
 ) -> Made:
     """Compute a model's memory from its configuration only; seconds stay unknown.
+
+    Args:
+        made: most bytes while a quantised weight is made, which peaks of dense weights do not have.
 
     Raises:
         CapacityError: no capacity fits.
@@ -115,10 +119,11 @@ def profile_without_weights(
 
     grid, held = _probes(most, config.max_position_embeddings)
     say(f"Memory, without weights: {len(grid)} probes to fit, {len(held)} held out ...")
-    peaks = observe_extrapolated(config, [*grid, *held], options)
+    dense = observe_extrapolated(config, [*grid, *held], options)
+    peaks = [replace(o, peaks={name: size + made for name, size in o.peaks.items()}) for o in dense]
     memory, errors = _fit_memory(peaks, len(grid), config.vocab_size, options)
     say(f"One check at full depth: {config.num_hidden_layers} layers ...")
-    off = depth_error(config, grid[0], options, peaks[0])
+    off = depth_error(config, grid[0], options, dense[0])
     static = max(each.static for each in peaks)
     choices = _choices(memory, capacities_up_to(most), None, static=static, available=available)
     profile = Profile(

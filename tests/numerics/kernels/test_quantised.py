@@ -6,23 +6,31 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait_kernels import Bank, RoutedSegment, Routing, RowCounters, Site, multi_lora_linear
+from plait.cost.peaks import StorageCounter
+from plait_kernels import Bank, RoutedSegment, Routing, RowCounters, Site, multi_lora_linear, quantised
 from plait_kernels.backends import BACKENDS
 from plait_kernels.quantised import (
     MODES,
-    NF4_CODES,
     Nf4,
     Quantised,
     dynamic_codes,
+    made_bytes,
 )
 
 CPU = torch.device("cpu")
+# As QLoRA's appendix E prints them.
+NF4 = [
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941),
+    *(0.7229568362236023, 1.0),
+]
 SHAPES = [(96, 64), (17, 33), (300, 77), (64, 640)]
 
 
 def naive_nf4(weight: Tensor) -> Tensor:
     """Block by block and weight by weight."""
-    codes, scale_codes = torch.tensor(NF4_CODES), dynamic_codes(CPU)
+    codes, scale_codes = torch.tensor(NF4), dynamic_codes(CPU)
     blocks = torch.split(weight.float().reshape(-1), 64)
     largest = torch.stack([block.abs().max() for block in blocks])
     mean = largest.mean()
@@ -42,6 +50,16 @@ def naive_nf4(weight: Tensor) -> Tensor:
 
 def random_weight(shape: tuple[int, int], seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_nf4_has_quantiles_of_a_normal_distribution() -> None:
+    """8 evenly spaced from the middle down and 9 up, to the same outermost probability: the mean of 1 − 1/30
+    and 1 − 1/32. They share 0, and all are divided by the largest."""
+    outermost = (1 - 1 / 30 + 1 - 1 / 32) / 2
+    above = torch.special.ndtri(torch.linspace(0.5, outermost, 9, dtype=torch.float64))
+    below = -torch.special.ndtri(torch.linspace(0.5, outermost, 8, dtype=torch.float64))
+    expected = torch.cat((below.flip(0), above[1:])) / above[-1]
+    assert pytest.approx(expected.tolist(), abs=1e-6) == NF4
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -69,6 +87,28 @@ def test_rows_in_8_bits_have_scales_of_their_own(mode: str, most: float) -> None
     off = (Quantised((weight,), mode).dense() - weight).abs()
     assert bool((off <= most * 1.0001 * weight.abs().amax(1, keepdim=True)).all())
     assert off.max() > 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_slices_are_written_as_the_whole_with_the_bytes_that_are_counted(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = Quantised((random_weight((300, 230)), random_weight((17, 230))), mode)
+    whole = kept.dense()
+    found = {}
+    for written in (quantised.WRITTEN, 64 * 256):
+        monkeypatch.setattr(quantised, "WRITTEN", written)
+        with StorageCounter() as counter:
+            for tensor in kept.tensors():
+                counter.add(tensor)
+            before = counter.live
+            made = kept.dense()
+        found[written] = counter.peak - before
+        assert torch.equal(made, whole)
+        counted = made_bytes(kept.sizes, 4, mode)
+        assert 0.97 * counted <= found[written] <= counted + 8192, (written, found, counted)  # tables
+    sliced, at_once = sorted(found.values())
+    assert sliced < at_once
 
 
 @pytest.mark.parametrize("mode", MODES)
