@@ -9,6 +9,7 @@ import stat
 import subprocess
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -17,7 +18,7 @@ import torch
 from filelock import FileLock
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM, Phi3ForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, Phi3ForCausalLM
 
 from plait.core.errors import ConfigError, ModelError, StorageError
 from plait.core.settings import ModelSettings
@@ -342,6 +343,21 @@ def test_longrope_is_held_to_the_length_where_packing_changes_nothing(tmp_path: 
     with torch.no_grad():
         expected = model(tokens.unsqueeze(0), use_cache=False).logits[0]
     torch.testing.assert_close(logits_of(settings, tmp_path, tokens), expected, rtol=1e-5, atol=2e-5)
+
+
+def test_positions_are_not_rounded_with_the_weights(tmp_path: Path) -> None:
+    settings = ModelSettings(kind="tiny", dtype="float32")
+    transformers_model(settings, cache=tmp_path).save_pretrained(tmp_path / "folder")
+    saved = ModelSettings(kind="hf", id=str(tmp_path / "folder"), dtype="bfloat16")
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "folder", dtype=torch.bfloat16)
+    for each in (settings, saved):
+        model = transformers_model(replace(each, dtype="bfloat16"), cache=tmp_path)
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+        kept, theirs = dict(model.named_buffers()), dict(expected.named_buffers())
+        assert kept.keys() == theirs.keys() != set()
+        for name, buffer in kept.items():
+            assert buffer.dtype == theirs[name].dtype == torch.float32
+            assert torch.equal(buffer, theirs[name])
 
 
 def test_longrope_of_one_kind_of_layers_counts_too() -> None:

@@ -52,7 +52,9 @@ def model_of(family: str, folder: Path) -> ModelSettings:
 def same(found: BaseModel, expected: BaseModel) -> None:
     pairs = list(zip(found.tensors(), expected.tensors(), strict=True))
     assert pairs
-    assert all(torch.equal(own, other) and own.dtype == other.dtype for own, other in pairs)
+    for own, other in pairs:
+        assert own.dtype == other.dtype, (own.shape, own.dtype, other.dtype)
+        assert torch.equal(own, other), (own, other)
     assert found.sites == expected.sites
     assert found.inputs == expected.inputs
     assert found.linears == expected.linears

@@ -780,3 +780,15 @@ def test_a_link_that_breaks_without_a_death_ends_all_who_would_wait_for_ever(
             each.receive()
     with pytest.raises(LostProcessError, match="process 1"):
         processes.ask_all(Measure())
+
+
+def test_a_process_that_cannot_read_its_part_ends_all_who_read_with_it(door: Door) -> None:
+    processes = Processes(60.0, lambda _: None)
+    ends = [connect(door.address, KEY) for _ in range(2)]
+    for number, end in enumerate(ends):
+        processes.all.append(Process(Hello(number, "host", number), came_in(door, end, number)))
+    ends[1].send(Refusal(ModelError("no such file", "A rule.", "A remedy.")))
+    ends[0].send(Beat())  # it waits for the other's rows
+    with pytest.raises(ModelError, match=r"^process 1 .*: no such file"):
+        processes.ask_all(Build(SETTINGS.engine, tensor=2))
+    assert not processes.live

@@ -285,7 +285,7 @@ def _command_line(program: str, arguments: Sequence[str]) -> Iterator[None]:
 
 def _settings_among(arguments: Sequence[str]) -> list[str]:
     """The words that are neither options nor their values; none where Hydra refuses the options."""
-    with suppress(SystemExit), redirect_stderr(io.StringIO()):
+    with suppress(SystemExit), redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
         found: list[str] = get_args_parser().parse_intermixed_args(list(arguments)).overrides
         return found
     return []

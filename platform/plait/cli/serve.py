@@ -83,7 +83,7 @@ def _given_folders(known: argparse.Namespace) -> dict[str, Path]:
     folders = [path for path in known.what if (path / CONFIG).is_file()]
     known.names = [str(path) for path in known.what if path not in folders]
     for name in known.names:
-        if name.startswith((os.sep, f".{os.sep}", f"..{os.sep}")):
+        if name.startswith((os.sep, f"..{os.sep}")):
             raise ConfigError(
                 f"plait serve {name}", f"It is no folder that contains {CONFIG}.", "Give an adapter's folder."
             )

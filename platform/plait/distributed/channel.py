@@ -91,6 +91,11 @@ class Build:
     tensor: int = 1
     shards: bool = False
 
+    @property
+    def together(self) -> bool:
+        """Whether processes read the model's layers together, so that each waits for the others."""
+        return self.tensor > 1 or self.shards
+
 
 @dataclass(frozen=True, slots=True)
 class Choose:

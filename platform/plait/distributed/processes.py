@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 
 from plait.core.errors import LostProcessError, PlaitError, ShortStageError
 from plait.core.spans import ProcessState, ReplicaSpans, Span
-from plait.distributed.channel import Answer, Beat, Channel, Goodbye, Hello, Refusal
+from plait.distributed.channel import Answer, Beat, Build, Channel, Goodbye, Hello, Refusal
 from plait.distributed.clocks import ClockOffset
 from plait.engine.span_recorder import MOST_KEPT
 
@@ -51,7 +51,7 @@ class Fate:
 
 GOOD = Fate(None, "")  # as far as is known
 Said = TypeVar("Said", bound=PlaitError)
-Ending = TypeVar("Ending", bound=LostProcessError)
+Ending = TypeVar("Ending", bound=PlaitError)
 
 
 @dataclass(slots=True, eq=False)
@@ -61,6 +61,7 @@ class Asked:
     left: set[int]
     answers: dict[int, Answer] = field(default_factory=dict)
     refused: dict[int, PlaitError] = field(default_factory=dict)
+    together: bool = False  # whether each waits for all others before it answers
 
 
 class Begun(NamedTuple):
@@ -168,7 +169,7 @@ class Processes:
         self.spent = 0.0
         self.culprit: int | None = None
         self.how = ""
-        self.error: LostProcessError | None = None
+        self.error: PlaitError | None = None
 
     @property
     def live(self) -> bool:
@@ -199,7 +200,8 @@ class Processes:
         """
         if self.error is not None:
             raise self.error
-        asked = Asked(set(requests))
+        together = any(isinstance(each, Build) and each.together for each in requests.values())
+        asked = Asked(set(requests), together=together)
         for number, request in requests.items():
             process, sent = self.all[number], time.monotonic()
             try:
@@ -236,6 +238,8 @@ class Processes:
                         raise self.ended_by(self._named(number, short))
                     case Refusal(LostProcessError() as broken):
                         raise self._broken(number, broken)
+                    case Refusal() as refusal if process.begun[0].asked.together and len(self.all) > 1:
+                        raise self.ended_by(self._named(number, refusal.error))
                     case Refusal() as refusal:
                         own = process.begun.popleft().asked
                         own.refused[number] = refusal.error

@@ -25,7 +25,7 @@ from plait.models.base import BaseModel, Identity
 from plait.models.blocks import DECODERS, find_parts, unusable
 from plait.models.context import MicrobatchContext
 from plait.models.lora import GroupedLinear, find_linears, find_outside
-from plait.models.parts import Part, PartReader, WeightFiles, lacks, sketch
+from plait.models.parts import Part, PartReader, WeightFiles, cast_weights, lacks, sketch
 from plait.models.quiet import quiet, say
 from plait.models.sources import SMOLLM2_NAME, Source, find_source
 from plait.models.targets import LinearInfo
@@ -100,6 +100,8 @@ def _quantised(base: BaseModel, settings: ModelSettings) -> BaseModel:
                 module.bind()
         try:
             base.layer(index, hidden, context)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
         except Exception as error:  # any error of code that takes an empty weight
             raise unusable(layer, f"model.quantise={settings.quantise}: {error}") from error
     return base
@@ -265,7 +267,8 @@ def _dense_model(settings: ModelSettings, cache: Path) -> PreTrainedModel:
         if report["missing_keys"]:
             raise lacks(source, sorted(report["missing_keys"]))
     _check_dense(model)
-    dense: PreTrainedModel = model.to(dtype).eval()
+    cast_weights(model, dtype)
+    dense: PreTrainedModel = model.eval()
     return dense
 
 

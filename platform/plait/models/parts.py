@@ -81,14 +81,14 @@ class WeightFiles:
     @classmethod
     def find(cls, source: Source) -> WeightFiles | None:
         """The safetensors of a source; None if it has none."""
+        single = _fetched(source, "model.safetensors", needed=False)  # first, as in transformers
+        if single is not None:
+            with safe_open(single, framework="pt") as file:
+                return cls(source, dict.fromkeys(file.keys(), "model.safetensors"))
         index = _fetched(source, "model.safetensors.index.json", needed=False)
-        if index is not None:
-            return cls(source, json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"])
-        single = _fetched(source, "model.safetensors", needed=False)
-        if single is None:
+        if index is None:
             return None
-        with safe_open(single, framework="pt") as file:
-            return cls(source, dict.fromkeys(file.keys(), "model.safetensors"))
+        return cls(source, json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"])
 
     def read(self, name: str, sharing: Sharing | None) -> Tensor:
         """A tensor, of which this process reads its part of the rows."""
@@ -122,7 +122,7 @@ def _fetched(source: Source, name: str, *, needed: bool = True) -> str | None:
 
 def sketch(model: PreTrainedModel, parts: Parts) -> Observed:
     """What is observed of a model on the meta device: shapes, and which linear layers read the same."""
-    cast(Any, model).to(torch.bfloat16)  # the only dtype of some products of experts there
+    cast_weights(model, torch.bfloat16)  # the only dtype of some products of experts there
     model.set_attn_implementation("eager")
     names = [each.name for each in find_linears(model, parts.prefix)]
     return observe(model, list(parts.layers), names, torch.arange(1, 10, device="meta"))
@@ -150,7 +150,8 @@ class PartReader:
         device: torch.device,
         sharing: Sharing | None,
     ) -> None:
-        self._model, self._parts, self._files = cast(Any, model).to(dtype), parts, files
+        cast_weights(model, dtype)
+        self._model, self._parts, self._files = cast(Any, model), parts, files
         self.sketch = sketch
         self._dtype, self._device, self._sharing = dtype, device, sharing
         self._conversions = get_model_conversion_mapping(model)
@@ -241,7 +242,20 @@ class PartReader:
                 model.get_submodule(owner)._buffers[last] = torch.empty_like(buffer, device="cpu")
         model.initialize_weights()
         place = model.get_submodule(prefix.removesuffix(".")) if prefix else model
-        place.to(self._device, self._dtype)
+        cast_weights(place, self._dtype)
+        place.to(self._device)
+
+
+def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Convert a model's weights. What is computed from its configuration keeps its type, as when transformers
+    loads a model: with frequencies of rotations in bfloat16, positions would be others."""
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
+                module._buffers[name] = buffer.to(dtype)
 
 
 def lacks(source: Source, missing: Sequence[str]) -> ModelError:

@@ -26,6 +26,10 @@ from plait.core.settings import RunSettings, SearchSettings
 from plait.core.space import Space
 from plait.search.attributes import MATERIAL, PROBLEM, TOKEN
 
+LATER = {
+    "quantise": "none"
+}  # settings of the model that came later: left out at the value that was meant before
+
 
 @dataclass(frozen=True, slots=True)
 class Identity:
@@ -61,7 +65,7 @@ def identify(space: Space, base: JobSpec, settings: RunSettings) -> Identity:
     problem = (
         {f"space.{key}": text for key, text in swept.items()}
         | {key: _plain(value) for key, value in fixed.items()}
-        | {f"model.{key}": value for key, value in asdict(settings.model).items()}
+        | {f"model.{key}": value for key, value in asdict(settings.model).items() if value != LATER.get(key)}
         | comparison(search)
     )
     manner: dict[str, Any] = {

@@ -68,12 +68,6 @@ def locate(settings: TrackingSettings) -> Location:
             a part of the folder's name for something else.
     """
     root = user_path(settings.root).resolve()
-    if "?" in str(root) or unquote(str(root)) != str(root):
-        raise StorageError(
-            f"tracking.root={str(root)!r}",
-            "MLflow takes a question mark, or a percent sign with two digits, for a part of an address.",
-            "Choose a folder without them.",
-        )
     uri = settings.uri or os.environ.get(VARIABLE) or sqlite_in(root)
     uri = with_driver(uri)
     try:
@@ -94,6 +88,12 @@ def locate(settings: TrackingSettings) -> Location:
     if scheme == "sqlite":
         uri = _absolute_sqlite(uri)
     artifacts = f"{root / 'artifacts'}" if scheme in DATABASE_SCHEMES else None
+    if artifacts is not None and ("?" in str(root) or unquote(str(root)) != str(root)):
+        raise StorageError(
+            f"tracking.root={str(root)!r}",
+            "MLflow takes a question mark, or a percent sign with two digits, for a part of an address.",
+            "Choose a folder without them.",
+        )
     return Location(uri, root, artifacts)
 
 

@@ -427,8 +427,11 @@ class Tracker:
         elif result.state.ended:  # if interrupted, the next step includes the rest
             log.points(job, result.step, {names.COMPLETION_SECONDS: result.completion_seconds})
             after = {names.TRAIN_TOKENS: float(result.tokens)} if 0 != tokens != result.tokens else {}
-            after[names.DEVICE_SECONDS] = result.device_seconds
             log.points(job, result.step, after, late=True)
+            last = max(
+                result.step, log.last_step(job, names.DEVICE_SECONDS) or 0
+            )  # later, if a kill took it back
+            log.points(job, last, {names.DEVICE_SECONDS: result.device_seconds}, late=True)
         if result.adapter is not None:
             log.append(LogFolder(job, str(result.adapter), names.ADAPTER_FOLDER))
             log.tags(job, {names.TAG_ADAPTER: str(result.adapter)})

@@ -23,9 +23,10 @@ _SCHEME = re.compile(r"[\w+.-]*\Z")
 _BLANK_IN_PASSWORD = re.compile(
     rf"""(://[^\s/:@'"]+):(?!\d{{1,5}}(?:[/?#\s]|$))(?=\S)[^@\n'"]{{1,{LONGEST}}}@(?=[\w.\[-])"""
 )
-_FOLDED = re.compile(r"""([a-z]:/[^\s/:@'"]+):[^\s/@'"]+@""")  # an address that was taken for a path
+_FOLDED = re.compile(r"""(?<=[a-z]:/)[^\s/@'"][^\s'"]*@""", re.I)  # an address that was taken for a path
 _IN_QUERY = re.compile(
-    r"([?&][\w-]{0,40}(?:passw|pwd|pw|token|secret|key|credential|auth|sig)[\w-]{0,40}=)"
+    r"([?&][\w-]{0,40}(?:passw|pwd|token|secret|api_?key|credential|signature)[\w-]{0,40}="
+    r"|[?&](?:[\w-]{0,40}[_-])?(?:pw|key|auth|sig)=)"
     r"""(?:[^\s"'<>&]|["'](?=["']{0,8}[^\s"'<>,;)\]}]))+""",
     re.I,
 )
@@ -101,7 +102,7 @@ def redact(text: str) -> str:
         pieces += [text[done : mark + 3], _without_login(_scheme(text, mark), rest[0])]
         done = rest.end()
     found = _IN_QUERY.sub(rf"\1{HIDDEN}", "".join([*pieces, text[done:]]))
-    return _FOLDED.sub(rf"\1:{HIDDEN}@", found)
+    return _FOLDED.sub(f"{HIDDEN}@", found)
 
 
 def _scheme(text: str, mark: int) -> str:
