@@ -227,7 +227,7 @@ def make_plan(
     """Group, dispatch, pack, order and verify; arguments and errors as in :func:`forecast`.
 
     Args:
-        dispatcher: for comparisons; None: that of training.
+        dispatcher: for comparisons; None: that of training, over pipelines that do not drain between steps.
     """
     if not batches or not replicas:
         raise ConfigError(

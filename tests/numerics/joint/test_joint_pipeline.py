@@ -93,10 +93,10 @@ def test_stages_train_as_one_process_does(laboratory: Any, tmp_path: Path, split
     with fleet(len(split), model, ENGINE, tmp_path / "processes", **pipeline(split)) as worker:
         first = lab.run(jobs, worker=worker, cluster=cluster)
         weights = {job.name: stored_pairs(first.ended(job.name).adapter) for job in jobs}
-        second = lab.run(jobs, worker=worker, cluster=cluster) if len(split) > 2 else first
+        second = lab.run(jobs, worker=worker, cluster=cluster) if len(split) > 2 else None
         assert worker.facts.devices == (" + ".join(["cpu"] * len(split)),)
     assert_same(first, alone, jobs)
-    for job in jobs:
+    for job in jobs if second is not None else ():
         assert first.losses(job.name) == second.losses(job.name)
         again = stored_pairs(second.ended(job.name).adapter)
         assert distance(weights[job.name], again) == 0.0
@@ -115,10 +115,10 @@ def test_replicas_with_stages_train_as_one_process_does(
     with fleet(processes, TINY, ENGINE, tmp_path / "processes", **own) as worker:
         first = lab.run(jobs, worker=worker, cluster=cluster)
         weights = {job.name: stored_pairs(first.ended(job.name).adapter) for job in jobs}
-        second = lab.run(jobs, worker=worker, cluster=cluster) if deployment == (1, 2) else first
+        second = lab.run(jobs, worker=worker, cluster=cluster) if deployment == (1, 2) else None
         assert worker.facts.stages == deployment
     assert_same(first, alone, jobs)
-    for job in jobs:
+    for job in jobs if second is not None else ():
         assert first.losses(job.name) == second.losses(job.name)
         again = stored_pairs(second.ended(job.name).adapter)
         assert distance(weights[job.name], again) == 0.0
