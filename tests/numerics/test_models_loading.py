@@ -129,7 +129,7 @@ def test_a_model_that_is_being_made_holds_up_no_other_model(tmp_path: Path) -> N
 def test_a_model_is_made_where_its_lock_cannot_be_had(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(_: FileLock) -> None:
+    def refuse(_: FileLock, **_options: object) -> None:
         raise OSError(number, "no lock")
 
     monkeypatch.setattr(sources.FileLock, "acquire", refuse)

@@ -13,8 +13,8 @@ import plait
 
 
 @contextmanager
-def held_elsewhere(taking: str, path: Path) -> Iterator[None]:
-    """Another process holds a lock inside.
+def held_elsewhere(taking: str, path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process holds a lock inside, until it is killed.
 
     Args:
         taking: statements that take it and keep it, with its path as ``path``.
@@ -33,6 +33,6 @@ def held_elsewhere(taking: str, path: Path) -> Iterator[None]:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "taken\n"
-            yield
+            yield process
         finally:
             process.kill()

@@ -8,13 +8,16 @@ import fcntl
 import itertools
 import json
 import os
+import re
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
+from subprocess import Popen
 from types import SimpleNamespace
 
 import optuna
@@ -23,6 +26,7 @@ import sqlalchemy
 import study_process
 from filelock import FileLock, Timeout
 from forked import Talking
+from held_lock import held_elsewhere
 from job_results import ended
 from optuna.exceptions import StorageInternalError
 from optuna.storages import JournalStorage, RDBStorage
@@ -456,6 +460,50 @@ def test_a_file_system_without_locks_is_refused(
             StorageError, match=f"(?s){os.strerror(number)}.*does not support locks.*tracking.root"
         ):
             action()
+
+
+def test_a_lock_file_that_cannot_be_written_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As another user's file with the mode 0644."""
+
+    def refuse(path: str, *_: object, **_options: object) -> int:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+    monkeypatch.setattr(os, "open", refuse)
+    for action in (lambda: LifeLock(tmp_path / "lock"), lambda: file_lock(tmp_path / "lock").__enter__()):
+        with pytest.raises(StorageError, match=f"(?s)lock: {os.strerror(errno.EACCES)}.*be able to write it"):
+            action()
+
+
+def test_who_holds_up_a_search_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Any user who can read a file can lock it for as long as they like."""
+    taking = "import fcntl, os; fcntl.flock(os.open(path, os.O_RDONLY), fcntl.LOCK_EX)"
+    journal = Journal(tmp_path / "optuna.journal")
+    lock = tmp_path / "lock"
+    lock.touch()
+    monkeypatch.setattr("plait.utils.file_locks.SILENT_SECONDS", 0.0)
+
+    def take() -> None:
+        with file_lock(lock):
+            pass
+
+    for path, action in ((journal.path, lambda: journal.append_logs([op(1)])), (lock, take)):
+        with held_elsewhere(taking, path) as process:
+
+            def heard(_seconds: float, process: Popen[str] = process) -> None:
+                process.kill()
+                process.wait()
+
+            with monkeypatch.context() as patch:
+                patch.setattr(time, "sleep", heard)
+                action()
+        assert re.fullmatch(
+            rf"Waiting for {path}, which is locked by process {process.pid} \(.+, user .+\)\.\n",
+            capsys.readouterr().err,
+        )
 
 
 # ---- the journal ------------------------------------------------------------------------------------------

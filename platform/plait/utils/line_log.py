@@ -11,8 +11,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -20,28 +21,11 @@ from typing import Self
 from filelock import lock_descriptor, unlock_descriptor
 
 from plait.core.errors import StorageError
+from plait.utils.file_locks import real_locks, waiting
 from plait.utils.files import to_disk
 
 BLOCK = 1 << 20  # bytes read at once
 POLL_SECONDS = 0.001  # between two attempts at a lock that another process holds for one line
-NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # errors of a file system without locks
-
-
-@contextmanager
-def real_locks(path: Path) -> Iterator[None]:
-    """Raise a StorageError if the code inside cannot lock a file because the file system has no locks. A lock
-    file is no substitute: it survives when its holder is killed."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
-        raise StorageError(
-            f"{path}: {error.strerror or error}",
-            "Processes that share a search lock files, and this file system does not support locks.",
-            "Choose a folder on a local disk, or on a file system with lock support: tracking.root=FOLDER, "
-            "and search.storage=PATH if that was set.",
-        ) from error
 
 
 class LineLog:
@@ -77,8 +61,11 @@ class LineLog:
             StorageError: the file is not a log of this kind, or its file system has no locks.
         """
         with real_locks(self.path):
-            if not lock_descriptor(self._file, blocking=wait, poll_interval=POLL_SECONDS):
-                return False
+            check = waiting(self.path)
+            while not lock_descriptor(self._file, blocking=False):
+                if not wait or check():
+                    return False
+                time.sleep(POLL_SECONDS)
         status = os.fstat(self._file)
         if status.st_nlink == 0:
             return False

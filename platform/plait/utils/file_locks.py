@@ -1,0 +1,68 @@
+"""Words for a locked file that is waited for, and for one that cannot be locked."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from plait.core.errors import StorageError
+
+SILENT_SECONDS = 2.0  # of waiting before something is said
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # errors of a file system without locks
+NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+@contextmanager
+def real_locks(path: Path) -> Iterator[None]:
+    """Raise a StorageError if the code inside cannot lock a file because it cannot be written, or because the
+    file system has no locks. A lock file is no substitute: it survives when its holder is killed."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in NOT_OURS:
+            raise StorageError(
+                f"{error.filename or path}: {error.strerror or error}",
+                "Every process of a search locks this file, and must be able to write it.",
+                "Make the file and its folder writable, or use a folder of your own: tracking.root=FOLDER, "
+                "and search.storage=PATH if that was set.",
+            ) from error
+        if error.errno not in NO_LOCKS:
+            raise
+        raise StorageError(
+            f"{path}: {error.strerror or error}",
+            "Processes that share a search lock files, and this file system does not support locks.",
+            "Choose a folder on a local disk, or on a file system with lock support: tracking.root=FOLDER, "
+            "and search.storage=PATH if that was set.",
+        ) from error
+
+
+def waiting(path: Path) -> Callable[[], bool]:
+    """What a loop calls each time that it finds a file locked. Once, after some seconds, it says who holds
+    the lock, because anybody who can read a file can lock it. It returns False: the wait goes on."""
+    begun, said = time.monotonic(), False
+
+    def check() -> bool:
+        nonlocal said
+        if not said and time.monotonic() - begun >= SILENT_SECONDS:
+            said = True
+            print(f"Waiting for {path}, which is locked by {holder(path)}.", file=sys.stderr, flush=True)
+        return False
+
+    return check
+
+
+def holder(path: Path) -> str:
+    """The process that has locked a file, in words, as far as this system tells."""
+    try:
+        file = path.stat()
+        name = f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}:{file.st_ino}"
+        rows = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+        process = next(Path("/proc", row[4]) for row in rows if row[5] == name and row[1] != "->")
+        return f"process {process.name} ({(process / 'comm').read_text().strip()}, user {process.owner()})"
+    except (OSError, KeyError, IndexError, StopIteration):  # no such list, or the process is gone or hidden
+        return "another process"
