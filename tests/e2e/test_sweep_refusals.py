@@ -189,15 +189,24 @@ def test_a_missing_file_is_reported_before_large_libraries_are_imported(verb: st
 
 
 @pytest.mark.usefixtures("no_model")
-def test_a_study_of_another_space_is_refused(
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("adapter.dropout=0.5", "adapter.dropout: was 0.0, now 0.5"),
+        ("model.quantise=nf4", "model.quantise: was none, now nf4"),
+    ],
+)
+def test_a_study_of_another_search_is_refused(
+    argument: str,
+    said: str,
     finished_search: tuple[Path, list[str]],
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder, command = finished_search
     monkeypatch.chdir(folder)
-    assert main([*command, "adapter.dropout=0.5"]) == 2
-    assert "adapter.dropout: was 0.0, now 0.5" in capsys.readouterr().err
+    assert main([*command, argument]) == 2
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("no_model")

@@ -13,6 +13,7 @@ from plait_bench.joint_side import load_joint_side
 from plait_bench.joint_vs_peft import joint_vs_peft, run_race
 from plait_bench.peft_baseline import PeftBaseline
 from plait_bench.progress import shown
+from plait_bench.quantised_base import quantised_base
 from plait_bench.step_costs import dropout_cost, time_backends
 from plait_kernels.backends import BACKENDS
 
@@ -167,3 +168,16 @@ def test_the_cost_of_dropout_is_measured_on_both_sides():
     assert without.ours > 0
     assert with_dropout.ours > 0
     assert cost.unit == "% of a step"
+
+
+def test_a_quantised_base_is_compared_with_the_dense_one():
+    report = quantised_base(SETTINGS, make_jobs(steps=3)[:3], {"quantise": "nf4", "turns": 2})
+    figures = {figure.name.removeprefix("nf4: "): figure for figure in report.figures}
+    assert 0.1 < figures["base model"].target.difference(figures["base model"].ours) < 0.5
+    loss = figures["mean of the last losses"]
+    assert 0 < abs(loss.target.difference(loss.ours) - 1) < 0.02
+    assert 0 < figures["largest difference of a job's last losses"].ours < 5
+    assert figures["real tokens"].ours > 0
+    assert figures["peak memory"].ours > 0
+    with pytest.raises(ConfigError, match=r"bench\.options\.quantise='int4'"):
+        quantised_base(SETTINGS, make_jobs(1), {"quantise": "int4"})

@@ -121,7 +121,7 @@ def profile_here(settings: RunSettings, jobs: Sequence[JobSpec], *, weights: boo
             options,
             most=most,
             available=available,
-            made=largest_made(shape.linears, ELEMENT_BYTES[settings.model.dtype], settings.model.quantise),
+            made=largest_made(shape.together, ELEMENT_BYTES[settings.model.dtype], settings.model.quantise),
             say=say,
         )
     _check_weights_fit(shape.parameters * ELEMENT_BYTES[settings.model.dtype], available)

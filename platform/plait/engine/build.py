@@ -5,7 +5,7 @@ A resumed search uses the capacity and the kernels with which it was started, fr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
 from plait.engine.redeployment import Prefer
 from plait.engine.worker import ActivationShape, Worker, WorkerFacts
-from plait.models.targets import LinearInfo, read_together
+from plait.models.targets import LinearInfo
 from plait.utils.files import write_text
 from plait.utils.paths import cache_dir
 
@@ -232,7 +232,7 @@ def worker_facts(settings: ModelSettings, shape: ModelShape, memory_bytes: int) 
         shape,
         weight_bytes=_weight_bytes(shape, element_bytes, settings.quantise),
         element_bytes=element_bytes,
-        made_bytes=largest_made(shape.linears, element_bytes, settings.quantise),
+        made_bytes=largest_made(shape.together, element_bytes, settings.quantise),
     )
     return WorkerFacts(activations, shape.linears, shape.max_length, memory_bytes, outside=shape.outside)
 
@@ -245,13 +245,13 @@ def _weight_bytes(shape: ModelShape, element_bytes: int, quantise: str) -> int:
     return shape.parameters * element_bytes - sum(dense) + sum(kept)
 
 
-def largest_made(linears: Sequence[LinearInfo], element_bytes: int, quantise: str) -> int:
-    """Most bytes while quantised weights are made for a product: all that read the same input at once."""
+def largest_made(together: Iterable[Sequence[LinearInfo]], element_bytes: int, quantise: str) -> int:
+    """Most bytes while quantised weights are made for a product: all that read the same input together."""
     if quantise == WHOLE:
         return 0
     from plait_kernels.quantised import made_bytes
 
-    groups = ([(e.out_features, e.in_features) for e in own] for own in read_together(linears).values())
+    groups = ([(each.out_features, each.in_features) for each in own] for own in together)
     return max(made_bytes(sizes, element_bytes, quantise) for sizes in groups)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -28,7 +30,7 @@ from plait.models.lora import GroupedLinear, find_linears, find_outside
 from plait.models.parts import Part, PartReader, WeightFiles, cast_weights, lacks, sketch
 from plait.models.quiet import quiet, say
 from plait.models.sources import SMOLLM2_NAME, Source, find_source
-from plait.models.targets import LinearInfo
+from plait.models.targets import LinearInfo, read_together
 from plait.models.tiny import FAMILIES, byte_tokeniser, tiny_config
 from plait_kernels import Quantised
 
@@ -49,6 +51,7 @@ class ModelShape:
 
     Attributes:
         linears: every linear layer that an adapter may target, in the model's order.
+        together: these layers by the input that they read; of a model that is not quantised, by their names.
         outside: what PEFT would also adapt if it is named, and Plait cannot: output head, routed experts.
         max_length: longest sample in tokens.
         parameters: number of frozen weights, tied ones counted once.
@@ -56,6 +59,7 @@ class ModelShape:
     """
 
     linears: tuple[LinearInfo, ...]
+    together: tuple[tuple[LinearInfo, ...], ...]
     outside: tuple[str, ...]
     layer_count: int
     hidden_size: int
@@ -183,17 +187,34 @@ def inspect_model(settings: ModelSettings, *, cache: Path) -> ModelShape:
     except AttributeError as error:  # no attention, or a text part with its own configuration
         raise unusable(model, str(error)) from error
     linears = find_linears(model, parts.prefix)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     return ModelShape(
         linears=linears,
+        together=_together(model, linears, settings),
         outside=find_outside(model, linears),
         layer_count=len(parts.layers),
         hidden_size=hidden,
         heads=heads,
         vocabulary=int(parts.head.weight.shape[0]),
         max_length=found.max_length,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        parameters=parameters,
         digest=found.identity.digest,
     )
+
+
+def _together(
+    model: PreTrainedModel, linears: Sequence[LinearInfo], settings: ModelSettings
+) -> tuple[tuple[LinearInfo, ...], ...]:
+    """Linear layers by the input that they read: the weights of each part are made together if quantised.
+
+    Then it is observed in a run without weights; of a model that cannot run so, and of others, names say it.
+    """
+    if settings.quantise != WHOLE:
+        by_name = {each.name: each for each in linears}
+        with contextlib.suppress(Exception):  # the model's code looks at values
+            siblings = sketch(model, find_parts(model)).siblings
+            return tuple(tuple(by_name[name] for name in group) for group in siblings)
+    return tuple(tuple(group) for group in read_together(linears).values())
 
 
 def _without_weights(found: _Found) -> PreTrainedModel:

@@ -125,9 +125,8 @@ def model_memory(
     model, keep_up_to = _observed(
         sizes, profile.time.layers, profile.dtype, engine.checkpointing, tuple(sorted(names))
     )
-    weights = replace(
-        weight_bytes(profile.shape, linears, size, quantise), made=largest_made(linears, size, quantise)
-    )
+    made = largest_made(read_together(linears).values(), size, quantise)
+    weights = replace(weight_bytes(profile.shape, linears, size, quantise), made=made)
     return ModelMemory(model, weights, linears, size, keep_up_to, adapters)
 
 

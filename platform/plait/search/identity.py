@@ -97,11 +97,14 @@ def comparison(search: SearchSettings) -> dict[str, Any]:
 
 def difference(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """One line for each key in which two problems differ."""
-    absent = "(not set)"
+
+    def said(problem: Mapping[str, Any], key: str) -> Any:
+        return problem.get(key, LATER.get(key.removeprefix("model."), "(not set)"))
+
     return [
-        f"{key}: was {stored.get(key, absent)}, now {current.get(key, absent)}"
+        f"{key}: was {said(stored, key)}, now {said(current, key)}"
         for key in sorted(stored.keys() | current.keys())
-        if stored.get(key, absent) != current.get(key, absent)
+        if said(stored, key) != said(current, key)
     ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +10,19 @@ import pytest
 import torch
 from laboratory import Kept, Laboratory
 from peft_runs import PeftRun
+from saved_models import saved
 
 from plait.adapters.peft_folder import quantised_base
 from plait.core.errors import ConfigError, ModelError
+from plait.core.lifecycle import JobState
 from plait.core.settings import ClusterSettings, ModelSettings, RunSettings
 from plait.cost.peaks import StorageCounter
-from plait.engine.build import worker_facts
-from plait.models.load import inspect_model, load_model, transformers_model
+from plait.engine.build import largest_made, worker_facts
+from plait.models.context import MicrobatchContext
+from plait.models.load import inspect_model, load_model, load_part, transformers_model
 from plait.models.lora import LinearGroup
-from plait.models.targets import resolve_targets
+from plait.models.parts import Part
+from plait.models.targets import read_together, resolve_targets
 from plait.serve.folders import FolderAdapters
 from plait_kernels.quantised import Quantised
 
@@ -86,6 +90,17 @@ def test_bytes_are_known_before_it_is_loaded(lab: Laboratory, tmp_path: Path) ->
     assert (known.made_bytes, dense.made_bytes) == (max(map(made_peak, lab.model.groups)), 0)
 
 
+def test_layers_that_read_the_same_are_counted_together_whatever_their_names(tmp_path: Path) -> None:
+    settings = replace(settings_of("nf4"), family="cohere")  # attention and MLP read the same norm
+    model, shape = load_model(settings, cache=tmp_path), inspect_model(settings, cache=tmp_path)
+    assert [[each.name for each in group] for group in shape.together] == [
+        list(group.names) for group in model.groups
+    ]
+    by_names = [group for group in read_together(shape.linears).values() if len(group) > 1]
+    made = worker_facts(settings, shape, 2**30).shape.made_bytes
+    assert made == max(map(made_peak, model.groups)) > 1.2 * largest_made(by_names, 4, "nf4")
+
+
 def made_peak(group: LinearGroup) -> int:
     """Measured bytes while a group's weight is made."""
     assert isinstance(group.weight, Quantised)
@@ -115,15 +130,34 @@ def test_an_exported_adapter_names_its_base(lab: Laboratory, tmp_path: Path) -> 
         FolderAdapters(dense, {"one": Path(folder)})
 
 
-def test_stages_of_a_quantised_model_give_the_whole_models_result(lab: Laboratory, tmp_path: Path) -> None:
-    from plait.models.context import MicrobatchContext
-
-    first, last = (load_model(settings_of(lab.model.identity.quantise), cache=tmp_path) for _ in range(2))
+def test_stages_read_by_parts_have_the_bits_of_the_whole_model(lab: Laboratory, tmp_path: Path) -> None:
+    """And give its result."""
+    mode = lab.model.identity.quantise
+    settings = replace(saved(settings_of("none"), tmp_path), quantise=mode)
+    whole = load_model(settings, cache=tmp_path)
+    parts = [load_part(settings, Part(layers), cache=tmp_path) for layers in (range(0, 1), range(1, 4))]
     context = MicrobatchContext.of(torch.arange(10, 30), (0, 7, 20))
-    expected = lab.model.hidden(context)
-    first.keep(range(0, 1))
-    last.keep(range(1, 4))
-    assert torch.equal(last.hidden(context, first.hidden(context)), expected)
+    expected = whole.hidden(context)
+    assert torch.equal(parts[1].hidden(context, parts[0].hidden(context)), expected)
+    groups = [group for part in parts for group in part.groups]
+    for own, other in zip(groups, whole.groups, strict=True):
+        assert own.names == other.names
+        for left, right in zip(own.tensors(), other.tensors(), strict=True):
+            assert torch.equal(left.flatten().view(torch.uint8), right.flatten().view(torch.uint8))
+
+
+def test_a_checkpoint_of_a_base_quantised_otherwise_is_refused(lab: Laboratory, tmp_path: Path) -> None:
+    (job,) = lab.group(steps=2)[:1]
+    dense = Laboratory("llama", load_model(settings_of("none"), cache=tmp_path), tmp_path)
+    for first, then in ((lab, dense), (dense, lab)):
+        stopped = first.run(
+            [job], between=lambda turn, coordinator: coordinator.stop() if turn == 1 else None
+        )
+        state = stopped.ended(job.name).checkpoint
+        assert first.run([job], resume_from={job.name: state}).losses(job.name)
+        ended = then.run([job], resume_from={job.name: state}).ended(job.name)
+        assert ended.state == JobState.FAILED
+        assert "same adapter, data order, model and data" in ended.reason
 
 
 @pytest.mark.parametrize("cluster", [{"tensor": 2}, {"shard_base": True}])
