@@ -43,7 +43,7 @@ def real_locks(path: Path) -> Iterator[None]:
 
 def waiting(path: Path) -> Callable[[], bool]:
     """What a loop calls each time that it finds a file locked. Once, after some seconds, it says who holds
-    the lock, because anybody who can read a file can lock it. It returns False: the wait goes on."""
+    the lock, because anybody who can read a file can lock it. It returns False: waiting continues."""
     begun, said = time.monotonic(), False
 
     def check() -> bool:
@@ -64,5 +64,5 @@ def holder(path: Path) -> str:
         rows = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
         process = next(Path("/proc", row[4]) for row in rows if row[5] == name and row[1] != "->")
         return f"process {process.name} ({(process / 'comm').read_text().strip()}, user {process.owner()})"
-    except (OSError, KeyError, IndexError, StopIteration):  # no such list, or the process is gone or hidden
+    except (OSError, KeyError, IndexError, StopIteration):  # no such list, or the process is dead or hidden
         return "another process"
