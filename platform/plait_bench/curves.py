@@ -31,6 +31,7 @@ class Point:
         training_seconds: device time of the trial's training so far, without evaluations.
         evaluation_seconds: device time of this evaluation.
         train_loss: training loss of the last step.
+        accuracy: of answers that were generated at this evaluation; None if none were.
     """
 
     step: int
@@ -38,6 +39,7 @@ class Point:
     training_seconds: float
     evaluation_seconds: float
     train_loss: float
+    accuracy: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +120,11 @@ class RecordedCurves:
 def write_curves(recorded: RecordedCurves, path: Path) -> None:
     """Write as JSON, one line for each trial."""
     lines = []
+    names = ["loss", "training_seconds", "evaluation_seconds", "train_loss"]
+    if recorded.curves[0].last.accuracy is not None:
+        names.append("accuracy")
     for curve in recorded.curves:
-        columns = {
-            name: [_rounded(asdict(point)[name]) for point in curve.points]
-            for name in ("loss", "training_seconds", "evaluation_seconds", "train_loss")
-        }
+        columns = {name: [_rounded(asdict(point)[name]) for point in curve.points] for name in names}
         lines.append(json.dumps({"parameters": dict(curve.parameters)} | columns))
     facts = ",\n".join(f"  {json.dumps(key)}: {json.dumps(fact)}" for key, fact in recorded.facts.items())
     trials = ",\n".join(f"  {line}" for line in lines)

@@ -124,6 +124,11 @@ class Timeline:
         return str(self.started[job])
 
     @property
+    def decided(self) -> dict[str, tuple[JobState, int]]:
+        """How and after which step each job ended."""
+        return {job: (result.state, result.step) for job, result in self.ends.items()}
+
+    @property
     def finished(self) -> dict[str, float]:
         """Objectives of the finished jobs."""
         return {
@@ -172,6 +177,7 @@ class JointSearch:
         device_seconds: seconds of the worker in them, as charged to the jobs.
         finished: final losses of the finished jobs, by job.
         names: the jobs' names in the search, in the order of the jobs.
+        ends: how and after which step each job ended.
     """
 
     evaluations: tuple[Evaluation, ...]
@@ -179,6 +185,7 @@ class JointSearch:
     device_seconds: float
     finished: dict[str, float]
     names: tuple[str, ...]
+    ends: dict[str, tuple[JobState, int]] = field(default_factory=dict)
 
 
 def search_together(
@@ -228,4 +235,5 @@ def search_together(
         coordinator.device_ns / NANOSECONDS,
         timeline.finished,
         tuple(Trial(number).name for number in range(len(jobs))),
+        timeline.decided,
     )

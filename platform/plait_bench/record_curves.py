@@ -20,7 +20,10 @@ from plait.core.lifecycle import JobResult, JobState, PauseReason
 from plait.core.messages import (
     Command,
     Evaluate,
+    Generate,
+    Generated,
     JobEvaluated,
+    JobGenerated,
     JobProgress,
     MicrobatchDone,
     StepDone,
@@ -137,13 +140,13 @@ class Meter:
         self.total += spent
         weights: dict[str, float] = {}
         for event in events:
-            if isinstance(event, StepDone):
+            if isinstance(event, StepDone | Generated):
                 weights[event.job] = event.seconds
             elif isinstance(event, MicrobatchDone):
                 for loss in event.losses:
                     weights[loss.job] = weights.get(loss.job, 0.0) + loss.tokens
         whole = sum(weights.values()) or 1.0
-        into = self.evaluation if isinstance(command, Evaluate) else self.training
+        into = self.evaluation if isinstance(command, Evaluate | Generate) else self.training
         for job, weight in weights.items():
             into[job] = into.get(job, 0.0) + spent * weight / whole
         return events
@@ -201,6 +204,8 @@ def record(
                         coordinator.resume(event.job, PauseReason.AT_RUNG)
                     if event.job == jobs[-1].name and event.step < steps[-1]:
                         piece(f"to step {steps[len(taken)]}")
+                case JobGenerated():
+                    points[event.job][-1] = replace(points[event.job][-1], accuracy=event.accuracy)
                 case JobResult() if event.state != JobState.FINISHED:
                     raise PlaitError(
                         f"{event.job} {event.state}: {event.reason}", "Every job of a recording must finish."

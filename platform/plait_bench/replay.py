@@ -16,7 +16,7 @@ from plait.config.fields import build
 from plait.core.errors import ConfigError, choices
 from plait.core.jobs import JobSpec, TrainSpec
 from plait.core.lifecycle import JobResult, JobState, PauseReason
-from plait.core.messages import Event, JobAdmitted, JobEvaluated, JobPaused, JobProgress
+from plait.core.messages import Event, JobAdmitted, JobEvaluated, JobGenerated, JobPaused, JobProgress
 from plait.core.settings import RunSettings, SearchSettings, StoppingSettings
 from plait.search.run import SearchLoop
 from plait.search.stopper import make_stopper
@@ -170,6 +170,8 @@ class ReplayCoordinator:
             if done or replayed.measured:
                 self._charge(replayed, point.evaluation_seconds)
                 yield JobEvaluated(name, step, point.loss, 0)
+                if point.accuracy is not None:
+                    yield JobGenerated(name, step, point.accuracy)
         if done:
             yield self._end(name, JobState.FINISHED, "budget spent")
 
@@ -191,6 +193,7 @@ class Replay:
         steps: optimiser steps in all.
         best: lowest loss of the trials that came to their ends; infinite if none did.
         finished: how many of them there are.
+        ends: how and after which step each trial ended, by its name.
     """
 
     evaluations: tuple[Evaluation, ...]
@@ -198,6 +201,7 @@ class Replay:
     steps: int
     best: float
     finished: int
+    ends: Mapping[str, tuple[JobState, int]]
 
 
 def replay(curves: Sequence[Curve], search: SearchSettings) -> Replay:
@@ -229,6 +233,7 @@ def replay(curves: Sequence[Curve], search: SearchSettings) -> Replay:
         coordinator.steps,
         min(finished.values(), default=float("inf")),
         len(finished),
+        timeline.decided,
     )
 
 

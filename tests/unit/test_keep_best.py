@@ -1,4 +1,4 @@
-"""``train.keep=best``: which evaluation is kept, what is said of it at the end, and what cannot be kept."""
+"""``train.keep=best`` and ``best_accuracy``: which evaluation is kept, what is said of it at the end, and what cannot be kept."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ from mlflow.entities import Metric, Param, Run, RunData, RunInfo, RunTag
 from plait.core.errors import ConfigError
 from plait.core.jobs import DataSpec, JobSpec, TrainSpec
 from plait.core.lifecycle import JobResult
-from plait.core.messages import Event, Export, JobEvaluated, JobSaved, KeepWeights
+from plait.core.messages import (
+    Event,
+    Export,
+    Generate,
+    JobEvaluated,
+    JobGenerated,
+    JobSaved,
+    KeepWeights,
+)
 from plait.core.settings import EngineSettings, PlannerSettings, RunSettings, SearchSettings, StoppingSettings
 from plait.core.space import Space
 from plait.engine.catalogue import DataCatalogue
@@ -23,6 +31,7 @@ from plait.search.objective import Observed, check_kept
 from plait.tracking.mlflow_store import job_record
 
 CURVE = {2: 3.0, 4: 1.5, 6: 1.5, 8: 2.0}  # of equal ones the first is best
+ACCURACY = {2: 0.25, 4: 0.5, 6: 0.75, 8: 0.75}
 
 
 def job(keep: str, name: str = "a", **train: Any) -> JobSpec:
@@ -33,10 +42,18 @@ def job(keep: str, name: str = "a", **train: Any) -> JobSpec:
 def run(
     folder: Path, jobs: list[JobSpec], *, states: dict[str, Path] | None = None, stop: int | None = None
 ) -> tuple[list[Event], CurveWorker]:
-    """To the end, or until so many iterations are done."""
+    """To the end, or until so many iterations are done. Answers of jobs that keep the most accurate weights
+    are as good as ACCURACY says."""
     worker = CurveWorker(curve=lambda _job, step: CURVE.get(step, 9.0))
     settings = RunSettings(engine=EngineSettings(capacity=64, checkpoint_steps=1), planner=PlannerSettings())
-    made = Coordinator(worker, DataCatalogue(load_lengths), settings, folder=folder)
+    asked = any(each.train.keep == "best_accuracy" for each in jobs)
+    data = DataCatalogue(
+        load_lengths,
+        generation_limit=lambda _: 4 if asked else None,
+        each_evaluation=lambda _: True,
+        score=lambda _spec, rows, _texts: [ACCURACY[worker.steps["a"]]] * len(rows),
+    )
+    made = Coordinator(worker, data, settings, folder=folder)
     for each in jobs:
         made.submit(each, resume_from=(states or {}).get(each.name))
     events: list[Event] = []
@@ -78,6 +95,20 @@ def test_a_resumed_job_knows_its_best(tmp_path: Path, killed: int) -> None:
     assert end(events).eval_loss == 1.5
 
 
+@pytest.mark.parametrize("killed", [None, 3, 5, 7, 8])
+def test_the_first_of_the_most_accurate_evaluations_is_kept(tmp_path: Path, killed: int | None) -> None:
+    """After an interruption too; what is kept is not asked again at the end."""
+    first = [] if killed is None else run(tmp_path, [job("best_accuracy")], stop=killed)[0]
+    states = {} if killed is None else {"a": tmp_path / "checkpoints" / "a"}
+    events, worker = run(tmp_path, [job("best_accuracy")], states=states)
+    assert [each.kept_step for each in worker.commands if isinstance(each, Export)] == [6]
+    assert all(not each.best for each in worker.commands if isinstance(each, Generate))
+    told = {e.step: e.accuracy for e in [*first, *events] if isinstance(e, JobGenerated)}
+    assert told == ACCURACY
+    assert [e.accuracy for e in events if isinstance(e, JobGenerated)][-1] == 0.75
+    assert end(events).eval_loss == CURVE[6]
+
+
 def test_a_stopped_trial_is_reported_with_its_last_values(tmp_path: Path) -> None:
     worker = CurveWorker(curve=lambda _job, step: CURVE.get(step, 9.0))
     made = Coordinator(worker, DataCatalogue(load_lengths), RunSettings(), folder=tmp_path)
@@ -89,12 +120,18 @@ def test_a_stopped_trial_is_reported_with_its_last_values(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("keep", "state", "loss"),
-    [("best", "finished", 1.5), ("best", "running", 2.0), ("last", "finished", 2.0)],
+    [
+        ("best", "finished", 1.5),
+        ("best", "running", 2.0),
+        ("last", "finished", 2.0),
+        ("best_accuracy", "finished", 1.75),
+    ],
 )
 def test_a_finished_job_is_read_back_with_the_loss_of_its_adapter(keep: str, state: str, loss: float) -> None:
     tags = [RunTag("plait.trial", "0"), RunTag("plait.state", state), RunTag("plait.step", "8")]
     metrics = [Metric("eval/loss", 2.0, 0, 8), Metric("eval/best_loss", 1.5, 0, 8)]
-    data = RunData(metrics, [Param("train.keep", "best")] if keep == "best" else [], tags)
+    metrics += [Metric("eval/kept_loss", 1.75, 0, 8)] if keep == "best_accuracy" else []
+    data = RunData(metrics, [] if keep == "last" else [Param("train.keep", keep)], tags)
     info = RunInfo("id", "0", "u", "RUNNING", 0, None, "active", run_name="trial-0000")
     assert job_record(Run(info, data)).eval_loss == loss
 
@@ -116,6 +153,12 @@ RUNGS = SearchSettings(stopping=StoppingSettings(kind="successive_halving"))
         ({}, 4, RUNGS, None),
         ({"eval_every": 2}, 4, SearchSettings(), None),
         ({"keep": "last"}, 0, SearchSettings(), None),
+        (
+            {"keep": "best_accuracy", "eval_every": 2},
+            4,
+            SearchSettings(),
+            "_accuracy without answers at eval",
+        ),
     ],
 )
 def test_the_best_of_no_evaluations_is_refused(
@@ -124,7 +167,7 @@ def test_the_best_of_no_evaluations_is_refused(
     asked = JobSpec(
         "a",
         train=TrainSpec(**{"keep": "best"} | train),
-        data=DataSpec.of("reasoning_gym", validation=validation),
+        data=DataSpec.of("reasoning_gym", validation=validation, generate=True),
     )
     if said is None:
         check_kept(search, [asked])
@@ -134,7 +177,7 @@ def test_the_best_of_no_evaluations_is_refused(
 
 
 def test_another_word_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"train\.keep='first'\n.*best, last"):
+    with pytest.raises(ConfigError, match=r"train\.keep='first'\n.*best, best_accuracy, last"):
         TrainSpec(keep="first")  # type: ignore[arg-type]
 
 

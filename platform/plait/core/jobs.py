@@ -15,7 +15,7 @@ from plait.core.checks import FRACTION, NOT_EMPTY, Rule, above, at_least, betwee
 from plait.core.errors import ConfigError
 
 Schedule = Literal["constant", "linear", "cosine"]
-Keep = Literal["last", "best"]
+Keep = Literal["last", "best", "best_accuracy"]
 MAX_SEED = 2**32 - 1  # seeds are the 32-bit key of the dropout mask (plait_kernels.dropout)
 Seed = Annotated[int, between(0, MAX_SEED)]
 BETAS = Rule(
@@ -75,7 +75,7 @@ class TrainSpec:
         seed: seed of the data order, the initial weights and dropout.
         priority: jobs of higher priority are admitted first.
         keep: which weights the adapter has at the end: those of the last step, or those of the evaluation
-            with the lowest validation loss.
+            with the lowest validation loss, or with the highest accuracy of generated answers.
     """
 
     lr: Annotated[float, above(0)] = 2e-4

@@ -119,7 +119,8 @@ class Cursor:
         step: optimiser steps done.
         tokens: real tokens trained on.
         device_ns: device time attributed to the job, in nanoseconds.
-        best_step, best_loss: those of the evaluation whose weights are kept; None if none are.
+        best_step, best_loss, best_accuracy: those of the evaluation whose weights are kept; None if none are.
+            The last only where accuracies decide.
         completion_seconds: in a checkpoint: time since the job's submission, in this and earlier processes.
     """
 
@@ -128,6 +129,7 @@ class Cursor:
     device_ns: int = 0
     best_step: int | None = None
     best_loss: float | None = None
+    best_accuracy: float | None = None
     completion_seconds: float = 0.0
 
     @property

@@ -573,12 +573,15 @@ class Coordinator:
         return [*events, *self._predictions.learn(expected, run, seconds, number, times)]
 
     def _evaluate(self) -> list[Event]:
-        """Validation losses of all jobs that are due; where wanted, accuracies of those that continue."""
+        """Validation losses of all jobs that are due; where wanted, accuracies of those that continue, or
+        whose last weights may be the most accurate."""
         due = [job for job in self._live.values() if job.evaluation_due and not job.in_flight]
         measured, failed = evaluate(due, self._send, self._packer)
-        going = [job for job in due if not job.done and job.name not in failed]
-        found, unanswered = answered(going, self._send, self._data, at_end=False)
-        return [*measured, *found, *self._end_failed(failed | unanswered)]
+        asked = [job for job in due if job.name not in failed and (not job.done or job.keeps_most_accurate)]
+        found, unanswered = answered(asked, self._send, self._data, at_end=False)
+        ended = {job.name for job in asked if job.done}  # the accuracy of what they keep follows
+        events = [each for each in found if each.job not in ended]
+        return [*measured, *events, *self._end_failed(failed | unanswered)]
 
     def _finish(self) -> list[Event]:
         """End every job whose budget is spent."""

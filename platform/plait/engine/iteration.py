@@ -71,6 +71,8 @@ def answered(
 ) -> tuple[list[JobGenerated], dict[str, str]]:
     """Generate answers to the validation prompts of all jobs that have some together, and score them.
 
+    Jobs that keep their most accurate weights keep those of this evaluation if it is the best so far.
+
     Args:
         at_end: with the weights of jobs' best evaluations, if they keep them. Otherwise with those of now,
             and only where answers are wanted at each evaluation.
@@ -99,6 +101,10 @@ def answered(
                 failed[job.name] = "; ".join(str(error).splitlines())
             else:
                 found.append(JobGenerated(job.name, job.step, sum(scores) / len(scores)))
+    accuracies = {} if at_end else {each.job: each.accuracy for each in found}
+    best = [job.name for job in jobs if job.name in accuracies and job.answer(accuracies[job.name])]
+    if best:
+        send(KeepWeights(tuple(best)))
     return found, failed
 
 
@@ -164,9 +170,19 @@ class Finishing:
         return events, finished
 
     def _score(self, jobs: Sequence[LiveJob]) -> list[Event]:
-        """The accuracies of jobs' answers; a job without them is finished all the same."""
+        """The accuracies of jobs' answers; a job without them is finished all the same.
+
+        That of a job's most accurate evaluation is known, since its answers were by the weights that are kept.
+        """
         self._progress |= {job.name: _Progress() for job in jobs}
-        found, failed = answered(jobs, self._send, self._data, at_end=True)
+        known = {job.name: job.cursor.best_accuracy for job in jobs}
+        asked = [job for job in jobs if known[job.name] is None]
+        found, failed = answered(asked, self._send, self._data, at_end=True)
+        found += [
+            JobGenerated(job.name, job.step, accuracy)
+            for job in jobs
+            if (accuracy := known[job.name]) is not None
+        ]
         for name, trouble in failed.items():
             self._progress[name].unscored = trouble
         notices = [

@@ -215,6 +215,21 @@ class LiveJob:
         self.cursor = replace(self.cursor, best_step=self.step, best_loss=loss)
         return True
 
+    @property
+    def keeps_most_accurate(self) -> bool:
+        """Whether its adapter is that of the evaluation with the highest accuracy."""
+        return self.spec.train.keep == "best_accuracy"
+
+    def answer(self, accuracy: float) -> bool:
+        """Note the accuracy at an evaluation; return whether its weights are kept, as :meth:`evaluate`."""
+        best = self.cursor.best_accuracy
+        if not self.keeps_most_accurate or (best is not None and accuracy <= best):
+            return False
+        self.cursor = replace(
+            self.cursor, best_step=self.step, best_loss=self.eval_loss, best_accuracy=accuracy
+        )
+        return True
+
     def ended(
         self,
         state: JobState,

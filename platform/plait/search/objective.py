@@ -76,23 +76,31 @@ def _between(low: float, high: float) -> str:
 
 def check_kept(search: SearchSettings, jobs: Iterable[JobSpec]) -> None:
     """Check that jobs whose best evaluation is kept have evaluations before their ends, by their own settings
-    or at rungs.
+    or at rungs, and answers there if accuracies decide.
 
     Raises:
         ConfigError: one has none.
     """
     at_rungs = search.stopping.active and rung_metric(search).metric.startswith("eval/")
-    rule = "train.keep=best compares validation losses."
     for job in jobs:
-        if job.train.keep != "best":
+        asked = f"train.keep={job.train.keep}"
+        if job.train.keep == "last":
             continue
+        by_loss = job.train.keep == "best"
+        rule = f"{asked} compares {'validation losses' if by_loss else 'accuracies of generated answers'}."
         if parse_options(job.data).validation == 0:
             raise ConfigError(
-                "train.keep=best with data.validation=0", rule, "Set data.validation=0.1, or train.keep=last."
+                f"{asked} with data.validation=0", rule, "Set data.validation=0.1, or train.keep=last."
+            )
+        if not by_loss and not each_evaluation(job.data):
+            raise ConfigError(
+                f"{asked} without answers at evaluations",
+                rule,
+                "Set data.generate=true data.generate_at=evaluation, or train.keep=best.",
             )
         if job.train.eval_every == 0 and not at_rungs:
             raise ConfigError(
-                "train.keep=best with train.eval_every=0",
+                f"{asked} with train.eval_every=0",
                 f"{rule} There is only one evaluation, after the last step.",
                 "Set train.eval_every=10, or train.keep=last.",
             )

@@ -314,7 +314,9 @@ def print_summary(console: Console, board: Leaderboard, facts: Mapping[str, Any]
         lines += [("parameters", settings_line(best, keys))]
         if best.adapter:
             lines += [("adapter", best.adapter)]
-        if best.was_better:
+        if best.keeps_most_accurate and best.accuracy is not None:
+            lines += [("accuracy", f"{best.accuracy:.1%}; the adapter is from its most accurate evaluation")]
+        elif best.was_better:
             lines += [("lowest eval loss", f"{best_evaluation(best)}; the adapter is from the last step")]
         elif best.parameters.get("train.keep") == "best":
             lines += [("lowest eval loss", f"{best_evaluation(best)}; the adapter is from this step")]

@@ -47,6 +47,7 @@ class JobRecord:
         steps: total optimiser steps; 0 until the job is admitted.
         eval_loss: loss of the last evaluation or, for a finished job that keeps its best weights, of the
             best.
+        accuracy: of generated answers, at the last evaluation or, for a finished job, of its adapter.
         best_eval_loss, best_eval_step: the lowest loss of all evaluations, and its step.
         tokens_per_s: throughput of the newest step.
         adapter: folder of the finished adapter, or its path among the run's artifacts.
@@ -96,6 +97,11 @@ class JobRecord:
     def values(self) -> tuple[float, ...]:
         """All objectives; empty if they were not measured."""
         return () if self.objective is None else (self.objective, *self.others)
+
+    @property
+    def keeps_most_accurate(self) -> bool:
+        """Whether its adapter is that of the evaluation with the highest accuracy."""
+        return self.parameters.get("train.keep") == "best_accuracy"
 
     @property
     def was_better(self) -> bool:

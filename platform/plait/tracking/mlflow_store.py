@@ -324,6 +324,7 @@ def job_record(run: Run) -> JobRecord:
     step = _step(run)
     state = JobState(tags[names.TAG_STATE])
     best = state == JobState.FINISHED and run.data.params.get("train.keep") == "best"
+    last = metrics.get(names.EVAL_BEST_LOSS if best else names.EVAL_LOSS)
     return JobRecord(
         name=tags.get(names.TAG_JOB, run.info.run_name),
         trial=int(tags[names.TAG_TRIAL]),
@@ -333,7 +334,7 @@ def job_record(run: Run) -> JobRecord:
         step=step,
         steps=int(tags.get(names.TAG_STEPS, step)),
         loss=metrics.get(names.TRAIN_LOSS),
-        eval_loss=metrics.get(names.EVAL_BEST_LOSS if best else names.EVAL_LOSS),
+        eval_loss=metrics.get(names.EVAL_KEPT_LOSS, last),
         best_eval_loss=metrics.get(names.EVAL_BEST_LOSS),
         best_eval_step=_whole(metrics.get(names.EVAL_BEST_STEP)),
         accuracy=metrics.get(names.EVAL_ACCURACY),

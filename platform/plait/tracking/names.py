@@ -14,6 +14,7 @@ EVAL_TOKENS: Final = "eval/tokens"
 EVAL_BEST_LOSS: Final = "eval/best_loss"  # the lowest so far
 EVAL_BEST_STEP: Final = "eval/best_step"  # the step after which it was measured
 EVAL_ACCURACY: Final = "eval/accuracy"
+EVAL_KEPT_LOSS: Final = "eval/kept_loss"  # of the adapter, where the most accurate one is kept
 THROUGHPUT: Final = "throughput/tokens_per_s"
 DEVICE_SECONDS: Final = "cost/device_seconds"
 COMPLETION_SECONDS: Final = "job/completion_seconds"

@@ -433,6 +433,8 @@ class Tracker:
             )  # later, if a kill took it back
             log.points(job, last, {names.DEVICE_SECONDS: result.device_seconds}, late=True)
         if result.adapter is not None:
+            if record.keeps_most_accurate and result.eval_loss is not None:
+                log.points(job, result.step, {names.EVAL_KEPT_LOSS: result.eval_loss})
             log.append(LogFolder(job, str(result.adapter), names.ADAPTER_FOLDER))
             log.tags(job, {names.TAG_ADAPTER: str(result.adapter)})
         log.tags(job, {names.TAG_STEP: str(record.step)})
