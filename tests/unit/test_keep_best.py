@@ -1,4 +1,4 @@
-"""``train.keep=best`` and ``best_accuracy``: which evaluation is kept, what is said of it at the end, and what cannot be kept."""
+"""``train.keep=best`` and ``best_accuracy``: which evaluation is kept, what is said of it, what cannot be."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ RUNGS = SearchSettings(stopping=StoppingSettings(kind="successive_halving"))
             {"keep": "best_accuracy", "eval_every": 2},
             4,
             SearchSettings(),
-            "_accuracy without answers at eval",
+            "_accuracy without answers",
         ),
     ],
 )

@@ -172,7 +172,7 @@ class Finishing:
     def _score(self, jobs: Sequence[LiveJob]) -> list[Event]:
         """The accuracies of jobs' answers; a job without them is finished all the same.
 
-        That of a job's most accurate evaluation is known, since its answers were by the weights that are kept.
+        That of a job's most accurate evaluation is known: its answers were by the weights that are kept.
         """
         self._progress |= {job.name: _Progress() for job in jobs}
         known = {job.name: job.cursor.best_accuracy for job in jobs}
