@@ -579,8 +579,8 @@ class Coordinator:
         measured, failed = evaluate(due, self._send, self._packer)
         asked = [job for job in due if job.name not in failed and (not job.done or job.keeps_most_accurate)]
         found, unanswered = answered(asked, self._send, self._data, at_end=False)
-        told = [each for each in found if not self._live[each.job].done]  # else that of what is kept follows
-        return [*measured, *told, *self._end_failed(failed | unanswered)]
+        going = [each for each in found if not self._live[each.job].done]  # what others keep follows
+        return [*measured, *going, *self._end_failed(failed | unanswered)]
 
     def _finish(self) -> list[Event]:
         """End every job whose budget is spent."""
