@@ -136,6 +136,6 @@ def _figures(asked: QuantisedOptions, name: str, dense: _Side, other: _Side) -> 
 
 
 def _largest_difference(dense: _Side, other: _Side) -> float:
-    """Of all jobs' last losses, as a share of that on dense weights."""
+    """The largest difference of a job's last losses, as a share of that on dense weights."""
     pairs = [(losses[-1], other.run.losses[job][-1]) for job, losses in dense.run.losses.items()]
     return max(abs(theirs - own) / own for own, theirs in pairs)
