@@ -23,7 +23,7 @@ from plait.core.settings import ModelSettings
 from plait.models.load import load_model
 from plait.models.targets import resolve_targets
 from plait.serve.cells import BankAdapters
-from plait.serve.driver import Driver
+from plait.serve.driver import Driver, Pace
 from plait.serve.engine import Engine, complete
 from plait.serve.folders import FolderAdapters
 from plait.serve.requests import Request, Sampling
@@ -281,6 +281,14 @@ def test_a_full_queue_is_refused_and_what_waits_is_answered(
         time.sleep(0.001)
     status, answer = served.ask("/v1/completions", GOOD)
     assert (status, answer["error"]["type"]) == (503, "overloaded_error")
+
+    monkeypatch.setattr(served.driver, "_most_waiting", 100)
+    pace = Pace()
+    pace.note(300.0, 4)  # seconds of an iteration, and how many requests left the queue in it
+    monkeypatch.setattr(served.driver, "_pace", pace)
+    connection, response = served.send("/v1/completions", GOOD)  # two are ahead: 225 s, and 100 are allowed
+    assert (response.status, response.getheader("retry-after")) == (503, "125")
+    connection.close()
     gate.open()
     for each in clients:
         each.join(60)

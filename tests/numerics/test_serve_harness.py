@@ -313,7 +313,7 @@ def test_results_are_shown_though_the_store_fails_and_the_limit_of_training_is_l
     copytree(laboratory.folders["rank1"], unreadable)
     (unreadable / "adapter_model.safetensors").write_bytes(b"cut off")
     folders = {**laboratory.folders, "unreadable": unreadable}
-    names = list(folders)
+    names = [*folders, "unfetched"]
     records = [SimpleNamespace(name=name, trial=trial, state="finished") for trial, name in enumerate(names)]
     search = SimpleNamespace(name="mine", records=records)
     logged = []
@@ -328,9 +328,14 @@ def test_results_are_shown_though_the_store_fails_and_the_limit_of_training_is_l
         assert base.max_length == laboratory.base.max_length
         return base, FolderAdapters(base, folders)
 
+    def fetch(_: Any, one: Any, __: Any) -> Path:
+        if one.name == "unfetched":
+            raise StorageError("the store has no file")
+        return folders[one.name]
+
     monkeypatch.setattr("plait.tracking.results.load_search", lambda *_: search)
     monkeypatch.setattr("plait.tracking.results.record_values", record)
-    monkeypatch.setattr("plait.tracking.trained.adapter_folder", lambda _, one, __: folders[one.name])
+    monkeypatch.setattr("plait.tracking.trained.adapter_folder", fetch)
     limited = replace(laboratory.settings, max_length=16)
     monkeypatch.setattr("plait.tracking.trained.base_model", lambda *_: limited)
     monkeypatch.setattr("plait.cli.evaluate.load_base", load)
@@ -343,9 +348,11 @@ def test_results_are_shown_though_the_store_fails_and_the_limit_of_training_is_l
         "2",
     ] * 2
     assert "trial 0: its results are not in the store: the store is down" in shown.err
-    assert f"trial 3: {unreadable}" in shown.err
+    assert f"unreadable: {unreadable}" in shown.err
+    assert "unfetched: the store has no file" in shown.err
     assert "lose their beginning" not in shown.err
-    assert eval_command([*words, "--trial", "3"]) == EXIT_FAILED_JOBS
+    with pytest.raises(StorageError, match="unreadable"):
+        eval_command([*words, "--trial", "3"])
     assert logged == [(trial, ["eval/choices/acc", "eval/choices/acc_norm"]) for trial in (1, 2)]
 
 

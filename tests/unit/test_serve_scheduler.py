@@ -1,8 +1,10 @@
 """The pool's pages: each is free, owned or shared, whatever joins, ends and is cancelled."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from plait.serve.driver import Pace
 from plait.serve.scheduler import Demand, Need, PagePool, Scheduler, Shared
 
 
@@ -115,3 +117,18 @@ def test_what_is_shared_stays_until_its_room_is_needed_the_least_recent_goes_fir
     assert not pool.take(10, 4)
     assert pool.take(10, 3)
     assert list(pool.shared) == [("c",)], "what is used does not go"
+
+
+def test_the_pace_of_a_queue_says_how_long_the_next_one_waits() -> None:
+    pace = Pace()
+    assert pace.wait(1000) == 0, "nothing is known"
+    for _ in range(3):
+        pace.note(1.0, 1)
+    assert pace.wait(1000) == 0, "too few have left"
+    for _ in range(1000):
+        pace.note(1.0, 2)
+    assert pace.wait(0) == pytest.approx(0.5)
+    assert pace.wait(9) == pytest.approx(5.0)
+    for _ in range(200):
+        pace.note(1.0, 0)
+    assert pace.wait(9) == 0, "what was long ago says nothing"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from plait.cli.generate import POOL_TOKENS, load_base
+from plait.cli.generate import POOL_TOKENS, fetched_adapters, load_base
 from plait.cli.results import store_parser, store_settings
 from plait.core.errors import EXIT_DONE, ConfigError, PlaitError, SearchError, choices
 from plait.core.lifecycle import JobState
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     from plait.serve.engine import Engine
     from plait.serve.requests import Sampling
     from plait.tracking.results import chosen, load_search
-    from plait.tracking.trained import adapter_folder, base_model
+    from plait.tracking.trained import base_model
 
     sampling = Sampling(known.max_new_tokens, known.temperature, known.top_p, known.seed)
     settings = store_settings(known)
@@ -48,14 +48,16 @@ def main(arguments: Sequence[str]) -> int:
     if first not in records:
         shown = f"{first.name} of search {search.name!r} has not finished"
         raise SearchError(shown, "Only finished trials have an adapter.")
-    folders = {record.name: adapter_folder(search, record, settings) for record in records}
-    base, adapters = load_base(base_model(search, settings), folders)
+    base, adapters = load_base(base_model(search, settings), fetched_adapters(search, records, settings))
+    if known.trial is not None and first.name not in adapters.names:
+        raise SearchError(first.name, "Its adapter cannot be used, as said above.", "Begin with another.")
     if not base.tokeniser.chat_template:
         raise ConfigError(
             "plait chat", "The model's tokeniser has no chat template.", "Use `plait generate --plain`."
         )
-    models: dict[str, str | None] = {BASE: None} | {name: name for name in folders}
-    chat = Chat(base, Engine(base, adapters, pool_tokens=POOL_TOKENS), models, first.name, sampling)
+    models: dict[str, str | None] = {BASE: None} | {name: name for name in adapters.names}
+    begins = first.name if first.name in models else adapters.names[0]
+    chat = Chat(base, Engine(base, adapters, pool_tokens=POOL_TOKENS), models, begins, sampling)
     print(HELP)
     return chat.run(_line)
 

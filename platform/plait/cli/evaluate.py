@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from plait.cli.generate import BASE, POOL_TOKENS, load_base
+from plait.cli.generate import BASE, POOL_TOKENS, add_adapters, fetched_adapters, load_base
 from plait.cli.parser import Parser
 from plait.cli.results import store_parser, store_settings
 from plait.core.errors import EXIT_DONE, EXIT_FAILED_JOBS, ConfigError, PlaitError, SearchError, StorageError
@@ -29,7 +29,11 @@ def main(arguments: Sequence[str]) -> int:
     """Run lm-eval's tasks for a search's adapters, all together."""
     known = _parser().parse_args(arguments)
     tasks = [name for name in known.tasks.split(",") if name]
-    for name, value, least in (("limit", known.limit, 1), ("shots", known.shots, 0)):
+    for name, value, least in (
+        ("limit", known.limit, 1),
+        ("shots", known.shots, 0),
+        ("pool-tokens", known.pool_tokens, 2),
+    ):
         if value is not None and value < least:
             raise ConfigError(f"--{name} {value}", f"It is {least} or more.")
     if not tasks:
@@ -37,28 +41,21 @@ def main(arguments: Sequence[str]) -> int:
     settings = store_settings(known)
     from plait.serve.harness import evaluate, load_tasks
     from plait.tracking.results import load_search
-    from plait.tracking.trained import adapter_folder, base_model
+    from plait.tracking.trained import base_model
 
     search = load_search(settings, known.name)
     records = _chosen(search, known.trial)
     loaded = load_tasks(tasks, known.include, shots=known.shots, limit=known.limit, chat=known.chat)
-    folders = {record.name: adapter_folder(search, record, settings) for record in records}
+    folders = fetched_adapters(search, records, settings)
     model = base_model(search, settings)
     base, adapters = load_base(replace(model, max_length=None), {})  # it is a limit for training
     trials = {record.name: record for record in records}
-    failed = False
-    for each, folder in folders.items():
-        try:
-            adapters.add(each, folder)
-        except PlaitError as error:
-            print(f"trial {trials[each].trial}: {error}", file=sys.stderr)
-            failed = True
+    add_adapters(adapters, folders)
+    failed = len(adapters.names) < len(records)
     asked = [*([] if known.no_base else [None]), *adapters.names]
-    if not asked:
-        return EXIT_FAILED_JOBS
     from plait.serve.engine import Engine
 
-    longest = max(POOL_TOKENS, model.max_length or base.max_length)
+    longest = known.pool_tokens or max(POOL_TOKENS, model.max_length or 0)
     engine = Engine(base, adapters, pool_tokens=longest)
     table: list[tuple[str, Results]] = []
     unrecorded: list[tuple[JobRecord, Results]] = []
@@ -90,6 +87,12 @@ def _parser() -> Parser:
     add("--chat", action="store_true", help="prompts are messages in the chat template")
     add("--trial", type=int, action="append", metavar="N", help="may be repeated; default: all finished")
     add("--no-base", action="store_true", help="without the base model")
+    add(
+        "--pool-tokens",
+        type=int,
+        metavar="N",
+        help=f"tokens of all running requests; longer prompts are cut; default: {POOL_TOKENS:,}",
+    )
     add("--json", action="store_true", help="one line of JSON for each adapter")
     return parser
 

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from plait.cli.parser import Parser
 from plait.cli.results import store_parser, store_settings
-from plait.core.errors import EXIT_DONE, ConfigError, InputError, SearchError
+from plait.core.errors import EXIT_DONE, EXIT_FAILED_JOBS, ConfigError, InputError, PlaitError, SearchError
 from plait.utils.paths import as_path, user_path
 
 # Other imports take seconds, for which help and bad input do not wait.
 if TYPE_CHECKING:
-    from plait.core.settings import ModelSettings
+    from plait.core.settings import ModelSettings, TrackingSettings
     from plait.models.base import BaseModel
     from plait.serve.folders import FolderAdapters
     from plait.serve.requests import Completion, Sampling
     from plait.tracking.leaderboard import JobRecord
+    from plait.tracking.results import SearchResult
 
+Given = TypeVar("Given")
+Used = TypeVar("Used")
 BASE = "base"
 POOL_TOKENS = 32_768  # tokens whose keys and values the pool would hold if it held no adapters
 
@@ -52,23 +55,23 @@ def main(arguments: Sequence[str]) -> int:
         )
     settings = store_settings(known)
     from plait.tracking.results import chosen, load_search
-    from plait.tracking.trained import adapter_folder, base_model, recorded_config
+    from plait.tracking.trained import base_model, recorded_config
 
     search = load_search(settings, known.name)
     records = [chosen(search, trial) for trial in dict.fromkeys(known.trial or [None])]
     config = recorded_config(search, settings)
-    folders = {record.name: adapter_folder(search, record, settings) for record in records}
+    folders = fetched_adapters(search, records, settings)
     base, loaded = load_base(base_model(search, settings), folders)
     if known.validation:
         prompts += _validation_prompts(known.validation, config, base, records)
     template = _template(known.chat, known.plain, config)
     if template:
         prompts = _as_messages(prompts, config, base)
-    adapters = [*([] if known.no_base else [None]), *folders]
+    adapters = [*([] if known.no_base else [None]), *loaded.names]
     trials = {record.name: record for record in records}
     for prompt, answers in zip(prompts, _answers(base, loaded, prompts, adapters, sampling), strict=True):
         _show(prompt, answers, trials, as_json=known.json)
-    return EXIT_DONE
+    return EXIT_DONE if len(loaded.names) == len(records) else EXIT_FAILED_JOBS
 
 
 def _parser() -> Parser:
@@ -113,8 +116,51 @@ def _file_prompts(path: Path) -> list[str]:
     return found
 
 
+def fetched_adapters(
+    search: SearchResult, records: Sequence[JobRecord], settings: TrackingSettings
+) -> dict[str, Path]:
+    """The folders of trials' adapters by name; of one that cannot be fetched it is said why.
+
+    Raises:
+        PlaitError: none can be fetched.
+    """
+    from plait.tracking.trained import adapter_folder
+
+    return _usable(
+        {record.name: record for record in records}, lambda _, one: adapter_folder(search, one, settings)
+    )
+
+
+def add_adapters(adapters: FolderAdapters, folders: Mapping[str, Path]) -> None:
+    """Add the adapters of folders; of one that cannot be used it is said why.
+
+    Raises:
+        PlaitError: none can be used.
+    """
+    _usable(folders, adapters.add)
+
+
+def _usable(given: Mapping[str, Given], use: Callable[[str, Given], Used]) -> dict[str, Used]:
+    """What comes of those that can be used. An error costs its own alone, unless none is left."""
+    found: dict[str, Used] = {}
+    for name, each in given.items():
+        try:
+            found[name] = use(name, each)
+        except PlaitError as error:
+            if len(given) == 1:
+                raise
+            print(f"{name}: {error}", file=sys.stderr)
+    if given and not found:
+        raise SearchError(f"adapters {', '.join(given)}", "None of them can be used, as said above.")
+    return found
+
+
 def load_base(model: ModelSettings, folders: Mapping[str, Path]) -> tuple[BaseModel, FolderAdapters]:
-    """The base model on this machine's device, and the adapters of folders."""
+    """The base model on this machine's device, and those adapters of folders that can be used.
+
+    Raises:
+        PlaitError: none can be used.
+    """
     from plait.core.settings import AUTO
     from plait.engine.devices import choose_device, choose_dtype, choose_kernels
     from plait.models.load import load_model
@@ -125,7 +171,9 @@ def load_base(model: ModelSettings, folders: Mapping[str, Path]) -> tuple[BaseMo
     model = replace(model, dtype=choose_dtype(device)) if model.dtype == AUTO else model
     base = load_model(model, cache=cache_dir(), device=device)
     base.install(backend=choose_kernels("auto", device, base.dtype))
-    return base, FolderAdapters(base, folders)
+    adapters = FolderAdapters(base)
+    add_adapters(adapters, folders)
+    return base, adapters
 
 
 def _validation_prompts(

@@ -6,12 +6,12 @@ import argparse
 import json
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from plait.cli.generate import POOL_TOKENS, load_base
+from plait.cli.generate import POOL_TOKENS, fetched_adapters, load_base
 from plait.cli.parser import Parser
 from plait.cli.results import store_parser, store_settings
 from plait.core.errors import EXIT_DONE, ConfigError, SearchError, StorageError, choices
@@ -22,6 +22,7 @@ from plait.utils.paths import as_path
 if TYPE_CHECKING:
     from plait.core.settings import ModelSettings
 
+Found = TypeVar("Found")
 KEY = "PLAIT_SERVE_KEY"  # not an argument, which every user of the machine could read
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 BASE = "base"
@@ -54,6 +55,7 @@ def main(arguments: Sequence[str]) -> int:
             raise ConfigError(f"{folder}", f"There is another model named {name!r}.", "Rename the folder.")
         served.folders[name] = folder
     base, adapters = load_base(served.model or _base_of(known, folders), served.folders)
+    served.aliases = {name: own for name, own in served.aliases.items() if own in (None, *adapters.names)}
     from plait.serve.driver import Driver
     from plait.serve.engine import Engine
     from plait.serve.folders import HOST_BYTES
@@ -126,7 +128,7 @@ def _base_of(known: argparse.Namespace, folders: Mapping[str, Path]) -> ModelSet
     from plait.adapters.peft_folder import quantised_base
     from plait.models.load import named_model
 
-    modes = {quantised_base(folder) for folder in folders.values()} - {None}
+    modes = {_readable(quantised_base, folder) for folder in folders.values()} - {None}
     if len(modes) > 1:
         raise ConfigError(
             f"base models quantised as {choices(sorted(map(str, modes)))}",
@@ -136,15 +138,9 @@ def _base_of(known: argparse.Namespace, folders: Mapping[str, Path]) -> ModelSet
     quantise = next((mode for mode in modes if mode is not None), WHOLE)
     if known.model is not None:
         return named_model(known.model, quantise=quantise)
-    named = set()
-    for folder in folders.values():
-        try:
-            config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-            named.add((str(config["base_model_name_or_path"]), config.get("revision")))
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise StorageError(
-                f"{folder / CONFIG}: {error}", "It must name the adapter's base model."
-            ) from error
+    named = {pair for folder in folders.values() if (pair := _readable(_named_base, folder)) is not None}
+    if not named and folders:
+        _named_base(next(iter(folders.values())))  # says why
     if len(named) != 1:
         raise ConfigError(
             f"base models: {choices(sorted(name for name, _ in named)) or 'none'}",
@@ -154,10 +150,27 @@ def _base_of(known: argparse.Namespace, folders: Mapping[str, Path]) -> ModelSet
     return named_model(*named.pop(), quantise)
 
 
+def _named_base(folder: Path) -> tuple[str, str | None]:
+    """Name and revision of the base model that an adapter's folder names."""
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        return str(config["base_model_name_or_path"]), config.get("revision")
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise StorageError(f"{folder / CONFIG}: {error}", "It must name the adapter's base model.") from error
+
+
+def _readable(read: Callable[[Path], Found], folder: Path) -> Found | None:
+    """What a folder says; None if it cannot be read, which is said when its adapter is loaded."""
+    try:
+        return read(folder)
+    except StorageError:
+        return None
+
+
 def _of_search(known: argparse.Namespace) -> _Served:
     """The finished trials of a search, or those that are named."""
     from plait.tracking.results import chosen, load_search
-    from plait.tracking.trained import adapter_folder, base_model
+    from plait.tracking.trained import base_model
 
     settings = store_settings(known)
     search = load_search(settings, known.names[0] if known.names else None)
@@ -167,7 +180,7 @@ def _of_search(known: argparse.Namespace) -> _Served:
     if not records:
         raise SearchError(f"search {search.name!r} has no finished trial", "Only these have an adapter.")
     served = _Served(base_model(search, settings))
-    served.folders |= {record.name: adapter_folder(search, record, settings) for record in records}
+    served.folders |= fetched_adapters(search, records, settings)
     if search.best is not None and search.best.name in served.folders:
         served.aliases[BEST] = search.best.name
     return served

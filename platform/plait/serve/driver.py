@@ -16,9 +16,38 @@ from plait.serve.engine import Engine
 from plait.serve.metrics import Counts
 from plait.serve.requests import Request, Update
 
+REMEMBERED = 0.98  # of the pace, an iteration later
+ENOUGH = 4.0  # requests that have left the queue, before the pace says something
+
 
 class BusyError(Exception):
-    """The queue is full, a request has waited for too long, or the server is stopping."""
+    """The queue is full, a request has waited or would wait for too long, or the server is stopping.
+
+    Attributes:
+        seconds: after which it may be worth asking again.
+    """
+
+    def __init__(self, seconds: float = 1.0) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+
+class Pace:
+    """How fast the queue moves, by what left it in recent iterations that began with one."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._left = 0.0
+
+    def note(self, seconds: float, left: int) -> None:
+        """An iteration of so many seconds, in which so many requests left the queue."""
+        self._seconds = REMEMBERED * self._seconds + seconds
+        self._left = REMEMBERED * self._left + left
+
+    def wait(self, ahead: int) -> float:
+        """Seconds until a request with so many ahead of it has left the queue, too; 0 while too few have left
+        to tell."""
+        return (ahead + 1) * self._seconds / self._left if self._left >= ENOUGH else 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -37,7 +66,7 @@ class Driver:
 
     Args:
         most_waiting: requests that may wait for room; more are refused.
-        most_seconds: that one may wait for; then it is refused.
+        most_seconds: that one may wait for; then it is refused, and at once if it would wait for longer.
     """
 
     def __init__(self, engine: Engine, *, most_waiting: int, most_seconds: float = float("inf")) -> None:
@@ -45,6 +74,7 @@ class Driver:
         self.counts = Counts()
         self._most_waiting = most_waiting
         self._most_seconds = most_seconds
+        self._pace = Pace()
         self._changed = threading.Condition()
         self._new: list[_Ticket] = []
         self._active: dict[int, _Ticket] = {}
@@ -89,9 +119,10 @@ class Driver:
     def _post(self, ticket: _Ticket) -> None:
         with self._changed:
             waiting = len(self._new) + self.engine.scheduler.waiting
-            if self._stopping or waiting >= self._most_waiting:
+            late = self._pace.wait(waiting) - self._most_seconds if waiting else 0.0
+            if self._stopping or waiting >= self._most_waiting or late > 0:
                 self.counts.end("refused")
-                raise BusyError
+                raise BusyError(max(1.0, late))
             self._new.append(ticket)
             self._changed.notify()
 
@@ -133,6 +164,7 @@ class Driver:
 
     def _step(self) -> None:
         """One iteration; if it fails, as when memory runs out, all requests in the engine end with it."""
+        waiting, began = self.engine.scheduler.waiting, time.monotonic()
         try:
             updates = self.engine.step()
         except Exception as error:  # the thread must live: later requests may succeed
@@ -142,6 +174,8 @@ class Driver:
                 ticket.deliver(error)
             self._active = {}
             return
+        if waiting:
+            self._pace.note(time.monotonic() - began, waiting - self.engine.scheduler.waiting)
         for update in updates:
             ticket = self._active[update.request]
             self._count(ticket, update)

@@ -9,10 +9,13 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
+from types import MappingProxyType
 
 from plait.adapters.peft_folder import quantised_base, read_adapter
 from plait.core.errors import InputError, ModelError
+from plait.core.settings import WHOLE
 from plait.models.base import BaseModel
+from plait.models.quiet import say
 from plait.serve.cells import Adapter, Weights
 
 HOST_BYTES = 1 << 30  # of adapters that are kept in memory beside the pool
@@ -58,9 +61,10 @@ class FolderAdapters:
 
     bank = None
 
-    def __init__(self, base: BaseModel, folders: Mapping[str, Path]) -> None:
+    def __init__(self, base: BaseModel, folders: Mapping[str, Path] = MappingProxyType({})) -> None:
         self._sizes = {site.name: (site.in_features, site.out_features) for site in base.sites}
         self._quantise = base.identity.quantise
+        self._said_unknown = False
         self._adapters: dict[str, FolderAdapter] = {}
         self._added = 0
         self._lock = Lock()  # the server adds and removes, the engine's thread finds
@@ -81,12 +85,7 @@ class FolderAdapters:
             StorageError, ModelError: the folder has none for this base model.
         """
         stored = read_adapter(folder, self._sizes)
-        if quantised_base(folder) not in (None, self._quantise):
-            raise ModelError(
-                f"{folder}: trained with model.quantise={quantised_base(folder)}",
-                f"The base model here has model.quantise={self._quantise}, with which it computes otherwise.",
-                "Serve the adapter apart.",
-            )
+        self._check_base(folder, quantised_base(folder))
         with self._lock:
             if name in self._adapters:
                 raise InputError(
@@ -95,6 +94,23 @@ class FolderAdapters:
             self._added += 1
             self._adapters[name] = FolderAdapter(
                 name, folder, self._added, stored.rank, stored.scale, frozenset(stored.weights), self._sizes
+            )
+
+    def _check_base(self, folder: Path, trained: str | None) -> None:
+        """Refuse an adapter that was trained on another form of the base model's weights; where its file does
+        not say on which, that is said, once."""
+        if trained not in (None, self._quantise):
+            raise ModelError(
+                f"{folder}: trained with model.quantise={trained}",
+                f"The base model here has model.quantise={self._quantise}, with which it computes otherwise.",
+                "Serve the adapter apart.",
+            )
+        if trained is None and self._quantise != WHOLE and not self._said_unknown:
+            self._said_unknown = True
+            say(
+                f"{folder} does not say on which weights it was trained. Here the base model has "
+                f"model.quantise={self._quantise}: if it was trained on others, answers are not its own. "
+                "(Said of the first such folder.)"
             )
 
     def remove(self, name: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import math
 import socket
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -285,8 +286,8 @@ def _add_errors(app: FastAPI) -> None:
     async def unusable(_: Request, error: Any) -> Response:
         return _error(422, str(error)[:1000])
 
-    async def busy(_: Request, __: Any) -> Response:
-        return _error(503, "The server is busy.", {"Retry-After": "1"})
+    async def busy(_: Request, error: Any) -> Response:
+        return _error(503, "The server is busy.", {"Retry-After": str(math.ceil(error.seconds))})
 
     app.add_exception_handler(HTTPException, refused)
     app.add_exception_handler(RequestValidationError, wrong)

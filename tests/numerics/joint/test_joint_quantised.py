@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
 import torch
 from laboratory import Kept, Laboratory
 from peft_runs import PeftRun
+from safetensors.torch import load_file, save_file
 from saved_models import saved
 
-from plait.adapters.peft_folder import quantised_base
+from plait.adapters.peft_folder import WEIGHTS, quantised_base
 from plait.core.errors import ConfigError, ModelError
 from plait.core.lifecycle import JobState
 from plait.core.settings import ClusterSettings, ModelSettings, RunSettings
@@ -118,13 +120,20 @@ def test_a_base_is_another_if_it_is_quantised_otherwise(lab: Laboratory, tmp_pat
     assert lab.model.identity.digest in digests
 
 
-def test_an_exported_adapter_names_its_base(lab: Laboratory, tmp_path: Path) -> None:
+def test_an_exported_adapter_names_its_base(
+    lab: Laboratory, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (job,) = lab.group(steps=2)[:1]
     history = lab.run([job])
     folder = history.ended(job.name).adapter
     assert folder is not None
     assert quantised_base(Path(folder)) == lab.model.identity.quantise
     assert FolderAdapters(lab.model, {"one": Path(folder)}).names == ("one",)
+    assert capfd.readouterr().err == ""
+    nameless = Path(copytree(folder, tmp_path / "nameless"))
+    save_file(load_file(nameless / WEIGHTS), nameless / WEIGHTS)
+    FolderAdapters(lab.model, {"one": nameless, "two": nameless})
+    assert capfd.readouterr().err.count("does not say on which weights it was trained") == 1
     dense = load_model(settings_of("none"), cache=tmp_path)
     with pytest.raises(ModelError, match=r"trained with model\.quantise="):
         FolderAdapters(dense, {"one": Path(folder)})
