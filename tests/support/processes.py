@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from itertools import count
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,6 +27,8 @@ from plait.engine.catalogue import DataCatalogue
 from plait.engine.local_worker import LocalWorker
 from plait.engine.span_recorder import SpanRecorder
 
+FORKING = "PLAIT_TESTS_FORKING"  # address of the process that forks
+
 
 class ForkedProcess:
     """A process of a run, as ``Launcher`` wants one started.
@@ -33,18 +36,24 @@ class ForkedProcess:
     Attributes:
         ahead: seconds by which the clock of each is ahead of that of the one before, as on other hosts.
         short_at: microbatches in which memory runs out, counted from 1, by the number of the process.
+        listed: file to which the number of each is added, if there is one.
     """
 
     ahead = 0.0
     short_at: ClassVar[Mapping[int, int]] = {}
+    listed: ClassVar[Path | None] = None
 
     def __init__(
         self, address: Address, key: bytes, number: int, log: Path | None, _local: int | None = None
     ) -> None:
         given = (address, key, number, str(log or ""), self.ahead * number, self.short_at.get(number))
-        self._process: Any = FORKS.Process(target=_serve, args=given)
+        place = str(Path.cwd()), dict(os.environ)  # else those of the process that forks
+        self._process: Any = FORKS.Process(target=_serve, args=(place, *given))
         self._process.start()
         self.pid = self._process.pid
+        if self.listed is not None:
+            with self.listed.open("a") as listed:
+                listed.write(f"{self.pid}\n")
 
     def poll(self) -> int | None:
         self._process.join(0)
@@ -57,7 +66,19 @@ class ForkedProcess:
         self._process.join()
 
 
-def _serve(address: Address, key: bytes, number: int, log: str, ahead: float, short_at: int | None) -> None:
+def _serve(
+    place: tuple[str, dict[str, str]],
+    address: Address,
+    key: bytes,
+    number: int,
+    log: str,
+    ahead: float,
+    short_at: int | None,
+) -> None:
+    folder, environment = place
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
     if log:
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(output, 1)
@@ -80,9 +101,19 @@ def _running_short(forward: Any, at: int) -> Any:
     return short
 
 
-def _run_forking(*given: Any) -> None:
+def _run_forking(
+    arguments: Sequence[str], folder: str, log: str, environment: Mapping[str, str], last: int | None
+) -> None:
+    # The caller's process that forks has imported everything; one of its own would do so once more.
+    forkserver._forkserver._forkserver_address = environment[FORKING]  # type: ignore[attr-defined]
+    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
+    ForkedProcess.listed = _list_of(Path(folder), os.getpid())
     join.start_process = launch.start_process = ForkedProcess  # type: ignore[assignment]
-    Forked.run(*given)
+    Forked.run(arguments, folder, log, environment, last)
+
+
+def _list_of(folder: Path, coordinator: int) -> Path:
+    return folder / f"processes-{coordinator}"
 
 
 class ForkedSearch(Forked):
@@ -90,13 +121,19 @@ class ForkedSearch(Forked):
 
     run = staticmethod(_run_forking)
 
+    def __init__(self, arguments: Sequence[str], folder: Path) -> None:
+        forkserver.ensure_running()
+        self._folder = folder
+        address = forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
+        super().__init__(arguments, folder, environment={FORKING: address})
+
     def processes(self) -> list[psutil.Process]:
-        """Those of the run that live, as far as they have started: children of the coordinator's own
-        process that forks."""
-        with suppress(psutil.NoSuchProcess):
-            forking = psutil.Process(self.pid).children()
-            return [each for one in forking for each in one.children()]
-        return []
+        """Those of the run that live, as far as they have started."""
+        found, listed = [], _list_of(self._folder, self.pid)
+        for pid in listed.read_text().split() if listed.exists() else ():
+            with suppress(psutil.NoSuchProcess):
+                found.append(psutil.Process(int(pid)))
+        return found
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -780,6 +781,16 @@ def test_a_link_that_breaks_without_a_death_ends_all_who_would_wait_for_ever(
             each.receive()
     with pytest.raises(LostProcessError, match="process 1"):
         processes.ask_all(Measure())
+
+
+def test_a_process_that_stops_in_the_middle_of_an_answer_is_lost() -> None:
+    with closing(Door(("127.0.0.1", 0), KEY, 1.0)) as door:
+        end = connect(door.address, KEY)
+        processes = Processes(60.0, lambda _: None)
+        processes.all.append(Process(Hello(0, "host", 0), came_in(door, end)))
+        os.write(end.connection.fileno(), struct.pack("!i", 100) + b"half")
+        with pytest.raises(LostProcessError, match=r"^process 0 .* stopped in the middle of an answer"):
+            processes.ask_all(Measure())
 
 
 def test_a_process_that_cannot_read_its_part_ends_all_who_read_with_it(door: Door) -> None:

@@ -212,7 +212,8 @@ class Channel:
     """One end of a link. Any thread may send; one receives.
 
     Args:
-        send_seconds: longest wait for the other end to take a message; None: no limit.
+        seconds: longest wait for the other end to take a message, or to finish one that it has begun to send
+            and that is read; None: no limit.
 
     Attributes:
         near, far: addresses of this end and of the other; "" for one that is closed already.
@@ -220,7 +221,7 @@ class Channel:
 
     near = far = ""
 
-    def __init__(self, connection: Connection, send_seconds: float | None = None) -> None:
+    def __init__(self, connection: Connection, seconds: float | None = None) -> None:
         self.connection = connection
         self._sending = threading.Lock()
         with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as link:
@@ -230,9 +231,8 @@ class Channel:
             for name, value in KEEP_ALIVE.items():
                 if hasattr(socket, name):
                     link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-            if send_seconds is not None:
-                limit = struct.pack("ll", int(send_seconds), 0)
-                link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+            for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO) if seconds is not None else ():
+                link.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds or 0), 0))
 
     @property
     def idle(self) -> bool:
@@ -245,6 +245,7 @@ class Channel:
         """Send a message.
 
         Raises:
+            BlockingIOError: the other end does not take it in time.
             OSError: the other end is gone.
         """
         with self._sending:
@@ -254,6 +255,7 @@ class Channel:
         """The next message.
 
         Raises:
+            BlockingIOError: the other end does not finish it in time.
             EOFError, OSError: the other end is gone.
         """
         return self.connection.recv()
@@ -298,16 +300,16 @@ class Door:
     every wait has a limit.
 
     Args:
-        send_seconds: as :class:`Channel`.
+        seconds: as :class:`Channel`.
 
     Attributes:
         refused: what those had that were not let in, by their addresses: another key, other versions.
     """
 
-    def __init__(self, address: Address, key: bytes, send_seconds: float | None = None) -> None:
+    def __init__(self, address: Address, key: bytes, seconds: float | None = None) -> None:
         self._listener = Listener(address, backlog=64)
         self._key = key
-        self._send_seconds = send_seconds
+        self._seconds = seconds
         self._came: queue.SimpleQueue[tuple[Channel, Hello]] = queue.SimpleQueue()
         self._open = True
         self.refused: dict[str, str] = {}
@@ -322,7 +324,7 @@ class Door:
     def _accept(self) -> None:
         while self._open:
             with suppress(OSError):
-                channel = Channel(self._listener.accept(), self._send_seconds)
+                channel = Channel(self._listener.accept(), self._seconds)
                 threading.Thread(target=self._check, args=(channel,), daemon=True).start()
 
     def _check(self, channel: Channel) -> None:

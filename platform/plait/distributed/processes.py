@@ -296,6 +296,8 @@ class Processes:
     def _receive(self, process: Process) -> Answer | Refusal | Beat:
         try:
             message = process.channel.receive()
+        except BlockingIOError as error:
+            raise self.lost(process, "stopped in the middle of an answer") from error
         except (EOFError, OSError) as error:
             raise self.lost(process, "died") from error
         process.heard = time.monotonic()
