@@ -197,7 +197,7 @@ def _copies(profile: ClusterProfile, asked: Options, number: int, *, even: bool)
     trace = replace(asked, global_batch=number * asked.global_batch).drawn()
     layers = even_split(profile.time.layers, asked.stages) if even else balanced(profile, asked)
     replicas = [Replica(each, pp=asked.stages, layer_split=layers) for each in range(number)]
-    options = PlanOptions({each.id: asked.capacity for each in replicas})
+    options = PlanOptions({each.id: asked.capacity for each in replicas}, drained=False)  # as theirs are
     dealt = Dealt(number) if even else None
     plan = make_plan(global_batches(trace), replicas, profile.time, options, dealt)
     pipelines = plan_pipelines(plan, profile.time, options)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.core.errors import CapacityError
 from plait.core.plans import GlobalBatch, Group, Plan, Replica
-from plait.cost.replica import Configuration
+from plait.cost.replica import Configuration, ReplicaCost
 from plait.cost.time import HeadTime, LayerTime, TimeModel
 from plait.planner.dispatch_step import Dispatcher, by_dispatch
 from plait.planner.packing_exact import packed_batches
@@ -41,15 +43,18 @@ def rows(parts: dict[int, tuple[GlobalBatch, ...]]) -> list[tuple[str, int, int,
     )
 
 
+LENGTHS = list(range(5, 51, 5))  # so few that each has a bucket of its own
 TIME = TimeModel(6, {1: LayerTime(1e-4, 1e-5), 2: LayerTime(1e-4, 6e-6)}, {1: HeadTime(0.0, 1e-5)})
 
 
 @settings(max_examples=25)
 @given(
-    st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=12), min_size=1, max_size=3),
+    st.lists(st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=12), min_size=1, max_size=3),
     st.lists(st.integers(1, 5), min_size=1, max_size=4),
 )
-def test_the_dispatcher_assigns_every_sample_once(lengths: list[list[int]], speeds: list[int]) -> None:
+def test_the_dispatcher_assigns_every_sample_once_and_evenly(
+    lengths: list[list[int]], speeds: list[int]
+) -> None:
     batches = [global_batch(f"j{a}", own) for a, own in enumerate(lengths)]
     whole = Configuration(1, 1, 50)
     replicas = [(3 * at, whole, TIME.at_speed(speed)) for at, speed in enumerate(speeds)]
@@ -59,6 +64,18 @@ def test_the_dispatcher_assigns_every_sample_once(lengths: list[list[int]], spee
     assert all(
         part.loss_weight == batches[int(part.job[1:])].loss_weight for own in parts.values() for part in own
     )
+    costs = [ReplicaCost.of(whole, LENGTHS, TIME.at_speed(speed)) for speed in speeds]
+    given = [Counter(n for part in own for n in part.lengths) for own in parts.values()]
+    counts = [[own[length] for length in LENGTHS] for own in given]
+    seconds = [cost.seconds(own) for cost, own in zip(costs, counts, strict=True)]
+    slowest = seconds.index(max(seconds))
+    for at in np.flatnonzero(counts[slowest]):  # no sample would shorten the step elsewhere
+        one = np.arange(len(LENGTHS)) == at
+        for other in set(range(len(speeds))) - {slowest}:
+            moved = list(seconds)
+            moved[slowest] = costs[slowest].seconds(counts[slowest] - one)
+            moved[other] = costs[other].seconds(counts[other] + one)
+            assert max(moved) >= max(seconds) - 1e-8
 
 
 def test_long_samples_go_only_where_they_fit() -> None:

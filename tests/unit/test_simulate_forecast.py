@@ -15,6 +15,7 @@ from plait.cost.time import HeadTime, LayerTime, TimeModel
 from plait.engine.packer import Packer
 from plait.planner.verify import violations
 from plait.simulate.forecast import PlanOptions, forecast
+from plait.simulate.lowering import Lowering
 from plait_bench.pipelines import global_batches
 
 TIME = TimeModel(12, {1: LayerTime(1e-3, 1e-6), 2: LayerTime(1e-3, 6e-7)}, {1: HeadTime(0.0, 4e-6)})
@@ -48,7 +49,7 @@ def test_a_pipeline_and_a_tensor_parallel_replica_share_the_work() -> None:
     made = forecast(batches, replicas, TIME, PlanOptions(capacities, hidden_size=64, labelled_share=0.5))
     assert sum(made.plan.replicas[0].layer_split) == 12
     every = [batch for own in batches.values() for batch in own]
-    stages = {0: 4, 1: 1}
+    stages = {0: 1, 1: 1}  # the pipeline drains, so that a step follows the microbatch before it
     assert violations(made.plan.schedule, every, stages=stages, capacity=capacities) == []
     assert (
         made.metrics.device_seconds < 0.8 * made.alone.device_seconds
@@ -61,11 +62,16 @@ def test_a_pipeline_and_a_tensor_parallel_replica_share_the_work() -> None:
     assert made.plan.choices == {"capacity.0": 2048, "capacity.1": 1024, "packing repeats": True}
 
 
-def test_samples_are_shared_out_as_the_engine_shares_them() -> None:
-    batches = {
+def labelled(count: int, *, steps: int, size: int) -> dict[str, list[GlobalBatch]]:
+    """Jobs all tokens of which are labelled."""
+    return {
         job: [replace(each, loss_weight=1.0 / sum(each.lengths)) for each in own]
-        for job, own in jobs(1, steps=1, size=24).items()
+        for job, own in jobs(count, steps=steps, size=size).items()
     }
+
+
+def test_samples_are_shared_out_as_the_engine_shares_them() -> None:
+    batches = labelled(1, steps=1, size=24)
     replicas = [Replica(5, capacity=1000), Replica(9, capacity=950, speed=3.0)]
     options = PlanOptions({5: 1000, 9: 950}, times={9: TIME.at_speed(3.0)})
     planned = replica_of(forecast(batches, replicas, TIME, options).plan.schedule)
@@ -73,10 +79,44 @@ def test_samples_are_shared_out_as_the_engine_shares_them() -> None:
     assert Counter(planned.values())[9] > Counter(planned.values())[5] > 0
 
 
-def replica_of(items: Iterable[object]) -> dict[int, int]:
-    """By sample."""
-    microbatches = [each for each in items if isinstance(each, Microbatch)]
-    return {n: each.replica for each in microbatches for part in each.segments for n in part.samples}
+def test_several_replicas_with_stages_train_as_the_engine_trains_them() -> None:
+    batches = labelled(3, steps=3, size=12)
+    del batches["job2"][-1]
+    replicas = [Replica(0, pp=2, layer_split=(11, 1), capacity=1000), Replica(1, pp=1, capacity=1000)]
+    made = forecast(batches, replicas, TIME, PlanOptions({0: 1000, 1: 1000}))
+    packer, steps = Packer(made_of(made.plan.replicas), TIME), [0, 1, 2]
+    for step in steps:
+        turn = [own[step] for own in batches.values() if step < len(own)]
+        assert replica_of(made.plan.schedule, step) == replica_of(packer.pack(turn))
+    filled = [place for place, work in enumerate(made.pipelines[0].works) if work.parts]
+    own = [each for each in made.plan.schedule if isinstance(each, Microbatch) and not each.replica]
+    lowering, expected = Lowering(2), ([], [])
+    for step in steps:  # each step is a window at whose end the engine's pipeline is drained
+        window = [each for each in own if {part.step for part in each.segments} == {step}]
+        for stage, instructions in zip(expected, lowering.window(window), strict=True):
+            stage += [
+                (e.kind, filled[e.microbatch]) for e in instructions if e.kind in ("forward", "backward")
+            ]
+    for stage in (0, 1):
+        spans = [s for s in made.run.spans if (s.replica, s.stage) == (0, stage) and s.work in filled]
+        assert [(span.kind, span.work) for span in sorted(spans, key=lambda s: s.start)] == expected[stage]
+
+
+def made_of(replicas: Iterable[Replica]) -> list[Replica]:
+    """As the engine has them, with their capacity."""
+    return [replace(each, capacity=1000) for each in replicas]
+
+
+def replica_of(items: Iterable[object], step: int | None = None) -> dict[tuple[str, int], int]:
+    """By job and sample; of one step alone if it is given."""
+    return {
+        (part.job, n): each.replica
+        for each in items
+        if isinstance(each, Microbatch)
+        for part in each.segments
+        for n in part.samples
+        if step in (None, part.step)
+    }
 
 
 def test_the_same_jobs_give_the_same_plan() -> None:

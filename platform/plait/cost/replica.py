@@ -38,12 +38,14 @@ class Configuration:
 
     Attributes:
         kind: kind of its devices, if a cluster has several.
+        layer_split: layers of each stage; empty: even.
     """
 
     tp: Annotated[int, at_least(1)]
     pp: Annotated[int, at_least(1)]
     max_tokens: Annotated[int, at_least(1)]
     kind: str = ""
+    layer_split: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         check(self, "configuration")
@@ -74,6 +76,7 @@ class ReplicaCost:
         batch: b_j = ⌊M / s_j⌋ (R,); 0 if the bucket does not fit.
         fixed: seconds of every microbatch, independent of its size, by stage kind (K,).
         each: seconds of every sequence, by stage kind and bucket (K, R).
+        others: what the other stages take of a microbatch, relative to the slowest; None: all take as much.
         drained: whether a pipeline drains after the step; else the next one fills it, and it has no ramp.
     """
 
@@ -82,6 +85,7 @@ class ReplicaCost:
     batch: Int64
     fixed: Float64
     each: Float64
+    others: float | None = None
     drained: bool = True
 
     @classmethod
@@ -92,19 +96,17 @@ class ReplicaCost:
         time: TimeModel,
         *,
         labelled_share: float = 1.0,
-        layer_split: Sequence[int] | None = None,
     ) -> Self:
         """The cost of ``configuration`` for sequences of these lengths.
 
         Args:
             labelled_share: share of a sequence's tokens that reach head and loss.
-            layer_split: layers of each stage; None splits evenly.
 
         Raises:
             InputError: no profile for this tensor-parallel degree.
         """
         s = np.asarray(lengths, dtype=np.int64)
-        split = tuple(layer_split or even_split(time.layers, configuration.pp))
+        split = configuration.layer_split or even_split(time.layers, configuration.pp)
         layer, head = time.layer_time(configuration.tp), time.head_time(configuration.tp)
         kinds = sorted({(count, False) for count in split[:-1]} | {(split[-1], True)})
         kinds = [kinds[-1]] if configuration.pp == 1 else _worst(kinds)
@@ -113,7 +115,9 @@ class ReplicaCost:
         each = np.array(
             [count * token_seconds + last * head.labelled * labelled_share * s for count, last in kinds]
         )
-        return cls(configuration, s, configuration.max_tokens // s, fixed, each)
+        whole = sum(split) * token_seconds[-1] + head.labelled * labelled_share * s[-1]
+        others = float(whole / each[:, -1].max() - 1.0) if configuration.layer_split else None
+        return cls(configuration, s, configuration.max_tokens // s, fixed, each, others)
 
     @cached_property
     def supported(self) -> int:
@@ -149,9 +153,12 @@ class ReplicaCost:
         return np.where(self.batch > 0, self.linear.max(axis=0), np.inf)
 
     @property
-    def ramp(self) -> int:
-        """How often the longest microbatch counts again while the pipeline fills and drains: pp − 1."""
-        return self.configuration.pp - 1 if self.drained else 0
+    def ramp(self) -> float:
+        """How often the longest microbatch counts again while the pipeline fills and drains: pp − 1 times if
+        all stages are alike."""
+        if not self.drained:
+            return 0.0
+        return self.configuration.pp - 1 if self.others is None else self.others
 
     def seconds(self, counts: Sequence[int] | Int64) -> float:
         """T for counts[j] sequences of bucket j (R,); inf if one of them does not fit."""

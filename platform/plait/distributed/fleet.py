@@ -129,6 +129,7 @@ class Fleet:
             speeds=self._each(cluster.speeds or self._speeds(kinds), min),
             stages=cluster.stages,
             tensor=tensor,
+            splits=self._each([split for facts in built for split in facts.splits], lambda own: own[0]),
         )
 
     def _each(self, values: Sequence[Value], merged: Callable[[Sequence[Value]], Value]) -> tuple[Value, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
 import torch
@@ -46,6 +46,7 @@ from plait.engine.local_worker import LocalWorker
 from plait.engine.memory import attempt
 from plait.engine.microbatches import LoadedMicrobatch, load_microbatch
 from plait.engine.span_recorder import SpanRecorder, work_of
+from plait.engine.worker import WorkerFacts
 from plait.models.base import BaseModel
 from plait.models.load import ModelShape
 from plait.planner.instructions import Key
@@ -131,6 +132,11 @@ class StageWorker(LocalWorker):
         self._of_key: dict[Key, _Schedule] = {}
         self._failed: set[str] = set()  # jobs that do not step any more
         self._shared = None if group is None else SharedSides(group, model.slices, self.bank.sites)
+
+    @property
+    def facts(self) -> WorkerFacts:
+        """Its model and its device, and how its replica is cut."""
+        return replace(super().facts, splits=(tuple(map(len, self._layers)),))
 
     def _execute(self, command: Command) -> Sequence[WorkerEvent]:
         match command:

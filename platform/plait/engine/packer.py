@@ -47,7 +47,11 @@ class Packer:
         self._capacities = {each.id: each.capacity or 0 for each in replicas}
         time = time or _BY_TOKENS
         kinds = [
-            (each.id, Configuration(1, each.pp, each.capacity or 0), time.at_speed(each.speed))
+            (
+                each.id,
+                Configuration(1, each.pp, each.capacity or 0, layer_split=each.layer_split),
+                time.at_speed(each.speed),
+            )
             for each in replicas
         ]
         self._dispatcher = Dispatcher(kinds) if len(kinds) > 1 else None

@@ -33,7 +33,8 @@ def replicas_of(facts: WorkerFacts, settings: RunSettings, profile: Profile | No
             capacity, _ = fitting_capacity(own_facts, settings, profile)
         speed = facts.speeds[number] if facts.speeds else 1.0
         pp = (facts.stages[number] if facts.stages else 1) // facts.tensor
-        found.append(Replica(number, facts.tensor, pp, (), (device,), capacity, speed))
+        split = facts.splits[number] if facts.splits else ()
+        found.append(Replica(number, facts.tensor, pp, split, (device,), capacity, speed))
     return tuple(found)
 
 

@@ -89,6 +89,7 @@ class WorkerFacts:
         capacities: most tokens of a microbatch of each, if they are given.
         stages: how many processes hold each replica together; empty: one.
         tensor: how many of them hold the same layers together, each a slice of every one.
+        splits: layers of each stage of each replica; empty: one stage has all.
         inputs: the linears' inputs: names of the linears that read the same one, and its features. Empty:
             none is known to be shared.
     """
@@ -108,6 +109,7 @@ class WorkerFacts:
     capacities: tuple[int, ...] = ()
     stages: tuple[int, ...] = ()
     tensor: int = 1
+    splits: tuple[tuple[int, ...], ...] = ()
 
     @property
     def staged(self) -> bool:

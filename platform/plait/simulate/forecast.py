@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 from plait.core.errors import ConfigError, choices
-from plait.core.plans import GlobalBatch, Group, Microbatch, Plan, Prediction, Replica
+from plait.core.plans import GlobalBatch, Group, Microbatch, OptimiserStep, Plan, Prediction, Replica
 from plait.cost.replica import Configuration, balanced_split, even_split
 from plait.cost.time import MicrobatchShape, StageTime, TimeModel
 from plait.planner.dispatch_step import Dispatcher
@@ -89,6 +91,8 @@ class PlanOptions:
         bandwidths: bytes per second between the stages of each replica; without one, transfers take no time.
         adapting: whether, for pipelines, groups and smaller capacities are tried (:func:`adapted`).
         times: time models of replicas on another kind of device than the others.
+        drained: whether pipelines drain after each step. None: as in training, where several replicas do,
+            and a single one does not.
     """
 
     capacities: Mapping[int, int]
@@ -99,6 +103,11 @@ class PlanOptions:
     groups: int | None = None
     adapting: bool = False
     times: Mapping[int, TimeModel] = field(default_factory=dict)
+    drained: bool | None = None
+
+    def drains(self, replicas: Sequence[Replica]) -> bool:
+        """Whether the pipelines of these replicas drain after each step."""
+        return len(replicas) > 1 if self.drained is None else self.drained
 
     @property
     def token_bytes(self) -> int:
@@ -165,7 +174,8 @@ def adapted(
     """The options with those groups and largest capacities whose first steps end earliest in a simulation.
 
     Jobs that are packed together wait for each other's steps, and with few large microbatches the stages of a
-    pipeline are idle. So a separate group for each job is tried, and smaller capacities of pipelines.
+    pipeline are idle. So a separate group for each job is tried, and smaller capacities of pipelines. Several
+    replicas train one group.
     """
     if max(each.pp for each in replicas) == 1:
         return options
@@ -176,8 +186,10 @@ def adapted(
         plan = make_plan(first, replicas, time, tried)
         return simulate(plan_pipelines(plan, time, tried)).makespan
 
-    both = [options, replace(options, groups=len(batches))]
-    tried = [replace(min(both, key=seconds), capacities=each) for each in _halved(options, replicas, longest)]
+    grouped = [options] if options.drains(replicas) else [options, replace(options, groups=len(batches))]
+    tried = [
+        replace(min(grouped, key=seconds), capacities=each) for each in _halved(options, replicas, longest)
+    ]
     taken = [seconds(each) for each in tried]
     return next(each for each, own in zip(tried, taken, strict=True) if own <= (1.0 + NEAR) * min(taken))
 
@@ -196,20 +208,36 @@ def _halved(options: PlanOptions, replicas: Sequence[Replica], longest: int) -> 
 
 
 def plan_pipelines(plan: Plan, time: TimeModel, options: PlanOptions) -> dict[int, Pipeline]:
-    """The replicas of a plan with their microbatches, in 1F1B order; see :func:`.report.measure`.
+    """The replicas of a plan with their microbatches, in 1F1B order, drained where training drains them; see
+    :func:`.report.measure`.
 
     Raises:
         InputError: the time model has no figures for a replica's tensor-parallel degree.
     """
-    pipelines = {}
+    pipelines, first = {}, dict[str, int]()
+    for item in plan.schedule:
+        for job, step in [(item.job, item.step)] if isinstance(item, OptimiserStep) else ():
+            first.setdefault(job, step)
     for replica in plan.replicas:
         works = [
             schedule_work(item, 1, labelled_share=options.labelled_share)
             for item in plan.schedule
             if isinstance(item, Microbatch) and item.replica == replica.id
         ]
-        pipelines[replica.id] = _machine(replica, replica.layer_split, time, options).in_order(works)
+        machine = _machine(replica, replica.layer_split, time, options)
+        counts = _counts(works, first) if options.drains(plan.replicas) else [len(works)]
+        pipelines[replica.id] = machine.pipeline(works, OneFOneB(counts))
     return pipelines
+
+
+def _counts(works: Sequence[Work], first: Mapping[str, int]) -> list[int]:
+    """How many microbatches of a replica each turn has.
+
+    Args:
+        first: step of each job.
+    """
+    turns = (max((step - first[job] for job, step in work.parts), default=0) for work in works)
+    return list(Counter(accumulate(turns, max)).values())
 
 
 def _machine(replica: Replica, split: tuple[int, ...], time: TimeModel, options: PlanOptions) -> Machine:
@@ -227,7 +255,7 @@ def make_plan(
     """Group, dispatch, pack, order and verify; arguments and errors as in :func:`forecast`.
 
     Args:
-        dispatcher: for comparisons; None: that of training, over pipelines that do not drain between steps.
+        dispatcher: for comparisons; None: that of training.
     """
     if not batches or not replicas:
         raise ConfigError(
@@ -240,18 +268,14 @@ def make_plan(
             f"Each of the replicas {choices(ids)} needs one capacity.",
         )
     deployed = tuple(_with_split(each, time, options) for each in replicas)
-    stages, capacities = {each.id: each.pp for each in deployed}, options.capacities
-    loads = [job_load(job, own) for job, own in batches.items()]
-    largest = sum(capacities[each.id] for each in deployed)
-    grouping = (
-        head_tail(loads, options.groups)
-        if options.groups
-        else group_jobs(loads, stages=max(stages.values()), capacity=largest)
-    )
-    dispatcher = dispatcher or _dispatcher(deployed, time, options, drained=False)
+    capacities, drained = options.capacities, options.drains(deployed)
+    # Where they drain, the order of steps is that of single stages.
+    stages = {each.id: 1 if drained else each.pp for each in deployed}
+    grouping = (tuple(batches),) if drained else _grouping(batches, stages, options)
+    dispatcher = dispatcher or _dispatcher(deployed, time, options, drained=drained)
     order = [dispatcher.parts(turn, options.labelled_share) for turn in turns(batches, grouping)]
     packed = _packed(order, options)
-    items = build_schedule(packed, stages, capacity=capacities)
+    items = build_schedule(packed, stages, capacity=capacities, merging=not drained)
     every = [batch for own in batches.values() for batch in own]
     verify(items, every, stages=stages, capacity=capacities)
     groups = tuple(Group(jobs, min(capacities.values()), 1) for jobs in grouping)
@@ -260,6 +284,16 @@ def make_plan(
     }
     chosen["packing repeats"] = all(part.limit_hit != "time" for turn in packed for part in turn.values())
     return Plan(deployed, groups, items, chosen)
+
+
+def _grouping(
+    batches: Mapping[str, Sequence[GlobalBatch]], stages: Mapping[int, int], options: PlanOptions
+) -> tuple[tuple[str, ...], ...]:
+    loads = [job_load(job, own) for job, own in batches.items()]
+    if options.groups:
+        return head_tail(loads, options.groups)
+    largest = sum(options.capacities[each] for each in stages)
+    return group_jobs(loads, stages=max(stages.values()), capacity=largest)
 
 
 def _full(replica: Replica, options: PlanOptions) -> MicrobatchShape:
@@ -281,7 +315,11 @@ def _dispatcher(
 ) -> Dispatcher:
     room, times = options.capacities, options.times
     kinds = [
-        (each.id, Configuration(each.tp, each.pp, room[each.id]), times.get(each.id, time))
+        (
+            each.id,
+            Configuration(each.tp, each.pp, room[each.id], layer_split=each.layer_split),
+            times.get(each.id, time),
+        )
         for each in replicas
     ]
     return Dispatcher(kinds, drained=drained)
@@ -311,7 +349,8 @@ def job_by_job(
     steps."""
     works: dict[int, list[Work]] = {each.id: [] for each in replicas}
     counts: dict[int, list[int]] = {each.id: [] for each in replicas}
-    dispatcher = _dispatcher(replicas, time, options, drained=True)
+    even = [replace(each, layer_split=even_split(time.layers, each.pp)) for each in replicas]
+    dispatcher = _dispatcher(even, time, options, drained=True)
     for own in batches.values():
         for batch in own:
             parts = dispatcher.parts([batch], options.labelled_share)
@@ -322,10 +361,10 @@ def job_by_job(
                 ]
                 counts[replica].append(len(microbatches))
     return {
-        each.id: _machine(each, even_split(time.layers, each.pp), time, options).pipeline(
+        each.id: _machine(each, each.layer_split, time, options).pipeline(
             works[each.id], OneFOneB(counts[each.id])
         )
-        for each in replicas
+        for each in even
     }
 
 
