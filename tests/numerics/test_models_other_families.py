@@ -15,7 +15,7 @@ from plait.core.errors import ModelError
 from plait.core.settings import ModelSettings
 from plait.models.base import BaseModel, Identity
 from plait.models.context import MicrobatchContext
-from plait.models.load import load_model, transformers_model
+from plait.models.load import inspect_model, load_model, transformers_model
 from plait.models.tiny import byte_tokeniser
 
 OFFSETS = (0, 7, 8, 20)
@@ -95,6 +95,10 @@ def tokens() -> torch.Tensor:
         ("cohere2", {"num_key_value_heads": 2, "sliding_window": 4, "logit_scale": 0.25}),
         ("ministral3", {"num_key_value_heads": 2, "head_dim": 16, "rope_parameters": SCALED_BY_POSITION}),
         ("afmoe", {"num_key_value_heads": 2, "head_dim": 16, **EXPERTS}),  # the mask by its name
+        (
+            "phimoe",
+            {"num_key_value_heads": 2, **EXPERTS},
+        ),  # a router that returns a tuple
         ("deepseek_v3", UNEQUAL_HEADS),
         ("qwen2_moe", {"num_key_value_heads": 2, **EXPERTS}),
         ("olmoe", {"num_key_value_heads": 4, **EXPERTS}),
@@ -129,11 +133,25 @@ def test_the_loss_is_of_scaled_logits(family: str, tmp_path: Path) -> None:
     torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-5)
 
 
+def test_a_model_without_attention_is_refused_by_its_configuration(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 259, "hidden_size": 64, "num_hidden_layers": 2}
+    AutoConfig.for_model("mamba", **sizes).save_pretrained(tmp_path / "model")
+    with pytest.raises(ModelError, match="not supported: state-space"):
+        inspect_model(ModelSettings(kind="hf", id=str(tmp_path / "model")), cache=tmp_path)
+
+
+@pytest.mark.parametrize("alibi", [False, True])
+def test_falcon_is_refused_for_position_biases_only_if_it_has_them(alibi: bool) -> None:
+    missing = "alibi position biases" if alibi else "attention that does not go through"
+    with pytest.raises(ModelError, match=f"not supported: {missing}") as caught:
+        as_blocks(model_of("falcon", alibi=alibi))
+    assert alibi == ("alibi" in caught.value.value)
+
+
 @pytest.mark.parametrize(
     ("family", "why"),
     [
-        ("falcon", "cannot be run separately: .*alibi"),
-        ("biogpt", "cannot be run separately"),
+        ("biogpt", "positions with code of their own"),
         ("bloom", "embed differs from the whole"),
         ("opt", "its parts are decoder"),
         ("bamba", "not supported: state-space"),

@@ -18,6 +18,7 @@ from plait.models.blocks import (
     Observed,
     Parts,
     find_parts,
+    not_separable,
     observe,
     shrunk,
     unusable,
@@ -119,10 +120,7 @@ class BaseModel:
         except (PlaitError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # any error of a part with another signature, shape or result
-            first = next(iter(str(error).strip().splitlines()), "")
-            raise unusable(
-                model, f"its parts cannot be run separately: {type(error).__name__}: {first[:200]}"
-            ) from error
+            raise not_separable(model, error) from error
 
     # ---- properties -----------------------------------------------------------------------------------
 
@@ -437,6 +435,8 @@ class BaseModel:
         kinds = getattr(self._model.config, "layer_types", None)
         kind = [kinds[index]] if kinds and self._rotary_by_kind else []
         key = kind[0] if kind else ""
+        if kind and key not in getattr(rotary, "rope_type", kind):
+            raise unusable(self._model, f"not supported: layers without rotation ({key}) among rotated ones")
         if key not in context.shared:
             like = torch.empty(0, dtype=self.dtype, device=self.device)
             tokens = rotary(like, context.position_ids.unsqueeze(0), *kind)

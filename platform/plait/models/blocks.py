@@ -20,6 +20,7 @@ from plait.models.flash import attend
 
 ATTENTION = "plait"  # the name under which transformers finds packed attention
 DECODERS = "Use a decoder-only model such as Llama, Qwen3, Mistral, Gemma, Phi-3, GPT-NeoX or GPT-2."
+ONE_MODEL = "The model must consist of an embedding, one list of layers, a final norm and a linear head."
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,8 @@ def find_parts(model: PreTrainedModel) -> Parts:
     ]
     if len(lists) != 1 or len(norms) != 1 or len(tables) > 1 or not isinstance(head, nn.Linear):
         raise unusable(model, f"its parts are {', '.join(children)}")
+    if tables and type(tables[0]).forward is not nn.Embedding.forward:
+        raise unusable(model, f"not supported: positions with code of their own ({type(tables[0]).__name__})")
     name, layers = next(iter(lists.items()))
     config = model.config
     divisor = getattr(config, "logits_scaling", None)  # Granite divides, Cohere multiplies
@@ -96,6 +99,8 @@ _UNSUPPORTED = (
     (r"\bsinks\b", "attention sinks"),
     (r"hyperconnection|hyper_connection", "hyper-connections"),
     (r"indexer", "sparse attention with an indexer"),
+    (r"freqs_cis", "rotations as complex numbers"),
+    (r"shared_kv_states", "keys and values of another layer or model"),
 )
 
 
@@ -109,10 +114,31 @@ def _unsupported(model: nn.Module) -> list[str]:
         names |= set(code.co_varnames)
         called |= set(code.co_names)
     text = " ".join(sorted(names)).lower()
+    if getattr(getattr(model, "config", None), "alibi", None) is False:  # Falcon's layers are given none then
+        text = text.replace("alibi", "")
     found = [words for pattern, words in _UNSUPPORTED if re.search(pattern, text)]
+    if several := several_models(getattr(model, "config", None)):
+        found.append(several)
     if not found and "ALL_ATTENTION_FUNCTIONS" not in called:
         return ["attention that does not go through transformers' attention interface"]
     return found
+
+
+def several_models(config: Any) -> str:
+    """The models of a configuration that joins several, as for images or sound, in words; else ""."""
+    parts = getattr(config, "sub_configs", {})
+    named = [name for name, kind in parts.items() if getattr(kind, "model_type", None) != ""]
+    return f"several models in one ({', '.join(named)})" if named else ""
+
+
+def not_separable(model: nn.Module, error: Exception) -> ModelError:
+    """The error for a model of which a part has another signature, shape or result. Python's words are shown
+    only if no feature is known to be missing."""
+    why = "its parts cannot be run separately"
+    if not _unsupported(model):
+        first = next(iter(str(error).strip().splitlines()), "")
+        why = f"{why}: {type(error).__name__}: {first[:200]}"
+    return unusable(model, why)
 
 
 def unusable(model: nn.Module, why: str) -> ModelError:
@@ -120,7 +146,7 @@ def unusable(model: nn.Module, why: str) -> ModelError:
     named = ", ".join(_unsupported(model))
     return ModelError(
         f"{type(model).__name__}: {why}{f'; not supported: {named}' if named else ''}",
-        "The model must consist of an embedding, one list of layers, a final norm and a linear head.",
+        ONE_MODEL,
         DECODERS,
     )
 

@@ -24,7 +24,7 @@ from transformers import (
 from plait.core.errors import ConfigError, ModelError, choices
 from plait.core.settings import WHOLE, ModelSettings
 from plait.models.base import BaseModel, Identity
-from plait.models.blocks import DECODERS, find_parts, unusable
+from plait.models.blocks import DECODERS, ONE_MODEL, find_parts, several_models, unusable
 from plait.models.context import MicrobatchContext
 from plait.models.lora import GroupedLinear, find_linears, find_outside
 from plait.models.parts import Part, PartReader, WeightFiles, cast_weights, lacks, sketch
@@ -184,7 +184,7 @@ def inspect_model(settings: ModelSettings, *, cache: Path) -> ModelShape:
     parts = find_parts(model)
     try:
         hidden, heads = int(found.config.hidden_size), int(found.config.num_attention_heads)
-    except AttributeError as error:  # no attention, or a text part with its own configuration
+    except (AttributeError, RuntimeError) as error:  # no attention, a text part's own, or layers that differ
         raise unusable(model, str(error)) from error
     linears = find_linears(model, parts.prefix)
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -228,9 +228,11 @@ def _without_weights(found: _Found) -> PreTrainedModel:
         raise
     except Exception as error:  # each model's code has errors of its own for values that make no sense
         name = f"model {found.identity.name!r}"
+        if several := several_models(found.config):
+            raise ModelError(f"{name}: not supported: {several}", ONE_MODEL, DECODERS) from error
         if type(found.config) in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise ModelError(
-                f"{name}: {type(error).__name__}: {next(iter(str(error).splitlines()), '')[:200]}",
+                f"{name}: {type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')[:200]}",
                 "Its config.json must describe a model that this transformers can make.",
                 "Correct it, or download the model again.",
             ) from error
