@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import sys
 import warnings
 from collections.abc import Sequence
@@ -51,6 +52,22 @@ class PooledAdapter:
     sites: frozenset[str]
     offsets: Tensor
 
+    @functools.cached_property
+    def by_site(self) -> Sequence[Tensor]:
+        """The offsets of A at the first site, of B there, of A at the second, and so on."""
+        return self.offsets.flatten(0, 1).unbind()
+
+    @functools.cached_property
+    def joined(self) -> dict[tuple[int, ...], Tensor]:
+        """Offsets of A at several sites, one after the other; made once for each layer."""
+        return {}
+
+    def inputs(self, numbers: tuple[int, ...]) -> Tensor:
+        """The offsets of A at these sites."""
+        if numbers not in self.joined:
+            self.joined[numbers] = torch.cat([self.by_site[2 * number] for number in numbers])
+        return self.joined[numbers]
+
 
 @dataclass(frozen=True)
 class AdapterPool:
@@ -59,6 +76,15 @@ class AdapterPool:
     sites: tuple[Site, ...]
     storage: tuple[Tensor, ...]
     tables: dict[tuple[str, ...], Tensor] = field(default_factory=dict)
+    windows: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+
+    def vectors(self, number: int, offsets: Tensor, size: int) -> Tensor:
+        """(offsets, size): a copy of the vectors that begin at these offsets of a site's storage."""
+        storage = self.storage[number]
+        key = storage.data_ptr(), size
+        if key not in self.windows:
+            self.windows[key] = storage.as_strided((len(storage) - size + 1, size), (1, 1))
+        return self.windows[key].index_select(0, offsets)
 
     @functools.cached_property
     def index(self) -> dict[str, int]:
@@ -149,22 +175,20 @@ def add_by_products(
     spans: Sequence[tuple[int, int, PooledAdapter]],
 ) -> None:
     """Add the spans' adapters to `out` by torch's products: the reference of the kernel."""
-    start = 0
-    for name in names:
-        number = pool.index[name]
-        site, storage = pool.sites[number], pool.storage[number]
-        columns = slice(start, start + site.out_features)
-        start = columns.stop
-        for first, stop, adapter in spans:
-            if name in adapter.sites:
-                a = _vectors(storage, adapter.offsets[number, 0], site.in_features)
-                b = _vectors(storage, adapter.offsets[number, 1], site.out_features)
-                out[first:stop, columns].addmm_(x[first:stop] @ a.T, b, alpha=adapter.scale)
-
-
-def _vectors(storage: Tensor, offsets: Tensor, size: int) -> Tensor:
-    """(rank, size): a copy of the vectors that begin at these offsets."""
-    return storage.as_strided((len(storage) - size + 1, size), (1, 1)).index_select(0, offsets)
+    every = [pool.index[name] for name in names]
+    ends = itertools.accumulate(pool.sites[number].out_features for number in every)
+    placed = list(zip(names, every, ends, strict=True))
+    for first, stop, adapter in spans:
+        own = [(number, end) for name, number, end in placed if name in adapter.sites]
+        if not own:
+            continue
+        numbers = tuple(number for number, _ in own)
+        a = pool.vectors(numbers[0], adapter.inputs(numbers), x.shape[1])
+        parts = (x[first:stop] @ a.T).chunk(len(own), dim=1)
+        for (number, end), s in zip(own, parts, strict=True):
+            size = pool.sites[number].out_features
+            b = pool.vectors(number, adapter.by_site[2 * number + 1], size)
+            out[first:stop, end - size : end].addmm_(s, b, alpha=adapter.scale)
 
 
 def _add_rows(out: Tensor, x: Tensor, names: tuple[str, ...], rows: PooledRows) -> bool:

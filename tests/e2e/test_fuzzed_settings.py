@@ -119,7 +119,7 @@ OPTIONS = {  # of the verbs that read a finished search
     "generate": words(
         """
         --prompt --file --validation --trial --no-base --max-new-tokens --temperature --top-p --seed --stop
-        --chat --plain --json --uri --root --experiment
+        --chat --plain --json --table --uri --root --experiment
         """
     ),
     "serve": words(
@@ -127,7 +127,7 @@ OPTIONS = {  # of the verbs that read a finished search
     ),
     "launch": words("--nodes --tasks-per-node --gpus-per-task --cpus-per-task --time --partition --to"),
 }
-ALONE = words("--json --warm --reverse --no-base --chat --plain")  # options without a value
+ALONE = words("--json --table --warm --reverse --no-base --chat --plain")  # options without a value
 ORDERS = words("status pause resume stop kill clone add extend priority nonsense")
 BENCHMARKS = words("lorafusion/bubble_ratio mlora/bubble_ratio lobra/worked_example mlora/memory_model")
 REFUSED = words("--port=0 --port=-1 --port=65536 --port=nan --host=0.0.0.0 --queue=0 --pool-tokens=-1 --x")

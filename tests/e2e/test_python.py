@@ -117,7 +117,7 @@ def _check_generated(result: Any, root: Path, capfd: pytest.CaptureFixture[str])
     capfd.readouterr()
     prompt, count = "State the final answer to the following arithmetic problem: 4 + 3 =", 5
     words = ["generate", "mine", "--root", str(root), "--max-new-tokens", str(count), "--prompt", prompt]
-    assert main([*words, "--trial", "1", "--trial", "0", "--json", "--plain"]) == 0
+    assert main([*words, "--trial", "1", "--trial", "0", "--json", "--plain", "--table"]) == 0
     rows = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
     assert [row["trial"] for row in rows] == [None, 1, 0]
     for row in rows:
@@ -133,8 +133,16 @@ def _check_generated(result: Any, root: Path, capfd: pytest.CaptureFixture[str])
         new = whole[0, tokens["input_ids"].shape[1] :]
         assert row["text"] == tokeniser.decode(new, skip_special_tokens=True)
         assert row["prompt"] == prompt
-    assert main(["generate", "mine", "--root", str(root), "--validation", "2", "--max-new-tokens", "2"]) == 0
+    more = ["--validation", "2", "--max-new-tokens", "2", "--table"]
+    assert main(["generate", "mine", "--root", str(root), *more]) == 0
     shown = capfd.readouterr().out.splitlines()
+    client = MlflowClient(f"sqlite:///{root / 'mlflow.db'}")
+    (run,) = client.search_runs(["1"], "tags.plait.search = 'mine' and tags.plait.direction = 'minimize'")
+    assert {"path": "generated.json", "type": "table"} in json.loads(run.data.tags["mlflow.loggedArtifacts"])
+    table = json.loads(Path(client.download_artifacts(run.info.run_id, "generated.json")).read_text())
+    listed = [dict(zip(table["columns"], each, strict=True)) for each in table["data"]]
+    assert listed[:3] == rows
+    assert [row["trial"] for row in listed[3:]] == [None, result.best.trial] * 2
     assert sum(line.startswith("prompt: ") for line in shown) == 2
     best = result.best.trial
     assert sum(line.startswith("base: ") for line in shown) == 2

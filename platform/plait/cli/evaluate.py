@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
     from plait.serve.engine import Engine
 
     longest = known.pool_tokens or max(POOL_TOKENS, model.max_length or 0)
-    engine = Engine(base, adapters, pool_tokens=longest)
+    engine = Engine(base, adapters, pool_tokens=longest, smallest_pages=True)
     table: list[tuple[str, Results]] = []
     unrecorded: list[tuple[JobRecord, Results]] = []
     for adapter, found in evaluate(base, engine, loaded, asked, longest):

@@ -69,8 +69,15 @@ def main(arguments: Sequence[str]) -> int:
         prompts = _as_messages(prompts, config, base)
     adapters = [*([] if known.no_base else [None]), *loaded.names]
     trials = {record.name: record for record in records}
+    rows: list[dict[str, Any]] = []
     for prompt, answers in zip(prompts, _answers(base, loaded, prompts, adapters, sampling), strict=True):
-        _show(prompt, answers, trials, as_json=known.json)
+        own = _rows(prompt, answers, trials)
+        _show(own, as_json=known.json)
+        rows += own
+    if known.table:
+        from plait.tracking.results import record_texts
+
+        record_texts(settings, search, rows)
     return EXIT_DONE if len(loaded.names) == len(records) else EXIT_FAILED_JOBS
 
 
@@ -92,6 +99,7 @@ def _parser() -> Parser:
     form.add_argument("--chat", action="store_true", help="prompts are messages in the chat template")
     form.add_argument("--plain", action="store_true", help="prompts as they are; default: as data.template")
     add("--json", action="store_true", help="one line of JSON for each text")
+    add("--table", action="store_true", help="add the texts to the search's run in MLflow, as a table")
     return parser
 
 
@@ -266,22 +274,31 @@ def _answers(
         yield dict(zip(adapters, islice(ended, len(adapters)), strict=True))
 
 
-def _show(
-    prompt: Prompt,
-    answers: Mapping[str | None, Completion],
-    trials: Mapping[str, JobRecord],
-    *,
-    as_json: bool,
-) -> None:
-    if not as_json:
-        print(f"prompt: {prompt.text}")
-    for adapter, answer in answers.items():
-        trial = None if adapter is None else trials[adapter].trial
-        if as_json:
-            row = {"prompt": prompt.text, "trial": trial, "text": answer.text, "reason": answer.reason}
-            print(json.dumps(row | {"tokens": len(answer.tokens)}, ensure_ascii=False))
-        else:
-            print(f"{BASE if trial is None else f'trial {trial}'}: {answer.text}")
-    if not as_json:
+def _rows(
+    prompt: Prompt, answers: Mapping[str | None, Completion], trials: Mapping[str, JobRecord]
+) -> list[dict[str, Any]]:
+    """The texts of a prompt; the trial of the base model's is None."""
+    return [
+        {
+            "prompt": prompt.text,
+            "trial": None if adapter is None else trials[adapter].trial,
+            "text": answer.text,
+            "reason": answer.reason,
+            "tokens": len(answer.tokens),
+        }
+        for adapter, answer in answers.items()
+    ]
+
+
+def _show(rows: Sequence[Mapping[str, Any]], *, as_json: bool) -> None:
+    """Print the texts of one prompt."""
+    if as_json:
+        for row in rows:
+            print(json.dumps(row, ensure_ascii=False))
+    else:
+        print(f"prompt: {rows[0]['prompt']}")
+        for row in rows:
+            whose = BASE if row["trial"] is None else f"trial {row['trial']}"
+            print(f"{whose}: {row['text']}")
         print()
     sys.stdout.flush()

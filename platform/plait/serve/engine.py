@@ -69,6 +69,7 @@ class Engine:
         most: requests that run at once.
         most_prompt_tokens: tokens of prompts that begin in one iteration; a longer one begins alone.
         host_bytes: of adapters that are kept in host memory, ready for the pool.
+        smallest_pages: so that more of a prompt's beginning is shared; adapters then waste more of them.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Engine:
         most: int = 256,
         most_prompt_tokens: int = 2048,
         host_bytes: int = 0,
+        smallest_pages: bool = False,
     ) -> None:
         self._base = base
         self._adapters = adapters
@@ -87,7 +89,7 @@ class Engine:
         lasting = [] if adapters is None else adapters.lasting()
         token = token_elements(base)
         widest = max(max(site.in_features, site.out_features) for own in layers for site in own)
-        cells = [(_largest_cell(each, base), each.rank) for each in lasting]
+        cells = [(_largest_cell(each, base), each.rank) for each in lasting if not smallest_pages]
         self.page_tokens = page_tokens(token, cells, widest)
         self._layout = CellLayout(layers, self.page_tokens * token)
         pages = -(-pool_tokens // self.page_tokens)

@@ -67,6 +67,7 @@ TAG_TABLES: Final = "mlflow.loggedArtifacts"
 ADAPTER_FOLDER: Final = "adapter"
 CONFIG_FILE: Final = "config.yaml"
 LEADERBOARD_FILE: Final = "leaderboard.json"
+TEXTS_FILE: Final = "generated.json"  # of `plait generate --table`
 PARETO_FILE: Final = "pareto.json"
 
 

@@ -226,6 +226,20 @@ def record_values(
         store.update(record.run_id, [point], {})
 
 
+def record_texts(
+    settings: TrackingSettings, search: SearchResult, rows: Sequence[Mapping[str, object]]
+) -> None:
+    """Add generated texts to a search's run, as rows of an artifact that MLflow's pages show as a table.
+
+    Raises:
+        StorageError: the store does not answer, or refuses.
+    """
+    store = open_store(search.location, settings.experiment)
+    columns = {key: [row[key] for row in rows] for key in rows[0]}
+    with storage_errors(search.location):
+        store.client.log_table(search.run_id, columns, names.TEXTS_FILE)
+
+
 def store_to_read(settings: TrackingSettings) -> Store | None:
     """The store to read from; None if its SQLite file does not exist yet, because reading does not make
     one."""
