@@ -30,10 +30,9 @@ class Published:
         source: where it was published.
         tolerance: how far our value may be from it, in that unit; None: a tenth of it.
         sense: whether our value should be near it, at most it or at least it (seconds of another machine).
-        why: what explains a difference beyond the tolerance; it must have been tried.
-        explained: whether ``why`` explains all of it.
+        why: what was tried about a difference beyond the tolerance.
         weak: why meeting it is no evidence; None: it is.
-        others: our values under other assumptions.
+        others: our values under other assumptions, which were run.
 
     Raises:
         ConfigError: the value is 0 and there is no tolerance.
@@ -44,7 +43,6 @@ class Published:
     tolerance: float | None = None
     sense: Sense = "near"
     why: str = ""
-    explained: bool = True
     weak: Weak | None = None
     others: tuple[float, ...] = ()
 
@@ -67,6 +65,11 @@ class Published:
         high_enough = self.sense == "at most" or ours - self.value >= -tolerance
         return high_enough and (self.sense == "at least" or ours - self.value <= tolerance)
 
+    @property
+    def explained(self) -> bool:
+        """Whether another assumption, which was run, comes within the tolerance."""
+        return bool(self.why) and any(map(self.within, self.others))
+
     def weakness(self, ours: float) -> Weak | None:
         """Why our value is no evidence; None if it is.
 
@@ -87,7 +90,7 @@ class Baseline:
         name: what it is.
         ratio: our value over it, if that is not simply their quotient (for example a median of quotients).
         at_most, at_least: limits of the ratio; None: nothing is claimed.
-        why: what explains a ratio beyond them.
+        why: what is known of a ratio beyond them.
     """
 
     value: float
@@ -99,8 +102,8 @@ class Baseline:
 
     @property
     def explained(self) -> bool:
-        """Whether ``why`` is given: as for a published value."""
-        return bool(self.why)
+        """False: it has no other assumption that was run and meets it."""
+        return False
 
     def weakness(self, _ours: float) -> Weak | None:
         """None: what is obtained in the same run is not known before."""
@@ -166,7 +169,7 @@ class Figure:
             return weakness
         if self.within:
             return "within"
-        return "outside, explained" if self.target.why and self.target.explained else "outside, unexplained"
+        return "outside, explained" if self.target.explained else "outside, unexplained"
 
     def mapping(self) -> dict[str, Any]:
         """The figure as a mapping, for JSON."""

@@ -378,12 +378,22 @@ def _step_seconds(
     moved = costs_of(profile, moving.lengths, profile.devices.count)
     ours = replicas(moved, rows["ours"])
     return [
-        max(kind.cost.seconds([-(-count // kind.count) for count in fixed.counts]) for kind in fused),
+        dealt_seconds(fused, fixed, batch),
         length_based(published, fixed.counts).makespan,
         exact_dispatch(published, fixed.counts, STEP_LIMITS).makespan,
         exact_dispatch(replicas(moved, rows["published"]), moving.counts, STEP_LIMITS).makespan,
         spread(ours, moving.counts, dispatch(ours, moving.counts)).makespan,
     ]
+
+
+def dealt_seconds(equal: Sequence[ReplicaKind], buckets: Buckets, batch: Int64) -> float:
+    """Seconds of the slowest of equal replicas to which the sequences of ``batch`` are dealt as they come."""
+    (kind,) = equal
+    places = np.searchsorted(buckets.lengths, batch)
+    shares = [
+        np.bincount(places[at :: kind.count], minlength=len(buckets.lengths)) for at in range(kind.count)
+    ]
+    return max(kind.cost.seconds(share.tolist()) for share in shares)
 
 
 def _row(kind: ReplicaKind) -> tuple[int, int, int]:

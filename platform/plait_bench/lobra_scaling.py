@@ -20,6 +20,7 @@ from plait_bench.lobra_steps import balanced_seconds, equal_seconds, planned
 from plait_bench.progress import part
 
 GAP = 0.05  # to the proved bound at which planning ends
+THEIRS, OURS = "LobRA", "Plait"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +78,22 @@ def scaling(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str
         other, first = f"; {moved}" if number else "", 0.0
         for case in asked.cases:
             piece(f"{case.label}{other}")
-            each = _device_seconds(_crossing(profile, factor), case, asked, assumption)
-            fused, even, theirs, ours = each
-            first = first or fused
-            note = f"{fused:.1f}, {theirs:.1f} and, Plait, {ours:.1f} GPU s"
-            name = f"{case.label}: Task-Fused{other}"
-            figures.append(Figure(name, fused / first, "×", "simulated", note=note))
-            name = f"{case.label}: Task-Fused, balanced dispatch{other}"
-            figures.append(Figure(name, even / first, "×", "simulated"))
+            devices = _device_seconds(_crossing(profile, factor), case, asked, assumption, plan=not number)
+            first = first or devices[""]
+            figures += [
+                Figure(f"{case.label}: Task-Fused{how}{other}", each / first, "×", "simulated")
+                for how, each in devices.items()
+                if how not in (THEIRS, OURS)
+            ]
+            ours = devices.get(OURS)
+            note = (
+                ""
+                if ours is None
+                else f"{devices['']:.1f}, {devices[THEIRS]:.1f} and, Plait, {ours:.1f} GPU s"
+            )
+            plait = None if ours is None else ours / first
             name = f"{case.label}: LobRA{other}"
-            figures.append(Figure(name, theirs / first, "×", "simulated", plait=ours / first))
+            figures.append(Figure(name, devices[THEIRS] / first, "×", "simulated", note=note, plait=plait))
     notes = (str(asked.assumptions[0]), f"Profile: {profile.source}")
     return Report("LobRA, device-seconds over the first Task-Fused", tuple(figures), notes)
 
@@ -101,9 +108,9 @@ def _crossing(profile: ClusterProfile, factor: float) -> ClusterProfile:
 
 
 def _device_seconds(
-    whole: ClusterProfile, case: Case, asked: ScalingOptions, assumption: Assumption
-) -> tuple[float, ...]:
-    """Device-seconds of a step: Task-Fused, its buckets divided evenly and balanced; LobRA; Plait."""
+    whole: ClusterProfile, case: Case, asked: ScalingOptions, assumption: Assumption, *, plan: bool
+) -> dict[str, float]:
+    """Device-seconds of a step: Task-Fused by how it divides sequences, LobRA, and, with ``plan``, Plait."""
     profile = replace(whole, devices=replace(whole.devices, count=case.devices))
     named = {task.name: task for task in asked.tasks}
     drawn = [  # one that comes twice has other draws
@@ -116,11 +123,12 @@ def _device_seconds(
     ]
     batches = np.concatenate(drawn, axis=1)
     known, steps = batches[:SAMPLE_STEPS], batches[SAMPLE_STEPS:]
-    own = planned(profile, known, gap=GAP)
-    systems = (
-        [equal_seconds(profile, case.fused, batch, dynamic=True) for batch in steps],
-        [balanced_seconds(profile, case.fused, batch) for batch in steps],
-        [balanced_seconds(profile, case.deployment, batch) for batch in steps],
-        [balanced_seconds(profile, own, batch) for batch in steps],
-    )
-    return tuple(case.devices * float(np.mean(each)) for each in systems)
+    systems = {
+        "": [equal_seconds(profile, case.fused, batch, boundaries=None) for batch in steps],
+        ", balanced dispatch": [balanced_seconds(profile, case.fused, batch) for batch in steps],
+        THEIRS: [balanced_seconds(profile, case.deployment, batch) for batch in steps],
+    }
+    if plan:
+        own = planned(profile, known, gap=GAP)
+        systems[OURS] = [balanced_seconds(profile, own, batch) for batch in steps]
+    return {name: case.devices * float(np.mean(each)) for name, each in systems.items()}

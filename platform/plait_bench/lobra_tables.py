@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -13,21 +14,23 @@ from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings
 from plait.cost.profiles import ClusterProfile
 from plait.cost.replica import Configuration, ReplicaCost, even_split
-from plait.cost.time import MicrobatchShape
+from plait.cost.time import HeadTime, LayerTime, MicrobatchShape, TimeModel
 from plait.simulate.events import Work, simulate
 from plait.simulate.forecast import Machine
 from plait_bench.benchmarks import BENCHMARKS
 from plait_bench.bucketed import BucketedCost
 from plait_bench.figures import Baseline, Figure, Report
-from plait_bench.inputs import OPTIONS, at_least_one, read_profile
+from plait_bench.inputs import DATA, OPTIONS, at_least_one, read_profile
 from plait_bench.lobra import Assumption, Task, Workload, limits
 
+THIRDS = "lobra_thirds.json"  # fits that leave out the first, and the second, of each three published rows
+PROFILE_LACKS = 2  # place of those that the profile was not fitted to
 STEADY = 1_000_000  # microbatches of a step so long that filling and draining do not count
 
 
-def step_cost(profile: ClusterProfile, tp: int, pp: int, most: int, length: int) -> ReplicaCost:
+def step_cost(time: TimeModel, tp: int, pp: int, most: int, length: int) -> ReplicaCost:
     """T of one configuration for sequences of one length, by LobRA's buckets."""
-    return BucketedCost.of(Configuration(tp, pp, most), [length], profile.time)
+    return BucketedCost.of(Configuration(tp, pp, most), [length], time)
 
 
 def most_tokens(profile: ClusterProfile, tp: int, pp: int) -> int:
@@ -40,6 +43,21 @@ def most_tokens(profile: ClusterProfile, tp: int, pp: int) -> int:
         if (each.tp, each.pp) == (tp, pp):
             return each.max_tokens
     raise ConfigError(f"⟨{tp},{pp}⟩", f"The profile {profile.name} has no such configuration.")
+
+
+def by_thirds(profile: ClusterProfile) -> tuple[TimeModel, ...]:
+    """The time models of the first, second and last of each three rows, none of which was fitted to them."""
+    fits = json.loads((DATA / THIRDS).read_text(encoding="utf-8"))
+    others = [
+        replace(
+            profile.time,
+            layer={tp: LayerTime(*row) for tp, *row in fit["layer"]},
+            head={tp: HeadTime(*row) for tp, *row in fit["head"]},
+        )
+        for fit in fits
+    ]
+    others.insert(PROFILE_LACKS, profile.time)
+    return tuple(others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +89,13 @@ def throughput(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[
     """
     del jobs
     asked, profile = build(ThroughputOptions, options, OPTIONS), read_profile(settings)
-    figures = []
+    figures, times = [], by_thirds(profile)
     for number, microbatches in enumerate(asked.microbatches):
         label = "" if number == 0 else f"; {microbatches or 'endless'} microbatches"
-        for tp, pp, length in asked.rows:
+        for place, (tp, pp, length) in enumerate(asked.rows):
             most = most_tokens(profile, tp, pp)
             count = (most // length) * (microbatches or STEADY)
-            seconds = step_cost(profile, tp, pp, most, length).seconds([count])
+            seconds = step_cost(times[place % 3], tp, pp, most, length).seconds([count])
             rate = count * length / (seconds * tp * pp) / 1e3
             name = f"⟨{tp},{pp}⟩ {length}{label}"
             figures.append(Figure(name, rate, "ktokens/s/GPU", "simulated", note=f"{most} tokens at most"))
@@ -105,15 +123,16 @@ def homogeneous(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping
     """
     del jobs
     asked, profile = build(HomogeneousOptions, options, OPTIONS), read_profile(settings)
+    times = by_thirds(profile)
     figures = tuple(
         Figure(
             f"⟨{tp},{pp}⟩ {length}",
-            step_cost(profile, tp, pp, length, length).seconds([sequences]),
+            step_cost(times[place % 3], tp, pp, length, length).seconds([sequences]),
             "s",
             "simulated",
             note=f"{sequences} microbatches of one sequence",
         )
-        for tp, pp, length, sequences in asked.rows
+        for place, (tp, pp, length, sequences) in enumerate(asked.rows)
     )
     return Report("LobRA, seconds of a step on equal replicas", figures, (f"Profile: {profile.source}",))
 

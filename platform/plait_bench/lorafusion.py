@@ -394,7 +394,10 @@ def packing_gain(settings: RunSettings, jobs: Sequence[JobSpec], options: Mappin
     def gain(after: tuple[bool, bool], before: tuple[bool, bool]) -> float:
         return 100 * (speed[after] / speed[before] - 1)
 
-    whole = _throughput(trace, even, asked, exact=True, merging=True, filling=False)
+    whole = {
+        exact: _throughput(trace, even, asked, exact=exact, merging=True, filling=False)
+        for exact in (True, False)
+    }
 
     def counts(key: tuple[bool, bool]) -> str:
         return f"{runs[key].microbatches} microbatches, {100 * runs[key].padding_share:.2f} % padding"
@@ -402,12 +405,16 @@ def packing_gain(settings: RunSettings, jobs: Sequence[JobSpec], options: Mappin
     best, greedy = (True, True), (False, True)
     figures = (
         Figure("merging", gain(best, (True, False)), "%", "simulated", note=counts((True, False))),
-        Figure(
-            "merging whole microbatches only",
-            100 * (whole.tokens_per_second / speed[True, False] - 1),
-            "%",
-            "simulated",
-            note=f"{whole.microbatches} microbatches",
+        Figure("merging, packed greedily", gain(greedy, (False, False)), "%", "simulated"),
+        *(
+            Figure(
+                f"merging, whole microbatches only{how}",
+                100 * (whole[exact].tokens_per_second / speed[exact, False] - 1),
+                "%",
+                "simulated",
+                note=f"{whole[exact].microbatches} microbatches",
+            )
+            for exact, how in ((True, ""), (False, ", packed greedily"))
         ),
         Figure(
             "two-stage packing over greedy, merged",

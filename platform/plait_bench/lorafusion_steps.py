@@ -182,7 +182,7 @@ def scaling(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str
         note = f"{number * one[True]:,.0f} tokens/s by jobs"
         figures += [
             Figure(f"{name}{how}", jobs_over, "×", "simulated", note=note, plait=plait)
-            for how, jobs_over, plait in zip(("", "; stages wait for sums"), ours, own, strict=True)
+            for how, jobs_over, plait in zip(("; sums hidden", ""), ours, own, strict=True)
         ]
     return Report("LoRAFusion, ways to use more devices", tuple(figures), asked.assumptions())
 

@@ -105,7 +105,6 @@ class PublishedEntry:
     tolerance: float | None = None
     sense: Sense = "near"
     why: str = ""
-    explained: bool = True
     weak: Weak | None = None
     alternatives: tuple[str, ...] = ()
 
@@ -130,9 +129,7 @@ class PublishedEntry:
     def published(self, others: tuple[float, ...]) -> Published:
         """The published value, beside which ours under other assumptions stand."""
         return Published(
-            *(self.value, self.source, self.tolerance, self.sense, self.why, self.explained),
-            weak=self.weak,
-            others=others,
+            *(self.value, self.source, self.tolerance, self.sense, self.why), weak=self.weak, others=others
         )
 
 

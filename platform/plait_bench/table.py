@@ -19,24 +19,52 @@ from plait.terminal.console import filled, plain
 from plait_bench.figures import USUAL_TOLERANCE, WEAK, Baseline, Figure, Published, Report
 
 DETAILS = ("figure", "ours", "unit", "how", "note")
+SCREEN = 23  # lines that the table shown first may take, beside those of a prompt
 
 
 def show(report: Report, console: Console, *, details: bool) -> None:
-    """Print the figures that are compared with something; with ``details``, then all of them."""
+    """Print the figures that are compared with something, as many as fit on a screen; with ``details`` all of
+    them, what was tried, and those that are not compared."""
     compared = [figure for figure in report.figures if figure.headline]
-    for kind in (Published, Baseline):
-        if rows := [figure for figure in compared if isinstance(figure.target, kind)]:
-            _show_compared(report.name, rows, console)
-    if fitted := [figure for figure in report.figures if figure.result == "fitted"]:
-        plain(console, _fitted(fitted))
-    if compared:
-        console.print()
+    kinds = [
+        rows for kind in (Published, Baseline)
+        if (rows := [figure for figure in compared if isinstance(figure.target, kind)])
+    ]  # fmt: skip
+    fitted = [figure for figure in report.figures if figure.result == "fitted"]
+    below = [*([_fitted(fitted)] if fitted else []), *([] if details else [_more(report, compared)])]
+    room = SCREEN - len(below)
+    for number_, rows in enumerate(kinds):
+        last = number_ == len(kinds) - 1
+        lines = _compared(report.name, rows, console, None if details else room if last else room // 2)
+        room -= len(lines)
+        for line in lines:
+            console.print(line, end="")
+    for text in below:
+        _cropped(console, text)
     if details or not compared:
         console.print(details_table(report))
-    else:
-        more = len(report.figures) - len(compared)
-        others = f"{more} more figures, " if more else ""
-        plain(console, f"--details shows {others}notes and assumptions; --json is for programs.")
+        for figure in compared:
+            if told := _told(figure):
+                plain(console, f"{figure.name}: {told}")
+
+
+def _more(report: Report, compared: Sequence[Figure]) -> str:
+    count = len(report.figures) - len(compared)
+    more = f"{count} more figures and " if count else ""
+    return f"--details shows {more}what was tried; --json is for programs."
+
+
+def _told(figure: Figure) -> str:
+    """What was tried about a figure, and how far it moved."""
+    target = figure.target
+    moved = span(figure.ours, target.others) if isinstance(target, Published) else ""
+    why = "" if target is None or figure.result == "within" else target.why
+    return " ".join(filter(None, (f"{moved}." if moved else "", why)))
+
+
+def _cropped(console: Console, text: str) -> None:
+    """Print a line, without what does not fit."""
+    console.print(text, markup=False, highlight=False, no_wrap=True, overflow="ellipsis")
 
 
 def _fitted(figures: Sequence[Figure]) -> str:
@@ -81,14 +109,32 @@ class Notes:
         return f"({self.texts.index(text) + 1})"
 
 
-def _show_compared(name: str, figures: Sequence[Figure], console: Console) -> None:
-    """One table of figures that are compared with the same kind of thing."""
+def _compared(name: str, figures: Sequence[Figure], console: Console, room: int | None) -> list[str]:
+    """The lines of one table of figures that are compared with the same kind of thing.
+
+    Args:
+        room: most lines; figures that are within are left out first. None: all lines.
+    """
+    ranked = sorted(range(len(figures)), key=lambda place: figures[place].result == "within")
+    for count in range(len(figures), 0, -1):
+        shown = [figures[place] for place in sorted(ranked[:count])]
+        lines = _rendered(name, figures, shown, console)
+        if room is None or len(lines) <= room:
+            break
+    return lines
+
+
+def _rendered(name: str, figures: Sequence[Figure], shown: Sequence[Figure], console: Console) -> list[str]:
     notes = Notes()
-    console.print(compared_table(name, figures, notes))
-    for at, text in enumerate(notes.texts, start=1):
-        plain(console, f"({at}) {text}")
-    if len(figures) > 1 or any(figure.result in WEAK for figure in figures):
-        plain(console, results([figure.result for figure in figures if figure.result]))
+    with console.capture() as capture:
+        console.print(compared_table(name, shown, notes))
+        for at, text in enumerate(notes.texts, start=1):
+            _cropped(console, f"({at}) {text}")
+        if left := len(figures) - len(shown):
+            plain(console, f"{left} more: --details shows them.")
+        if len(figures) > 1 or any(figure.result in WEAK for figure in figures):
+            plain(console, results([figure.result for figure in figures if figure.result]))
+    return capture.get().splitlines(keepends=True)
 
 
 def results(found: Sequence[str]) -> str:
@@ -102,38 +148,41 @@ def results(found: Sequence[str]) -> str:
 def compared_table(name: str, figures: Sequence[Figure], notes: Notes) -> Table:
     """For each figure: what it is compared with, our value, the difference, the tolerance, and the result."""
     published = isinstance(figures[0].target, Published)
-    headings = ["figure", "published" if published else "baseline", "ours", "how"]
-    headings += ["difference" if published else "ratio", "allowed", "result"]
+    hows = ", ".join(dict.fromkeys(figure.how for figure in figures))
+    allowed = [_allowed(figure) for figure in figures]
+    headings = ["figure", "published" if published else "baseline", "ours", "off" if published else "ratio"]
+    if with_allowed := set(allowed) != {USUAL}:
+        headings.append("allowed")
+    headings.append("result")
     if with_plait := any(figure.plait is not None for figure in figures):
-        headings.append("Plait's plan")
+        headings.append("Plait's")
     table = Table(
-        title=name, title_justify="left", box=None, pad_edge=False, collapse_padding=True, header_style="bold"
-    )
+        title=f"{name} ({hows})", title_justify="left", box=None, pad_edge=False, collapse_padding=True,
+        header_style="bold",
+    )  # fmt: skip
     for heading in headings:
-        words = heading in ("figure", "how", "result")
+        words = heading in ("figure", "result")
         table.add_column(heading, justify="left" if words else "right", no_wrap=heading != "figure")
-    for figure in figures:
-        row = _cells(figure, notes)
-        plan = [] if not with_plait else [_value(figure.plait, figure.unit)]
-        table.add_row(*row, *plan)
+    for figure, limit in zip(figures, allowed, strict=True):
+        plan = "" if figure.plait is None else number(figure.plait)
+        table.add_row(
+            *_cells(figure, notes),
+            *([limit] if with_allowed else []),
+            (figure.result or "").removeprefix("outside, "),
+            *([plan] if with_plait else []),
+        )
     return table
 
 
 def _cells(figure: Figure, notes: Notes) -> list[str]:
     target = figure.target
     assert target is not None
-    what = target.source if isinstance(target, Published) else target.name
-    source = notes.mark(what)
-    why = "" if figure.result == "within" or not target.why else notes.mark(target.why)
-    moved = span(figure.ours, target.others) if isinstance(target, Published) else ""
+    source = notes.mark(target.source if isinstance(target, Published) else target.name)
     return [
         figure.name,
-        f"{_value(target.value, figure.unit)} {source}",
-        _value(figure.ours, figure.unit),
-        figure.how,
+        f"{number(target.value)} {figure.unit} {source}".replace("  ", " "),
+        number(figure.ours),
         _difference(figure),
-        _allowed(figure),
-        "; ".join(filter(None, (" ".join(filter(None, (figure.result, why))), moved))),
     ]
 
 
@@ -149,7 +198,10 @@ def _difference(figure: Figure) -> str:
     difference = target.difference(figure.ours)
     if isinstance(target, Baseline):
         return f"{difference:.3g}×"
-    return f"{100 * difference:+.1f} %" if target.relative else f"{difference:+,.4g} {figure.unit}"
+    return f"{100 * difference:+.1f} %" if target.relative else f"{difference:+,.4g}"
+
+
+USUAL = f"±{100 * USUAL_TOLERANCE:g} %"
 
 
 def _allowed(figure: Figure) -> str:
@@ -161,11 +213,7 @@ def _allowed(figure: Figure) -> str:
     sign = {"near": "±", "at most": "≤ +", "at least": "≥ −"}[target.sense]
     if target.tolerance is None:
         return f"{sign}{100 * USUAL_TOLERANCE:g} %"
-    return f"{sign}{target.tolerance:,.4g} {figure.unit}"
-
-
-def _value(value: float | None, unit: str) -> str:
-    return "" if value is None else f"{number(value)} {unit}".strip()
+    return f"{sign}{target.tolerance:,.4g}"
 
 
 def number(value: float) -> str:

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from plait.core.errors import ConfigError
 from plait_bench.figures import Baseline, Figure, Published, Report
-from plait_bench.table import show, to_json
+from plait_bench.table import SCREEN, show, to_json
 
 PAPER = "a paper, figure 1"
 
@@ -28,8 +28,9 @@ def figure(ours: float, beside: Published | Baseline | None = None, name: str = 
     [
         (Published(20.0, PAPER), 21.9, "within"),
         (Published(20.0, PAPER), 17.9, "outside, unexplained"),
-        (Published(20.0, PAPER, why="other data"), 22.1, "outside, explained"),
-        (Published(20.0, PAPER, why="in part", explained=False), 22.1, "outside, unexplained"),
+        (Published(20.0, PAPER, why="not run"), 22.1, "outside, unexplained"),
+        (Published(20.0, PAPER, why="run", others=(25.0, 22.1)), 22.1, "outside, unexplained"),
+        (Published(20.0, PAPER, why="run", others=(25.0, 21.9)), 22.1, "outside, explained"),
         (Published(20.0, PAPER, tolerance=3.0), 17.0, "within"),
         (Published(0.0, PAPER, tolerance=0.0), 0.0, "within"),
         (Published(20.0, PAPER, sense="at most"), 1.0, "within"),
@@ -44,7 +45,7 @@ def figure(ours: float, beside: Published | Baseline | None = None, name: str = 
         (Baseline(20.0, "PEFT"), 40.0, None),
         (Baseline(20.0, "PEFT", at_most=0.5), 10.0, "within"),
         (Baseline(20.0, "PEFT", at_most=0.5), 10.1, "outside, unexplained"),
-        (Baseline(20.0, "PEFT", at_least=1.0, why="cold"), 10.0, "outside, explained"),
+        (Baseline(20.0, "PEFT", at_least=1.0, why="cold"), 10.0, "outside, unexplained"),
         (Baseline(20.0, "PEFT", ratio=0.4, at_most=0.5), 12.0, "within"),
         (Baseline(0.0, "PEFT", at_most=1.0), 0.0, "within"),
         (None, 1.0, None),
@@ -66,26 +67,49 @@ def test_the_table_has_what_is_compared_first_and_the_rest_on_request() -> None:
         "bench",
         (
             Figure("one", 22.0, "%", "simulated", Published(20.0, PAPER)),
-            Figure("two", 30.0, "%", "simulated", Published(20.0, PAPER, why="other data"), plait=12.0),
+            Figure(
+                "two",
+                30.0,
+                "%",
+                "simulated",
+                Published(20.0, PAPER, why="other data", others=(21.0,)),
+                plait=12.0,
+            ),
             Figure("two, other lengths", 31.0, "%", "simulated", Published(20.0, PAPER), detail=True),
             Figure("floor", 1.5, "%", "computed", note="layers 3 3"),
         ),
         ("Lengths are assumed.",),
     )
     lines = shown(report)
-    assert " ".join(lines[1].split()) == "figure published ours how difference allowed result Plait's plan"
-    assert " ".join(lines[2].split()) == "one 20 % (1) 22 % simulated +10.0 % ±10 % within"
-    assert "+50.0 %" in lines[3]
-    assert lines[3].rstrip().endswith("outside, explained (2)         12 %")
-    assert lines[4:7] == [f"(1) {PAPER}", "(2) other data", "1 within; 1 outside, explained"]
+    assert lines[0].rstrip() == "bench (simulated)"
+    assert " ".join(lines[1].split()) == "figure published ours off result Plait's"
+    assert " ".join(lines[2].split()) == "one 20 % (1) 22 +10.0 % within"
+    assert " ".join(lines[3].split()) == "two 20 % (1) 30 +50.0 % explained 12"
+    assert lines[4:6] == [f"(1) {PAPER}", "1 within; 1 outside, explained"]
     text = "\n".join(lines)
     assert "floor" not in text
     assert "Lengths are assumed." not in text
-    assert "--details shows 2 more figures" in text
-    all_lines = "\n".join(shown(report, details=True))
-    assert all_lines.startswith("\n".join(lines[:7]))
+    assert "--details shows 2 more figures and what was tried" in text
+    every = shown(report, details=True)
+    assert every[:6] == lines[:6]
+    assert every[-1] == "two: 21 to 30 by assumption. other data"
     for words in ("floor", "two, other lengths", "layers 3 3", "Lengths are assumed."):
-        assert words in all_lines
+        assert words in "\n".join(every)
+
+
+def test_a_table_fits_on_a_screen_and_leaves_out_what_is_within_first() -> None:
+    every = [figure(20.0, Published(20.0, f"table {at}"), f"row {at}") for at in range(40)]
+    every[30] = figure(30.0, Published(20.0, "table 30"), "a row whose name is as long as half of the screen")
+    beside = figure(1.0, Baseline(2.0, "PEFT"), "beside")
+    lines = shown(Report("bench", (*every, beside)), width=60)
+    assert len(lines) <= SCREEN
+    text = "\n".join(lines)
+    assert "a row whose name is as" in text
+    assert "unexplained" in text
+    assert "more: --details shows them." in text
+    assert "39 within; 1 outside, unexplained" in text
+    assert "beside" in text
+    assert all(f"row {at}" in "\n".join(shown(Report("bench", tuple(every)), details=True)) for at in (0, 39))
 
 
 def test_figures_that_are_no_evidence_are_counted_apart_and_show_what_assumptions_do() -> None:
@@ -97,18 +121,17 @@ def test_figures_that_are_no_evidence_are_counted_apart_and_show_what_assumption
             figure(20.0, Published(20.0, PAPER, why="chosen", weak="assumed", others=(31.0, 12.5)), "three"),
         ),
     )
-    lines = shown(report, width=140)
-    assert lines[2].rstrip().endswith("within")
-    assert lines[3].rstrip().endswith("formula")
-    assert lines[4].rstrip().endswith("assumed (2); 12.5 to 31 by assumption")
-    assert lines[7] == "1 within; no evidence: 1 formula, 1 assumed"
+    lines = shown(report, details=True)
+    assert [line.split()[-1] for line in lines[2:5]] == ["within", "formula", "assumed"]
+    assert lines[6] == "1 within; no evidence: 1 formula, 1 assumed"
+    assert lines[-1] == "three: 12.5 to 31 by assumption. chosen"
 
 
 def test_a_baseline_is_named_and_has_a_ratio_and_its_limits() -> None:
     beside = Baseline(278.5, "PEFT, one after another", at_most=1.0)
     lines = shown(Report("bench", (Figure("training", 107.3, "s", "measured", beside),)))
-    assert lines[1].split() == ["figure", "baseline", "ours", "how", "ratio", "allowed", "result"]
-    assert " ".join(lines[2].split()) == "training 278.5 s (1) 107.3 s measured 0.385× ≤ 1× within"
+    assert lines[1].split() == ["figure", "baseline", "ours", "ratio", "allowed", "result"]
+    assert " ".join(lines[2].split()) == "training 278.5 s (1) 107.3 0.385× ≤ 1× within"
     assert lines[3] == "(1) PEFT, one after another"
 
 

@@ -78,6 +78,13 @@ def test_messages_take_time_and_do_not_occupy_a_stage() -> None:
     assert spans[1, "forward", 0] == 11
 
 
+def test_a_link_sends_one_message_after_another() -> None:
+    works = [work("a", 0), work("b", 0), work("c", 0)]
+    pipeline = Pipeline(works, [[StageTime(1, 1)] * 3] * 2, GPipe([3]), transfer=[10] * 3)
+    starts = {s.work: s.start for s in simulate({0: pipeline}).spans if (s.stage, s.kind) == (1, "forward")}
+    assert starts == {0: 11, 1: 21, 2: 31}
+
+
 def test_orders_that_wait_for_each_other_are_refused() -> None:
     # the second batch's forward stands in the list before the backward that its step needs
     pipeline = equal([work("a", 0), work("a", 1)], 2, OneFOneB([2]))

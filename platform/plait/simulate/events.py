@@ -112,7 +112,8 @@ class Pipeline:
     """One replica in a simulation.
 
     Attributes:
-        transfer: seconds until a neighbour has the result of each microbatch; overlaps with other work.
+        transfer: seconds in which a neighbour receives the result of each microbatch; overlaps with other
+            work. A link sends one result after another, in each direction.
     """
 
     works: Sequence[Work]
@@ -179,6 +180,7 @@ class _Simulation:
         )
         self.waiting: dict[Key, list[tuple[int, int]]] = {}  # works that wait for a step
         self.blocked: Counter[tuple[int, int]] = Counter()  # number of steps that a work still waits for
+        self.links: dict[tuple[int, int, Kind], float] = {}  # until when a link sends, by what it leads to
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.now: float = 0
         self.count = 0
@@ -251,7 +253,9 @@ class _Simulation:
         if not transfer:
             target.ready[action.kind].add(action.work)
             return
-        self._at(self.now + transfer[action.work], lambda: target.ready[action.kind].add(action.work))
+        link = (target.replica, target.index, action.kind)
+        self.links[link] = max(self.now, self.links.get(link, 0)) + transfer[action.work]
+        self._at(self.links[link], lambda: target.ready[action.kind].add(action.work))
 
     def _finish(self, replica: int, work: int) -> None:
         """Take the steps whose global batch is complete, now that the first stage's backward is done."""
