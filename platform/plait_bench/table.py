@@ -44,8 +44,8 @@ def show(report: Report, console: Console, *, details: bool) -> None:
     if details or not compared:
         console.print(details_table(report))
         for figure in compared:
-            if told := _told(figure):
-                plain(console, f"{figure.name}: {told}")
+            if tried := _tried(figure):
+                plain(console, f"{figure.name}: {tried}")
 
 
 def _more(report: Report, compared: Sequence[Figure]) -> str:
@@ -54,7 +54,7 @@ def _more(report: Report, compared: Sequence[Figure]) -> str:
     return f"--details shows {more}what was tried; --json is for programs."
 
 
-def _told(figure: Figure) -> str:
+def _tried(figure: Figure) -> str:
     """What was tried about a figure, and how far it moved."""
     target = figure.target
     moved = span(figure.ours, target.others) if isinstance(target, Published) else ""

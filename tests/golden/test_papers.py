@@ -27,6 +27,7 @@ from rich.console import Console
 import plait_bench.register  # noqa: F401
 from plait.config.build import plain, settings_of
 from plait.config.fields import build
+from plait.engine.build import settle_dtype
 from plait.utils.paths import conf_dir, sweeps_dir
 from plait_bench.figures import Published, Report
 from plait_bench.inputs import DATA, shipped
@@ -162,9 +163,9 @@ def short_trace() -> str:
 
 def run(config: Mapping[str, Any], *, whole: bool) -> Report:
     benchmark = find_benchmark(config["bench"]["run"], config["mode"])
-    report = benchmark(settings_of(dict(config)), (), config["bench"]["options"])
+    report = benchmark(settle_dtype(settings_of(dict(config))), (), config["bench"]["options"])
     report, unmatched = beside_published(
-        report, [build(PublishedEntry, item, "published") for item in config["published"]]
+        report, [build(PublishedEntry, item, "published") for item in config.get("published") or ()]
     )
     assert not (whole and unmatched)
     return report
