@@ -10,13 +10,14 @@ import tempfile
 import threading
 from collections import namedtuple
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import study_process
+from forked import Talking
 
 from plait.core.errors import StorageError
 from plait.core.settings import TrackingSettings
@@ -202,14 +203,13 @@ def test_the_database_of_another_program_is_refused_as_it_is(tmp_path: Path) -> 
 
 
 def test_several_processes_that_start_at_once_share_a_new_store(tmp_path: Path) -> None:
-    settings, ready = TrackingSettings(root=tmp_path), threading.Barrier(4)
-
-    def start(_: int) -> str:
-        ready.wait()
-        return open_store(check_tracking(settings), "plait").experiment_id
-
-    with ThreadPoolExecutor(4) as pool:
-        assert len(set(pool.map(start, range(4)))) == 1
+    processes = [Talking(study_process.open_tracking_store, str(tmp_path)) for _ in range(4)]
+    assert [process.stdout.readline() for process in processes] == ["begins\n"] * 4
+    for process in processes:
+        process.stdin.write("\n")
+    (found,) = {process.stdout.readline() for process in processes}
+    assert found.strip().isdecimal()
+    assert [process.wait() for process in processes] == [0] * 4
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mlflow.db"]
 
 

@@ -11,8 +11,8 @@ from lost_tracker import die
 from mlflow import MlflowClient
 
 from plait.core.jobs import JobSpec
-from plait.core.lifecycle import JobResult, JobState
-from plait.core.messages import GroupStep, JobAdmitted, JobProgress
+from plait.core.lifecycle import JobResult, JobState, PauseReason
+from plait.core.messages import GroupStep, JobAdmitted, JobPaused, JobProgress
 from plait.core.settings import RunSettings, SearchSettings, TrackingSettings
 from plait.tracking.event_log import logs_folder
 from plait.tracking.facts import SearchFacts
@@ -138,6 +138,27 @@ def test_an_interrupted_job_has_one_cost_at_its_last_step(settings: TrackingSett
         ("job/completion_seconds", [STEPS]),
     ):
         assert sorted(point.step for point in client.get_metric_history(item.run_id, metric)) == due
+
+
+def test_the_cost_of_an_evaluation_at_a_rung_outlives_a_kill_while_the_job_is_paused(
+    settings: TrackingSettings,
+) -> None:
+    """It is pruned there by another process, and no later event says what its evaluation took."""
+    killed = begin(settings)
+    train(killed, 0, 8)
+    killed.handle(JobPaused("trial-0000", 8, PauseReason.AT_RUNG, 800, 8.5))
+    crash(killed)
+    tracker = begin(settings)
+    assert tracker.start_job(JobSpec("trial-0000"), 0) == 8.5
+    tracker.handle(ended("pruned", None, "rung 8", job="trial-0000"))
+    tracker.end_search()
+    tracker.close()
+    (item,) = load_search(settings, "demo").records
+    client = MlflowClient(locate(settings).uri)
+    history = client.get_metric_history(item.run_id, "cost/device_seconds")
+    costs = sorted((point.step, point.value) for point in history)
+    assert costs == [*((step, float(step)) for step in range(1, 9)), (8, 8.5)]
+    assert item.device_seconds == 8.5
 
 
 def test_steps_that_another_host_repeated_are_not_sent_twice(

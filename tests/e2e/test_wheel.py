@@ -49,12 +49,9 @@ def test_the_wheel_holds_the_packages_and_the_configuration(wheel: Path) -> None
     ("arguments", "shown"),
     [
         (["-m", "plait", "--cfg", "job", "adapter.rank=3"], "rank: 3"),
-        (
-            ["-c", "from plait_bench.benchmarks import BENCHMARKS; print(*BENCHMARKS.names())"],
-            "joint_vs_peft",
-        ),
+        (["-m", "plait", "bench", "lobra/time_model"], "Held-out mean relative error"),
     ],
-    ids=["configuration", "benchmarks"],
+    ids=["configuration", "a benchmark with its table"],
 )
 def test_the_installed_wheel_finds_its_configuration_outside_the_checkout(
     wheel: Path, tmp_path: Path, arguments: list[str], shown: str

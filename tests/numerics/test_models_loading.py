@@ -11,6 +11,7 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
@@ -223,6 +224,7 @@ def test_code_that_comes_with_a_model_is_neither_run_nor_asked_about(
     [
         *("null", "[]", '{"model_type": 5}', '{"model_type": "llama", "hidden_size": "x"}'),
         *('{"model_type": "llama", "rope_theta": "x"}', '{"model_type": "llama", "hidden_act": "x"}'),
+        *('{"model_type": "llama", "dtype": "x"}', '{"model_type": "llama", "max_position_embeddings": -5}'),
         *('{"model_type": "llama", "hidden_size": 1000000000000}', '{"model_type": "gpt2", "n_head": 0}'),
     ],
 )
@@ -257,22 +259,39 @@ def _of_another_size(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
 
 
+class _Harmful:
+    """What runs when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("executed"),)
+
+
+def _pickled(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save({"model.norm.weight": _Harmful()}, folder / "pytorch_model.bin")
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
+        (_pickled, "pickled with Python code\n.*does not run code"),
         (_cut_short, "incomplete"),
         (_without_a_weight, r"lack 1 weights, such as model\.layers\.1\.mlp\.up_proj\.weight"),
         (_of_another_size, "mismatched"),
     ],
 )
-def test_damaged_weights_are_refused(damage: Callable[[Path], None], message: str, tmp_path: Path) -> None:
+def test_damaged_weights_are_refused(
+    damage: Callable[[Path], None], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that is missing too: transformers would train on random numbers in its place."""
+    monkeypatch.chdir(tmp_path)
     transformers_model(TINY, cache=tmp_path).save_pretrained(tmp_path / "folder")
     byte_tokeniser().save_pretrained(tmp_path / "folder")
     damage(tmp_path / "folder")
     settings = ModelSettings(kind="hf", id=str(tmp_path / "folder"), dtype="float32")
     with pytest.raises(ModelError, match=message):
         load_model(settings, cache=tmp_path)
+    assert not Path("executed").exists()
 
 
 @pytest.mark.parametrize(

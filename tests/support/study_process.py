@@ -7,10 +7,11 @@ from pathlib import Path
 
 from studies import space_of, study_of
 
-from plait.core.settings import SearchSettings
+from plait.core.settings import SearchSettings, TrackingSettings
 from plait.search.locks import LifeLock, file_lock
 from plait.search.storage import open_storage
 from plait.search.study import StudyTrials
+from plait.tracking.connection import check_tracking, open_store
 
 
 def opened(root: Path, address: str | None = None, **settings: object) -> StudyTrials:
@@ -39,3 +40,10 @@ def hold(path: str, kind: str) -> None:
         with file_lock(Path(path)):
             print("held", flush=True)
             sys.stdin.read()
+
+
+def open_tracking_store(root: str) -> None:
+    """Open the tracking store of a folder, once told to; make it if need be."""
+    print("begins", flush=True)
+    sys.stdin.readline()
+    print(open_store(check_tracking(TrackingSettings(root=Path(root))), "plait").experiment_id, flush=True)

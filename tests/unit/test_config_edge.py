@@ -128,7 +128,12 @@ def wrong(config: dict[str, Any]) -> ConfigError:
         ),
         ({"planer": {}}, "planer", "Did you mean planner"),
         ({"mode": "play"}, "mode='play'", "bench, data, plan, profile, simulate, train"),
-        ({"tracking": {"root": "s3://a/b"}}, "tracking.root='s3://a/b'", "a path, not an address"),
+        (
+            {"tracking": {"root": "s3://a/b"}},
+            "tracking.root='s3://a/b'",
+            "neither empty nor an address",
+        ),
+        ({"tracking": {"root": ""}}, "tracking.root=''", "neither empty"),
         ({"tracking": {"flush_seconds": -1}}, "tracking.flush_seconds=-1", "at least"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,

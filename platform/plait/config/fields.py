@@ -180,7 +180,7 @@ def _scalar(hint: Any, value: object, key: str) -> Any:
 
 def _describe(hint: Any) -> str:
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    words[Path] = "a path, not an address"
+    words[Path] = "a path, neither empty nor an address"
     return words.get(hint) or ("a list" if get_origin(hint) is tuple else str(hint))
 
 

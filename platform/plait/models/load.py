@@ -34,6 +34,7 @@ from plait.models.targets import LinearInfo, read_together
 from plait.models.tiny import FAMILIES, byte_tokeniser, tiny_config
 from plait_kernels import Quantised
 
+CORRECT = "Correct its config.json, or download the model again."
 # Keys of a configuration that do not change what it computes.
 _INCIDENTAL = (
     "transformers_version",
@@ -234,7 +235,7 @@ def _without_weights(found: _Found) -> PreTrainedModel:
             raise ModelError(
                 f"{name}: {type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')[:200]}",
                 "Its config.json must describe a model that this transformers can make.",
-                "Correct it, or download the model again.",
+                CORRECT,
             ) from error
         raise ModelError(
             f"{name}: a model of type {found.config.model_type!r}",
@@ -332,6 +333,10 @@ def _find(settings: ModelSettings, cache: Path) -> _Found:
 
 def _max_length(settings: ModelSettings, config: PreTrainedConfig) -> int:
     limit = int(getattr(config, "max_position_embeddings", 2**31))
+    if limit < 1:
+        raise ModelError(
+            f"max_position_embeddings={limit}", "A model takes samples of at least one token.", CORRECT
+        )
     rope = getattr(config, "rope_parameters", None) or {}
     for each in (rope, *(kind for kind in rope.values() if isinstance(kind, dict))):  # of each kind of layer
         if each.get("rope_type") == "longrope":
@@ -362,6 +367,12 @@ def _ask(loader: Any, source: Source, **options: Any) -> Any:
                 f"model {source.name!r}: it needs the Python code in its files (auto_map)",
                 "Plait does not run code from a model's files, and this transformers lacks the model.",
                 "Use a model whose model_type transformers knows, or a newer transformers that has this one.",
+            ) from error
+        if "Weights only load failed" in str(error):
+            raise ModelError(
+                f"model {source.name!r}: its weights are pickled with Python code",
+                "Plait does not run code from a model's files.",
+                "Use a model with safetensors.",
             ) from error
         raise ModelError(
             f"model {source.name!r}: {first}",
