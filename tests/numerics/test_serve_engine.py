@@ -357,6 +357,28 @@ def test_requests_that_never_fit_and_unknown_adapters_are_refused(served: Served
         served.engine().add(Request((5,), "nobody"))
 
 
+def test_adapters_of_waiting_requests_are_read_before_they_have_room(served: Served, tmp_path: Path) -> None:
+    folders = {name: tmp_path / name for name in ("rank1", "rank2", "rank5")}
+    for name, folder in folders.items():
+        shutil.copytree(served.folder / name, folder)
+    adapters = FolderAdapters(served.base, folders)
+    engine = Engine(served.base, adapters, pool_tokens=1000, most=1, host_bytes=1)
+    requests = [Request((5, 6, 7), name, FREE) for name in folders]
+    numbers = [engine.add(each) for each in requests]
+    updates = engine.step()
+    for coming in list(engine.store._coming.values()):
+        coming.result(60)
+    shutil.rmtree(tmp_path / "rank2")  # it has been read
+    engine.cancel(numbers[2])
+    while not engine.idle:
+        updates += engine.step()
+    found = {update.request: update.ended for update in updates if update.ended is not None}
+    assert set(found) == set(numbers[:2])
+    for number, request in zip(numbers[:2], requests, strict=False):
+        assert found[number].tokens == served.alone(request).tokens
+    assert not engine.store._coming, "what nobody waits for is forgotten"
+
+
 @pytest.mark.parametrize(
     "values",
     [

@@ -6,7 +6,8 @@ sites' vectors, and each piece is laid out like a cell.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -279,7 +280,29 @@ class CellStore:
         self._most_bytes = most_bytes
         self._kept: dict[Hashable, list[Tensor]] = {}
         self._bytes = 0
+        self._coming: dict[Hashable, Future[list[Tensor]]] = {}
+        self._reader = ThreadPoolExecutor(1, "adapters") if most_bytes else None
         self.loads = 0
+
+    def expect(self, adapters: Iterable[Adapter]) -> None:
+        """Read those of these adapters that are not kept here, on a thread of its own: they are needed soon.
+
+        What was expected and is no longer among them is forgotten, unless it is being read.
+        """
+        if self._reader is None:
+            return
+        soon = {each.key: each for each in adapters if each.key not in self._kept}
+        for key, coming in list(self._coming.items()):
+            if key not in soon and (coming.done() or coming.cancel()):
+                del self._coming[key]
+        for key, each in soon.items():
+            if key not in self._coming:
+                self._coming[key] = self._reader.submit(self._loaded, each)
+
+    def _loaded(self, adapter: Adapter) -> list[Tensor]:
+        found = self.layout.pack(adapter, _read(adapter), self._pool[0])
+        pinned = self._most_bytes and self._pool[0].device.type == "cuda"
+        return [each.cpu().pin_memory() for each in found] if pinned else found
 
     def place(self, adapter: Adapter, pages: Sequence[int]) -> PooledAdapter:
         """Write an adapter into its pages.
@@ -304,12 +327,11 @@ class CellStore:
     def _packed(self, adapter: Adapter) -> list[Tensor]:
         found = self._kept.pop(adapter.key, None)
         if found is None:
-            found = self.layout.pack(adapter, _read(adapter), self._pool[0])
+            coming = self._coming.pop(adapter.key, None)
+            found = self._loaded(adapter) if coming is None else coming.result()
             self.loads += 1
             if not self._most_bytes:
                 return found
-            if self._pool[0].device.type == "cuda":
-                found = [each.cpu().pin_memory() for each in found]
             self._bytes += _bytes(found)
         self._kept[adapter.key] = found
         while self._bytes > self._most_bytes and len(self._kept) > 1:

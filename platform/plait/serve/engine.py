@@ -25,6 +25,7 @@ from plait_kernels import RoutedSegment, Routing, RowCounters
 from plait_kernels.loss import chunk_rows
 from plait_kernels.pooled import AdapterPool, PooledAdapter, PooledRows
 
+READ_AHEAD = 8  # requests at the head of the queue whose adapters are read before they have room
 AHEAD = 512  # requests that wait in the queue where all are known in advance
 
 
@@ -196,6 +197,7 @@ class Engine:
     def step(self) -> list[Update]:
         """One iteration: admit requests, and give each that runs a token, its scores or its end."""
         updates, beginnings = self._admit()
+        self._expect()
         numbers = sorted(self.scheduler.running, key=self._place)
         if not numbers:
             return updates
@@ -256,6 +258,13 @@ class Engine:
                 self.cancel(number)
                 updates.append(Update(number, "", error=error))
         return updates, beginnings
+
+    def _expect(self) -> None:
+        """Have the adapters read that the head of the queue needs and the pool does not have."""
+        shared = self.scheduler.pool.shared
+        ahead = [self._requests[each.request].adapter for each in self.scheduler.ahead(READ_AHEAD)]
+        pooled = [each for each in ahead if each is not None and each.pooled]
+        self.store.expect(each for each in pooled if ("adapter", each.key) not in shared)
 
     def _placed(self, each: _Running, entry: Shared) -> PooledAdapter:
         if entry.value is None and each.adapter is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 Key = tuple[Hashable, ...]
@@ -137,6 +138,10 @@ class Scheduler:
     def waiting(self) -> int:
         """Requests in the queue."""
         return len(self._queue)
+
+    def ahead(self, count: int) -> list[Demand]:
+        """The first ones of the queue."""
+        return list(islice(self._queue, count))
 
     def add(self, demand: Demand) -> None:
         """Put a request at the queue's end."""
