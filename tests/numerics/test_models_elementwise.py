@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from plait.models import elementwise
-from plait.models.elementwise import gated, rms_norm
+from plait.models.elementwise import gated, residual_norm, rms_norm
 from plait_kernels.plain import GELU_TANH, SILU
 
 EPS = 1e-5
@@ -58,6 +58,34 @@ def test_rms_norm(dtype: torch.dtype, tolerance: float, offset: float) -> None:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * (offset + weight.double())
 
     compare(lambda x: rms_norm(x, weight, EPS, offset), formula, x, tolerance)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
+@pytest.mark.parametrize("sums", [False, True])
+def test_a_residual_that_passes_a_norm(dtype: torch.dtype, tolerance: float, sums: bool) -> None:
+    """Norm and sum, each of which others read, with the bits of doing one after the other."""
+    weight, more = noise(67, dtype=dtype), noise(5, 3, 67, dtype=dtype) * 0.5
+
+    def together(x: Tensor) -> Tensor:
+        normed, total = residual_norm(x, x.square() if sums else None, weight, EPS, 0.0)
+        return normed + more * total
+
+    def formula(x: Tensor) -> Tensor:
+        total = x + x.square() if sums else x
+        normed = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + EPS) * weight.double()
+        return normed + more.double() * total
+
+    def apart(x: Tensor) -> Tensor:
+        total = x + x.square() if sums else x
+        return rms_norm(total, weight, EPS, 0.0) + more * total
+
+    x = noise(5, 3, 67, dtype=dtype)
+    compare(together, formula, x, 2 * tolerance)
+    found, expected = x.clone().requires_grad_(), x.clone().requires_grad_()
+    one, other = together(found), apart(expected)
+    assert torch.equal(one, other)
+    assert torch.equal(*torch.autograd.grad(one.sum() + other.sum(), [found, expected]))
 
 
 @pytest.mark.usefixtures("way")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,9 +23,9 @@ from plait_kernels.backends import BACKENDS
 from plait_kernels.launching import noted
 
 LENGTHS = {"one": 7, "two": 13}  # rows of each adapter
-# Launches of rotations and gated MLPs in a layer, forward: attention with norms of q and k is not fused, and
-# GPT-NeoX has LayerNorm and a plain MLP.
-FAMILIES = {"llama": (1, 1), "phi3": (1, 1), "gemma3": (0, 1), "gpt_neox": (0, 0)}
+# Launches of rotations, gated MLPs and norms of sums in a layer, forward: attention with norms of q and k is
+# not fused, Gemma has norms of what is added, and GPT-NeoX has LayerNorm and a plain MLP.
+FAMILIES = {"llama": (1, 1, 1), "phi3": (1, 1, 1), "gemma3": (0, 1, 0), "gpt_neox": (0, 0, 0)}
 
 pytestmark = [
     pytest.mark.skipif(
@@ -94,13 +95,21 @@ def test_the_blocks_compute_the_same_with_triton_s_passes(
     expected = run(base, bank, list(LENGTHS))
     base.install(backend="triton")
     launches: Counter[str] = Counter()
-    with noted(lambda kernel, _: launches.update([kernel.__name__])):
+
+    def note(kernel: Any, given: tuple[object, ...]) -> None:
+        residual = {"rms": 1, "rms_back": 4}.get(kernel.__name__)
+        launches[kernel.__name__] += 1
+        launches["residual"] += residual is not None and given[residual] is not None
+
+    with noted(note):
         found = run(base, bank, list(LENGTHS))
     for name in LENGTHS:
         assert_close(found[name], expected[name])
-    rotations, gates = (base.layer_count * count for count in FAMILIES[family])
+    rotations, gates, sums = (base.layer_count * count for count in FAMILIES[family])
     assert launches["rotate"] == 2 * rotations  # and back
     assert launches["gated"] == launches["gated_back"] == gates
+    # Backward, both norms of a layer have the gradient of what passes them, but for the first of all.
+    assert launches["residual"] == max(0, 3 * sums - 1)
     assert (launches["rms"] > 0) == (launches["rms_back"] > 0) == (family != "gpt_neox")
 
 

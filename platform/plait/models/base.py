@@ -25,7 +25,7 @@ from plait.models.blocks import (
     windows,
 )
 from plait.models.context import MicrobatchContext, Rotation, Running, running
-from plait.models.fuse import RotaryAttention, fuse_attentions, fuse_mlps, fuse_norms
+from plait.models.fuse import RotaryAttention, fuse_layer, fuse_norms
 from plait.models.lora import (
     Binding,
     GroupedLinear,
@@ -517,12 +517,7 @@ class BaseModel:
         """Replace slow parts by fused ones that prove to be exact."""
         fuse_norms(self._parts.norm, self._binding)
         for index in layers:
-            layer = self._parts.layers[index]
-            fuse_norms(layer, self._binding)
-            fuse_mlps(layer)
-            rotation = self._rotation(index, context)
-            if rotation is not None:
-                fuse_attentions(layer, Running(context, rotation.tables), rotation.tokens)
+            fuse_layer(self._parts.layers[index], self._binding, context, self._rotation(index, context))
 
     def _check(self, layers: range, context: MicrobatchContext, observed: Observed, where: str = "") -> None:
         """Check that each block returns what it returned in the whole model, given the same input."""

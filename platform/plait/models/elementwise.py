@@ -71,41 +71,72 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, *, backend: s
             Gemma.
         backend: the backend of the model's kernels.
     """
-    return cast("Callable[..., Tensor]", _RmsNorm.apply)(x, weight, eps, offset, backend)
+    return _normed(x, None, weight, eps, offset, backend)[0]
+
+
+def residual_norm(
+    x: Tensor, added: Tensor | None, weight: Tensor, eps: float, offset: float, *, backend: str = ""
+) -> tuple[Tensor, Tensor]:
+    """The norm of x + ``added`` as :func:`rms_norm`, and this sum; without ``added``, x.
+
+    Who goes on with the sum gets it from here, so that both gradients are added in the norm's backward.
+    """
+    return _normed(x, added, weight, eps, offset, backend)
 
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float, backend: str) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, added: Tensor | None, weight: Tensor, eps: float, offset: float, backend: str
+    ) -> tuple[Tensor, Tensor]:
         x = x.contiguous()
         features = x.shape[-1]
-        ctx.offset, ctx.triton = offset, passes.by_triton(backend, x) and features <= passes.WIDEST
-        function = None if ctx.triton else compiled("rms", x, weight)
+        ctx.set_materialize_grads(False)
+        ctx.offset, ctx.two = offset, added is not None
+        ctx.triton = passes.by_triton(backend, x) and features <= passes.WIDEST
         if ctx.triton:
-            out, scale, _ = passes.rms(x, weight, eps, offset)
-        elif function is None:
-            out, scale = plain.rms(x, weight, eps, offset)
+            out, scale, total = passes.rms(
+                x, weight, eps, offset, None if added is None else added.contiguous()
+            )
         else:
-            out, scale = torch.empty_like(x), torch.empty(*x.shape[:-1], 1)
-            pointers = (tensor.data_ptr() for tensor in (out, scale, x, weight))
-            rows = x.numel() // features
-            function(*pointers, rows, features, eps, offset, torch.get_num_threads())
-        ctx.save_for_backward(x, weight, scale)
-        return out
+            total = x if added is None else x + added
+            function = compiled("rms", total, weight)
+            if function is None:
+                out, scale = plain.rms(total, weight, eps, offset)
+            else:
+                out, scale = torch.empty_like(total), torch.empty(*x.shape[:-1], 1)
+                pointers = (tensor.data_ptr() for tensor in (out, scale, total, weight))
+                function(*pointers, x.numel() // features, features, eps, offset, torch.get_num_threads())
+        ctx.save_for_backward(total, weight, scale)
+        return out, total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        x, weight, scale = ctx.saved_tensors
-        grad, features = grad.contiguous(), x.shape[-1]
-        if ctx.triton:
-            return passes.rms_back(grad, x, weight, scale, ctx.offset), None, None, None, None
-        function = compiled("rms_back", grad, x, weight)
-        if function is None:
-            return plain.rms_back(grad, x, weight, scale, ctx.offset), None, None, None, None
-        dx = torch.empty_like(x)
-        pointers = (tensor.data_ptr() for tensor in (dx, grad, scale, x, weight))
-        function(*pointers, x.numel() // features, features, ctx.offset, torch.get_num_threads())
-        return dx, None, None, None, None
+    def backward(
+        ctx: Any, grad: Tensor | None, more: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        total, weight, scale = ctx.saved_tensors
+        dx = more if grad is None else _norm_back(ctx, grad.contiguous(), total, weight, scale, more)
+        return dx, dx if ctx.two else None, None, None, None, None
+
+
+_normed = cast("Callable[..., tuple[Tensor, Tensor]]", _RmsNorm.apply)
+
+
+def _norm_back(
+    ctx: Any, grad: Tensor, total: Tensor, weight: Tensor, scale: Tensor, more: Tensor | None
+) -> Tensor:
+    """The gradient of what was normalised, plus ``more``, with which others go on."""
+    if ctx.triton:
+        more = None if more is None else more.contiguous()
+        return passes.rms_back(grad, total, weight, scale, ctx.offset, more)
+    features, function = total.shape[-1], compiled("rms_back", grad, total, weight)
+    if function is None:
+        dx = plain.rms_back(grad, total, weight, scale, ctx.offset)
+    else:
+        dx = torch.empty_like(total)
+        pointers = (tensor.data_ptr() for tensor in (dx, grad, scale, total, weight))
+        function(*pointers, total.numel() // features, features, ctx.offset, torch.get_num_threads())
+    return dx if more is None else dx.add_(more)
 
 
 def gated(x: Tensor, kind: int, *, backend: str = "") -> Tensor:

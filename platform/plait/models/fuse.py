@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from plait.models.attention import AttentionRule, Heads, packed_attention
-from plait.models.context import MicrobatchContext, Running, now_running, running
-from plait.models.elementwise import gated, rms_norm, rotated_merged
+from plait.models.context import MicrobatchContext, Rotation, Running, now_running, running
+from plait.models.elementwise import gated, residual_norm, rms_norm, rotated_merged
 from plait.models.flash import attend
 from plait.models.lora import Binding, GroupedLinear, LinearGroup
 from plait_kernels import passes
@@ -27,6 +27,37 @@ ROUNDING = {torch.float32: 5e-6, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 # Factors of the random input: clamps (OLMo's clip_qkv, DeepSeek's swiglu_limit) act on outliers only.
 SCALES = (1.0, 30.0, 100.0)
 Forward = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """Forward of an RMSNorm; with ``offset`` 1 its weight counts from 1."""
+
+    weight: Tensor
+    eps: float
+    offset: float
+    binding: Binding
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(..., features) to the same."""
+        return rms_norm(x, self.weight, self.eps, self.offset, backend=self.binding.backend)
+
+    def of_sum(self, x: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The norm of x + ``added``, and the sum."""
+        backend = self.binding.backend
+        return residual_norm(x, added, self.weight, self.eps, self.offset, backend=backend)
+
+
+def fuse_layer(
+    layer: nn.Module, binding: Binding, context: MicrobatchContext, rotation: Rotation | None
+) -> None:
+    """Replace what can be replaced in a decoder layer; attention needs a rotation to be tried with."""
+    fuse_norms(layer, binding)
+    fuse_mlps(layer)
+    if rotation is not None:
+        trial = Running(context, rotation.tables)
+        fuse_attentions(layer, trial, rotation.tokens)
+        fuse_residuals(layer, trial, rotation.tokens)
 
 
 def fuse_norms(root: nn.Module, binding: Binding) -> int:
@@ -41,16 +72,11 @@ def _fuse_norm(module: nn.Module, binding: Binding) -> bool:
     if not isinstance(weight, Tensor) or weight.dim() != 1 or eps is None or not _takes_one(module):
         return False
 
-    def plain(x: Tensor) -> Tensor:
-        return rms_norm(x, weight, eps, 0.0, backend=binding.backend)
-
-    def shifted(x: Tensor) -> Tensor:
-        return rms_norm(x, weight, eps, 1.0, backend=binding.backend)
-
     x = _noise(3, len(weight), like=weight)
-    for forward in (plain, shifted):
-        if _same(forward, module, x) and _same(forward, module, x.float()):
-            module.forward = forward
+    for offset in (0.0, 1.0):
+        norm = Norm(weight, eps, offset, binding)
+        if _same(norm, module, x) and _same(norm, module, x.float()):
+            module.forward = norm
             return True
     return False
 
@@ -220,6 +246,41 @@ def _fuse_attention(module: nn.Module, trial: Running, position_embeddings: tupl
             if not _close(forward(x, position_embeddings)[0], expected):
                 return False
     module.forward = forward
+    return True
+
+
+def fuse_residuals(layer: nn.Module, trial: Running, position_embeddings: tuple[Tensor, Tensor]) -> bool:
+    """Replace the forward of a decoder layer x + attention(norm(x)) + MLP(norm(x + attention(norm(x)))), so
+    that its sums and those of their gradients are made by its norms; return whether it is one."""
+    parts = {name: part for name, part in layer.named_children() if not isinstance(part, nn.Dropout)}
+    if parts.keys() != {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}:
+        return False
+    first, second = (parts[name].forward for name in ("input_layernorm", "post_attention_layernorm"))
+    attention, mlp = parts["self_attn"], parts["mlp"]
+    if not isinstance(first, Norm) or not isinstance(second, Norm) or not _takes_one(mlp):
+        return False
+    x = _noise(1, len(trial.context.token_ids), len(first.weight), like=first.weight)
+    given = {
+        "attention_mask": None,
+        "position_ids": trial.context.position_ids.unsqueeze(0),
+        "position_embeddings": position_embeddings,
+    }
+    with running(trial):
+        expected = layer(x, **given)
+    is_tuple = isinstance(expected, tuple)
+
+    def forward(hidden_states: Tensor, **options: Any) -> Any:
+        normed, total = first.of_sum(hidden_states, None)
+        normed, total = second.of_sum(total, attention(hidden_states=normed, **options)[0])
+        out: Tensor = total + mlp(normed)
+        return (out,) if is_tuple else out
+
+    with running(trial):
+        found = forward(x, **given)
+    pair = (found[0], expected[0]) if is_tuple else (found, expected)
+    if not torch.equal(*pair):  # the same operations in the same order
+        return False
+    layer.forward = forward
     return True
 
 
