@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from time import process_time
 from typing import Annotated
 
 import torch
@@ -56,11 +57,13 @@ class _Side:
     Attributes:
         weight_bytes: bytes of the base model.
         memory: resident memory of loading and training.
+        seconds: of the processor, in training.
     """
 
     run: JointRun
     weight_bytes: int
     memory: Footprint
+    seconds: float = 0.0
 
     @classmethod
     def of(cls, settings: RunSettings, jobs: Sequence[JobSpec], folder: Path) -> _Side:
@@ -73,13 +76,15 @@ class _Side:
 
     def advance(self, share: float) -> None:
         """Train until this share of all steps is done."""
+        started = process_time()
         with self.memory:
             self.run.advance(share)
+        self.seconds += process_time() - started
 
     @property
     def rate(self) -> float:
-        """Real tokens a second."""
-        return self.run.tokens / self.run.seconds
+        """Real tokens a second of the processor."""
+        return self.run.tokens / self.seconds
 
     @property
     def loss(self) -> float:
@@ -127,7 +132,7 @@ def _figures(asked: QuantisedOptions, name: str, dense: _Side, other: _Side) -> 
     peak = Baseline(dense.memory.peak_bytes / GIB, name)
     loss = Baseline(dense.loss, name, at_most=1 + asked.loss_tolerance)
     return (
-        Figure(f"{mode}: real tokens", other.rate, "tokens/s", "measured", speed),
+        Figure(f"{mode}: real tokens", other.rate, "tokens/s", "measured", speed, "seconds of the processor"),
         Figure(f"{mode}: base model", other.weight_bytes / MIB, "MiB", "measured", weights),
         Figure(f"{mode}: peak memory", other.memory.peak_bytes / GIB, "GiB", "measured", peak),
         Figure(f"{mode}: mean of the last losses", other.loss, "nats", "measured", loss),

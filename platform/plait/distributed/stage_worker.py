@@ -24,7 +24,6 @@ from plait.core.messages import (
     Export,
     JobFailed,
     JobLoss,
-    MicrobatchDone,
     RunSchedule,
     SaveCheckpoint,
     Saved,
@@ -41,10 +40,11 @@ from plait.distributed.links import Links
 from plait.distributed.stage_run import Messages, StageRun
 from plait.distributed.tensor import SharedSides, TensorGroup
 from plait.engine.adapter_store import AdapterStore
+from plait.engine.asked import done
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.local_worker import LocalWorker
 from plait.engine.memory import attempt
-from plait.engine.microbatches import LoadedMicrobatch, load_microbatch
+from plait.engine.microbatches import LoadedMicrobatch, job_losses, load_microbatch
 from plait.engine.span_recorder import SpanRecorder, work_of
 from plait.engine.worker import WorkerFacts
 from plait.models.base import BaseModel
@@ -212,7 +212,7 @@ class StageWorker(LocalWorker):
         if running.leaving.requires_grad:
             running.leaving.backward(gradient)  # type: ignore[no-untyped-call]
         seconds = running.seconds + self._clock() - started
-        events = _done(microbatch, _losses(running), seconds, training=True)
+        events = done(microbatch, _losses(running), seconds, training=True)
         self._failed |= {event.job for event in events if isinstance(event, JobFailed)}
         schedule = self._of_number.pop(number)
         schedule.events += events
@@ -276,7 +276,7 @@ class StageWorker(LocalWorker):
             running = self._through(each, entering, training=False)
             if not last:
                 self._links.send(self.stage + 1, self.messages.pack(running.leaving))
-            events += _done(each, _losses(running), running.seconds, training=False)
+            events += done(each, _losses(running), running.seconds, training=False)
             self._recorder.lap("evaluation", work_of(each), tokens=each.tokens)
         return events
 
@@ -307,20 +307,10 @@ class StageWorker(LocalWorker):
 
 def _losses(running: _Running) -> tuple[JobLoss, ...]:
     """The losses of a microbatch, which the last stage has."""
-    return () if running.nll is None else running.loaded.losses(running.nll)
-
-
-def _done(
-    microbatch: Microbatch, losses: tuple[JobLoss, ...], seconds: float, *, training: bool
-) -> list[WorkerEvent]:
-    """The events of a microbatch; a loss that is not finite fails its job."""
-    what = "loss" if training else "validation loss"
-    failed = [
-        JobFailed(each.job, each.step, f"{what} is {each.loss_sum}")
-        for each in losses
-        if not math.isfinite(each.loss_sum)
-    ]
-    return [MicrobatchDone(microbatch.index, losses, seconds, None, evaluation=not training), *failed]
+    loaded = running.loaded
+    if running.nll is None:
+        return ()
+    return job_losses(loaded.counts, loaded.segments, loaded.sums(running.nll))
 
 
 def _counts(items: Sequence[Microbatch | StepJob]) -> list[int]:

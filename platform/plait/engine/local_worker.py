@@ -27,7 +27,6 @@ from plait.core.messages import (
     Generated,
     JobFailed,
     KeepWeights,
-    MicrobatchDone,
     ObservedPeak,
     OutOfMemory,
     RunSchedule,
@@ -43,6 +42,7 @@ from plait.core.settings import EngineSettings
 from plait.core.spans import ReplicaSpans, SpanKind
 from plait.cost.peaks import PhasePeaks
 from plait.engine.adapter_store import AdapterStore
+from plait.engine.asked import Asked, mark, on_its_way
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.devices import choose_kernels, device_bytes, device_kind, prepare_tiles, usual_threads
 from plait.engine.memory import SAMPLED_EVERY, PeakObserver, PeakSampler, attempt, release_unused
@@ -278,33 +278,48 @@ class LocalWorker:
     def _run_each(self, microbatches: Sequence[Microbatch], *, training: bool) -> Iterator[list[WorkerEvent]]:
         """The events of each microbatch; where memory runs out, the last says so.
 
+        Without peers, who wait for gradients of jobs that are done, the losses of all are read at the end.
+
         Raises:
             ShortStageError: memory ran out, and others need what this process has of the base model.
         """
         observed = training and self._sampler.wanted(self._jobs, [each.tokens for each in microbatches])
+        asked: list[Asked] = []
+        short: OutOfMemory | None = None
         for microbatch in microbatches:
             if not microbatch.segments and self._model.shards is not None:
                 self._model.shards.idle(training=training)
                 yield []
                 continue
             started = self._clock()
-            run = partial(self._run, microbatch, training=training, observed=observed)
-            events, detail = attempt(run)
-            if events is None:
-                if self._model.shards is not None:
-                    raise ShortStageError(
-                        f"a process ran out of memory: {detail}",
-                        "The others wait for its part of the base model (cluster.shard_base).",
-                        "Lower engine.capacity or planner.max_jobs, or set engine.checkpointing.",
-                    )
+            new, detail = attempt(partial(self._run, microbatch, training=training, observed=observed))
+            if new is None:
+                self._refuse_if_shared(detail)
                 release_unused(self._model.device)
-                yield [OutOfMemory(detail or "", self._clock() - started)]
-                return
-            yield events
+                short = OutOfMemory(detail or "", self._clock() - started)
+                break
+            if self._peers is None:
+                asked.append(new)
+            else:
+                yield new.events(training=training)
+        if asked:
+            asked[-1].end.wait()  # once for all of them
+        yield from (each.events(training=training) for each in asked)
+        if short is not None:
+            yield [short]
 
-    def _run(self, microbatch: Microbatch, *, training: bool, observed: bool) -> list[WorkerEvent]:
-        """Run forward and, when training, backward; gradients are summed in the bank."""
-        started = self._clock()
+    def _refuse_if_shared(self, detail: str | None) -> None:
+        if self._model.shards is not None:
+            raise ShortStageError(
+                f"a process ran out of memory: {detail}",
+                "The others wait for its part of the base model (cluster.shard_base).",
+                "Lower engine.capacity or planner.max_jobs, or set engine.checkpointing.",
+            )
+
+    def _run(self, microbatch: Microbatch, *, training: bool, observed: bool) -> Asked:
+        """Ask for forward and, when training, backward; gradients are summed in the bank."""
+        device = self._model.device
+        start = mark(device, self._clock)
         with self._observer.watch(observed) as peaks:
             loaded = load_microbatch(
                 microbatch,
@@ -318,18 +333,12 @@ class LocalWorker:
             if training and loss.requires_grad:
                 loss.backward()  # type: ignore[no-untyped-call]
             peaks.end("backward")
-        losses = loaded.losses(nll)  # waits for the device
-        observed_peak = ObservedPeak(peaks.static, tuple(peaks.phases.items())) if peaks.phases else None
-        seconds = self._clock() - started
+        sums = on_its_way(loaded.sums(nll.detach()))
+        peak = ObservedPeak(peaks.static, tuple(peaks.phases.items())) if peaks.phases else None
+        end = mark(device, self._clock)
         kind: SpanKind = "microbatch" if training else "evaluation"
         self._recorder.lap(kind, work_of(microbatch), tokens=microbatch.tokens)
-        done = MicrobatchDone(microbatch.index, losses, seconds, observed_peak, evaluation=not training)
-        failed = [
-            JobFailed(each.job, each.step, f"{'loss' if training else 'validation loss'} is {each.loss_sum}")
-            for each in losses
-            if not math.isfinite(each.loss_sum)
-        ]
-        return [done, *failed]
+        return Asked(microbatch, loaded.counts, sums, peak, start, end)
 
     def _forward(self, loaded: LoadedMicrobatch, peaks: PhasePeaks) -> tuple[Tensor, Tensor]:
         """Weighted loss of the microbatch, and the loss of each labelled row; the head sees only labelled

@@ -5,7 +5,7 @@ A seam: every worker, and each stage of a pipeline, loads microbatches with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,13 +40,17 @@ class LoadedMicrobatch:
     counts: tuple[int, ...]
     segments: tuple[Segment, ...]
 
-    def losses(self, nll: Tensor) -> tuple[JobLoss, ...]:
-        """Each segment's loss, summed in float64 in the order of its rows, in one transfer to the host."""
-        sums = torch.stack([part.double().sum() for part in torch.split(nll, list(self.counts))]).tolist()
-        return tuple(
-            JobLoss(segment.job, segment.step, total, count, segment.tokens)
-            for segment, total, count in zip(self.segments, sums, self.counts, strict=True)
-        )
+    def sums(self, nll: Tensor) -> Tensor:
+        """Each segment's loss, summed in float64 in the order of its rows."""
+        return torch.stack([part.double().sum() for part in torch.split(nll, list(self.counts))])
+
+
+def job_losses(counts: Sequence[int], segments: Sequence[Segment], sums: Tensor) -> tuple[JobLoss, ...]:
+    """Each segment's loss as events have it, in one transfer to the host."""
+    return tuple(
+        JobLoss(segment.job, segment.step, total, count, segment.tokens)
+        for segment, total, count in zip(segments, sums.tolist(), counts, strict=True)
+    )
 
 
 def load_microbatch(
