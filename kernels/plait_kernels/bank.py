@@ -260,9 +260,9 @@ class Bank:
         # does not, so the anchor represents the adapters' own weights.
         self.anchor = torch.zeros((), device=self.device, requires_grad=True)
         self._targets: dict[frozenset[str], frozenset[str]] = {}
-        self.placed: dict[object, tuple[tuple[Site, slice], ...]] = {}  # columns of layers' sites
+        self.layers: dict[object, Any] = {}  # `Layer` by its sites, made by their first call
         self.wanted: dict[tuple[Any, ...], None] = {}  # tables that a backend needs for a microbatch
-        self.tables: dict[object, Tensor] = {}  # layouts of layers on the device, made by a backend
+        self.tables: dict[object, Tensor] = {}  # what a backend keeps for all layers
         if len(self.site_index) != len(self.sites):
             names = [site.name for site in self.sites]
             repeated = sorted({name for name in names if names.count(name) > 1})

@@ -6,10 +6,11 @@ meta kernel of torch's `addmm` is a decomposition in Python that takes a millise
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 Note = Callable[[Any, tuple[object, ...]], None]
@@ -23,6 +24,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **constants: 
     first = arguments[0]
     if not isinstance(first, Tensor) or not first.is_meta:
         kernel[grid](*arguments, **constants)
+
+
+def room(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+    """An empty tensor of a shape, else like another. Torch's `new_empty` of meta tensors is in Python."""
+    return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
 
 
 class _AddProduct:

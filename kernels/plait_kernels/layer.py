@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
+from typing import Any
 
 from plait_kernels.bank import Bank, Site
 from plait_kernels.errors import KernelError
@@ -17,18 +19,49 @@ Owner = tuple[Span, tuple[Placed, ...]]
 Owners = tuple[Owner, ...]
 
 
-@dataclass(frozen=True)
+class Layer:
+    """What does not change from call to call of a layer: its sites with their output columns, and tables.
+
+    Attributes:
+        widest: the most outputs of a site.
+        align: 16 if all columns begin at a multiple of it, so that several elements may be loaded at once;
+            else 1.
+        tables: what a backend made for it.
+    """
+
+    def __init__(self, placed: tuple[Placed, ...], out_features: int) -> None:
+        self.placed = placed
+        self.widest = max((site.out_features for site, _ in placed), default=0)
+        edges = [edge for _, columns in placed for edge in (columns.start, columns.stop)]
+        self.align = 16 if all(edge % 16 == 0 for edge in (*edges, out_features)) else 1
+        self.tables: dict[object, Any] = {}
+        self._own: dict[frozenset[str], tuple[Placed, ...]] = {}
+
+    def own(self, targets: frozenset[str]) -> tuple[Placed, ...]:
+        """The sites that are among these."""
+        found = self._own.get(targets)
+        if found is None:
+            found = self._own[targets] = tuple(pair for pair in self.placed if pair[0].name in targets)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
 class LayerCall:
-    """A layer's sites with their output columns, and for each segment those where its adapter sits.
+    """A layer, and for each segment the sites where its adapter sits.
 
     `owners` are the segments of plain LoRA, which every backend computes; `others` go through `reference`.
     """
 
     bank: Bank
     routing: Routing
-    placed: tuple[Placed, ...]
+    layer: Layer
     owners: Owners
     others: Owners
+
+    @property
+    def placed(self) -> tuple[Placed, ...]:
+        """The layer's sites with their output columns."""
+        return self.layer.placed
 
 
 def place(bank: Bank, sites: Sequence[SiteColumns], out_features: int) -> tuple[Placed, ...]:
@@ -68,17 +101,16 @@ def place(bank: Bank, sites: Sequence[SiteColumns], out_features: int) -> tuple[
 def layer_call(bank: Bank, routing: Routing, sites: Sequence[SiteColumns], out_features: int) -> LayerCall:
     """The call of one layer for one microbatch."""
     key = (tuple(sites), out_features)
-    placed = bank.placed.get(key)
-    if placed is None:
-        placed = bank.placed[key] = place(bank, sites, out_features)
+    layer = bank.layers.get(key)
+    if layer is None:
+        layer = bank.layers[key] = Layer(place(bank, sites, out_features), out_features)
+    if routing.alike is not None:
+        own = layer.own(routing.alike)
+        return LayerCall(bank, routing, layer, tuple(zip(routing.spans, repeat(own))) if own else (), ())
     owners: list[Owner] = []
     others: list[Owner] = []
-    found: dict[frozenset[str], tuple[Placed, ...]] = {}  # most adapters target the same sites
     for span in routing.spans:
-        targets = span.block.targets
-        own = found.get(targets)
-        if own is None:
-            own = found[targets] = tuple(pair for pair in placed if pair[0].name in targets)
+        own = layer.own(span.block.targets)
         if own:
             (owners if span.block.variant.fused else others).append((span, own))
-    return LayerCall(bank, routing, placed, tuple(owners), tuple(others))
+    return LayerCall(bank, routing, layer, tuple(owners), tuple(others))

@@ -5,12 +5,13 @@ No weight gets a gradient, since all of them are frozen.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from plait_kernels.launching import launch
+from plait_kernels.launching import launch, room
 from plait_kernels.plain import GELU_TANH
 from plait_kernels.triton_backend import TRITON
 
@@ -24,6 +25,7 @@ def by_triton(backend: str, x: Tensor) -> bool:
     return backend == TRITON.name and TRITON.runs(x.device, x.dtype)
 
 
+@cache
 def _kernels() -> Any:
     from plait_kernels import triton_passes
 
@@ -53,8 +55,8 @@ def rms(
 
     All contiguous. Without a residual the last is x itself.
     """
-    out, scales = x.new_empty(x.shape), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
-    total = x if residual is None else x.new_empty(x.shape)
+    out, scales = room(x, x.shape), room(x, (*x.shape[:-1], 1), torch.float32)
+    total = x if residual is None else room(x, x.shape)
     rows = scales.numel()
     if rows:
         grid, constants = _whole_rows(rows, x.shape[-1])
@@ -72,7 +74,7 @@ def rms_back(
     grad: Tensor, x: Tensor, weight: Tensor, scales: Tensor, offset: float, more: Tensor | None = None
 ) -> Tensor:
     """The gradient of x, which was `total`; plus ``more``, that of `total` itself."""
-    dx, rows = x.new_empty(x.shape), scales.numel()
+    dx, rows = room(x, x.shape), scales.numel()
     if rows:
         grid, constants = _whole_rows(rows, x.shape[-1])
         launch(
@@ -93,7 +95,7 @@ def _blocks(rows: int, width: int) -> tuple[tuple[int, int], dict[str, int]]:
 def gated(x: Tensor, kind: int) -> Tensor:
     """act(gate) · up: contiguous (..., 2n) to (..., n)."""
     width = x.shape[-1] // 2
-    out = x.new_empty(*x.shape[:-1], width)
+    out = room(x, (*x.shape[:-1], width))
     if out.numel():
         rows = out.numel() // width
         grid, constants = _blocks(rows, width)
@@ -103,7 +105,7 @@ def gated(x: Tensor, kind: int) -> Tensor:
 
 def gated_back(grad: Tensor, x: Tensor, kind: int) -> Tensor:
     """The gradient of gate and up."""
-    dx, width = x.new_empty(x.shape), grad.shape[-1]
+    dx, width = room(x, x.shape), grad.shape[-1]
     if grad.numel():
         rows = grad.numel() // width
         grid, constants = _blocks(rows, width)

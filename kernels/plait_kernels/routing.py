@@ -45,6 +45,7 @@ class Routing:
         spans: the segments that have an adapter and at least one row, in order of their rows.
         fused: the subset of them that is plain LoRA.
         counters: (tokens, 3) int64 counter words.
+        alike: the sites of all spans' adapters, if all are plain LoRA at the same ones.
         tables: tables that a backend puts on the device, made once.
     """
 
@@ -53,6 +54,7 @@ class Routing:
     spans: tuple[Span, ...]
     fused: tuple[Span, ...]
     counters: Tensor
+    alike: frozenset[str] | None = None
     tables: dict[object, Any] = field(default_factory=dict)
 
     @classmethod
@@ -87,4 +89,6 @@ class Routing:
             threshold = dropout_threshold(block.dropout) if training else 0
             spans.append(Span(block, segment.start, segment.stop, threshold))
         fused = tuple(span for span in spans if span.block.variant.fused)
-        return cls(bank, tokens, tuple(spans), fused, upload(counters.words(), bank.device))
+        targets = {span.block.targets for span in spans}
+        alike = targets.pop() if len(targets) == 1 and len(fused) == len(spans) else None
+        return cls(bank, tokens, tuple(spans), fused, upload(counters.words(), bank.device), alike)

@@ -238,17 +238,12 @@ def _work_table(routing: Routing, rows: int, ranks: range) -> WorkTable:
     )
 
 
-def _layer_key(call: LayerCall) -> tuple[object, ...]:
-    return tuple((site.name, columns.start) for site, columns in call.placed)
-
-
 def site_table(call: LayerCall) -> Tensor:
     """(sites, 5) int64: index in the bank, dropout module, first column, columns, features.
 
     Above the 32 bits of the module: how many times 8 features of the layer come before those here.
     """
-    key = ("sites", _layer_key(call))
-    found = call.bank.tables.get(key)
+    found = call.layer.tables.get("sites")
     if found is None:
         rows = [
             (
@@ -257,18 +252,18 @@ def site_table(call: LayerCall) -> Tensor:
             )
             for site, columns in call.placed
         ]
-        found = call.bank.tables[key] = table(rows, call.bank.device)
-    return found
+        found = call.layer.tables["sites"] = table(rows, call.bank.device)
+    return cast("Tensor", found)
 
 
 def block_table(call: LayerCall, width: int, out_features: int) -> Tensor:
     """(blocks, 3) int64: site or −1, first and end column of blocks that cover all columns."""
-    key = ("blocks", _layer_key(call), width, out_features)
-    found = call.bank.tables.get(key)
+    key = ("blocks", width)
+    found = call.layer.tables.get(key)
     if found is None:
         rows = _blocks(call.placed, width, out_features)
-        found = call.bank.tables[key] = table(rows, call.bank.device)
-    return found
+        found = call.layer.tables[key] = table(rows, call.bank.device)
+    return cast("Tensor", found)
 
 
 def _blocks(placed: tuple[Placed, ...], width: int, out_features: int) -> list[tuple[int, int, int]]:

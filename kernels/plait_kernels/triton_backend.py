@@ -19,8 +19,8 @@ from plait_kernels.triton_launch import Launcher
 
 def available(device: torch.device) -> bool:
     """Whether Triton can run on the device: a CUDA one, meta tensors, or any in Triton's interpreter."""
-    interpreted = device.type not in ("cuda", "meta") and os.environ.get("TRITON_INTERPRET") == "1"
-    return (device.type in ("cuda", "meta") or interpreted) and _installed()
+    kind = device.type
+    return (kind in ("cuda", "meta") or os.environ.get("TRITON_INTERPRET") == "1") and _installed()
 
 
 @cache
@@ -29,8 +29,9 @@ def _installed() -> bool:
 
 
 def _runs(device: torch.device, dtype: torch.dtype) -> bool:
-    unsupported = (torch.float64,) if device.type != "cpu" else (torch.float64, torch.bfloat16)
-    return available(device) and dtype not in unsupported  # the interpreter's bfloat16 is silently wrong
+    if dtype == torch.float64 or (device.type == "cpu" and dtype == torch.bfloat16):
+        return False  # the interpreter's bfloat16 is silently wrong
+    return available(device)
 
 
 def _launches(device: torch.device) -> bool:

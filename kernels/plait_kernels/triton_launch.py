@@ -9,12 +9,13 @@ measured to be faster (`autotuning`).
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from plait_kernels.launching import add_product, launch
+from plait_kernels.launching import add_product, launch, room
 from plait_kernels.layer import LayerCall
 from plait_kernels.tables import (
     FEW_RANKS,
@@ -32,6 +33,13 @@ _SUM_BLOCK = 1024
 _EVERY_RANK, _FEW, _MANY = range(1, 2**31), range(1, FEW_RANKS + 1), range(FEW_RANKS + 1, 2**31)
 
 
+@cache
+def _kernels() -> tuple[Any, Any]:
+    from plait_kernels import triton_backward, triton_forward
+
+    return triton_forward, triton_backward
+
+
 def _blocks(size: int, block: int) -> int:
     return -(-size // block)
 
@@ -40,10 +48,7 @@ class Launcher:
     """The launches of one call of one layer, and what they share."""
 
     def __init__(self, call: LayerCall, x: Tensor, weight: Tensor, chosen: Choice) -> None:
-        from plait_kernels import triton_backward, triton_forward
-
-        self.forward: Any = triton_forward
-        self.backward: Any = triton_backward
+        self.forward, self.backward = _kernels()
         self.call, self.x, self.weight, self.chosen = call, x, weight, chosen
         self.table = span_table(call.routing)
         self.sites = site_table(call)
@@ -52,9 +57,7 @@ class Launcher:
         self.bank_sites = len(call.bank.sites)
         self.precision = "ieee" if x.dtype == torch.float32 else "tf32"
         self.counters = call.routing.counters
-        # Where all columns begin at a multiple of 16, loads of several elements at once are allowed.
-        edges = [edge for _, columns in call.placed for edge in (columns.start, columns.stop)]
-        self.align = 16 if all(edge % 16 == 0 for edge in (*edges, weight.shape[0])) else 1
+        self.align = call.layer.align
 
     def common(self, tiles: Tiles) -> dict[str, Any]:
         """The constants of every product's launch."""
@@ -64,8 +67,8 @@ class Launcher:
         """An empty tensor for S or dS; float32 parts if several splits are summed afterwards."""
         shape = (self.site_count, self.table.packed)
         if splits == 1:
-            return self.x.new_empty(shape)
-        return self.x.new_empty((splits, *shape), dtype=torch.float32)
+            return room(self.x, shape)
+        return room(self.x, (splits, *shape), torch.float32)
 
     def summed(self, parts: Tensor, splits: int) -> Tensor:
         """The sum over splits, in order, in the compute dtype.
@@ -103,7 +106,7 @@ class Launcher:
     def up(self, s: Tensor, bias: Tensor | None) -> Tensor:
         """The layer's output: base product and up-projection."""
         tiles, table, weight = self.chosen.fused_forward or self.chosen.up, self.table, self.weight
-        out = self.x.new_empty(self.x.shape[0], weight.shape[0])
+        out = room(self.x, (self.x.shape[0], weight.shape[0]))
         rows = tile_table(self.call.routing, tiles.rows)
         blocks = block_table(self.call, tiles.columns, weight.shape[0])
         shared = (s, table.packed, table.origin, rows.tiles)
@@ -133,7 +136,7 @@ class Launcher:
         """Add dB to the bank; return dS."""
         tiles = self.chosen.up_gradient
         ds = self.packed(tiles.splits)
-        widest = max(site.out_features for site, _ in self.call.placed)
+        widest = self.call.layer.widest
         few = work_table(self.call.routing, tiles.rows, _FEW)
         if few.classes:
             self._few_ranks(grad, s, ds, few, widest)
@@ -144,7 +147,7 @@ class Launcher:
 
     def _partial(self, slots: int, width: int) -> Tensor:
         """Room for the partial sums of adapters of several tiles."""
-        return self.x.new_empty(max(1, slots * width), dtype=torch.float32)
+        return room(self.x, (max(1, slots * width),), torch.float32)
 
     def _few_ranks(self, grad: Tensor, s: Tensor, ds: Tensor, work: WorkTable, widest: int) -> None:
         """dS and dB of adapters of few ranks."""
@@ -232,7 +235,7 @@ class Launcher:
         """The gradient of x: base product and low-rank part."""
         table, weight = self.table, self.weight
         tiles = self.chosen.fused_backward or self.chosen.dx
-        dx = grad.new_empty(self.x.shape)
+        dx = room(grad, self.x.shape)
         rows = tile_table(self.call.routing, tiles.rows)
         low_rank = (ds, table.packed, table.origin, rows.tiles)
         tail = (self.sites, self.site_count, table.addresses, self.bank_sites, self.counters, self.features)

@@ -79,7 +79,7 @@ def residual_norm(
 ) -> tuple[Tensor, Tensor]:
     """The norm of x + ``added`` as :func:`rms_norm`, and this sum; without ``added``, x.
 
-    Who goes on with the sum gets it from here, so that both gradients are added in the norm's backward.
+    Whoever needs the sum takes it from here, so that both gradients are added in the norm's backward.
     """
     return _normed(x, added, weight, eps, offset, backend)
 
@@ -125,7 +125,7 @@ _normed = cast("Callable[..., tuple[Tensor, Tensor]]", _RmsNorm.apply)
 def _norm_back(
     ctx: Any, grad: Tensor, total: Tensor, weight: Tensor, scale: Tensor, more: Tensor | None
 ) -> Tensor:
-    """The gradient of what was normalised, plus ``more``, with which others go on."""
+    """The gradient of what was normalised, plus ``more``, that of the sum itself."""
     if ctx.triton:
         more = None if more is None else more.contiguous()
         return passes.rms_back(grad, total, weight, scale, ctx.offset, more)
