@@ -79,7 +79,7 @@ def residual_norm(
 ) -> tuple[Tensor, Tensor]:
     """The norm of x + ``added`` as :func:`rms_norm`, and this sum; without ``added``, x.
 
-    Whoever needs the sum takes it from here, so that both gradients are added in the norm's backward.
+    What needs the sum takes it from here, so that both gradients are added in the norm's backward.
     """
     return _normed(x, added, weight, eps, offset, backend)
 
