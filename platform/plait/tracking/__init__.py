@@ -7,7 +7,7 @@ A loss goes from the worker to MLflow through these modules:
     tracking/tracker.py       decides which run it belongs to, and whether this step is written
     tracking/event_log.py     keeps it on disk until the store has it
     tracking/writer.py        sends many records together, in the background
-    tracking/mlflow_store.py  writes it to the store; the only module that calls MlflowClient
+    tracking/mlflow_store.py  writes it to the store
 """
 
 import os
