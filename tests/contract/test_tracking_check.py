@@ -274,6 +274,7 @@ def test_a_folder_that_mlflow_would_read_as_another_is_refused(tmp_path: Path, n
         ("http://host/?author=Bob&design=2&sort_keys=1", "http://host/?author=Bob&design=2&sort_keys=1"),
         ("postgresql:///db?user=u&pw=p", "postgresql:///db?user=u&pw=***"),
         ("http://host/?auth=a&sig=b&x=1", "http://host/?auth=***&sig=***&x=1"),
+        ("a=http://h:5000/#token (b) https://h/x?y=1#t'", "a=http://h:5000/#*** (b) https://h/x?y=1#***'"),
         ("postgresql://u:p@h/d?options=a@b", "postgresql://u:***@h/d?options=a@b"),
         ("a=postgresql://u:p@h/d,b=http://v:q@i/e", "a=postgresql://u:***@h/d,b=http://v:***@i/e"),
     ],

@@ -66,7 +66,7 @@ def test_a_search_is_interrupted_resumed_and_opened_and_its_adapters_load(
     with pytest.raises(plait.PlaitError, match="no finished job"):
         _ = partial.best
     printed = capfd.readouterr()
-    assert "Press Ctrl-C again" in printed.err
+    assert "Ctrl-C again exits" in printed.err
     assert "plait resume" in printed.out.split("resume with")[1]
 
     result = plait.sweep(overrides)

@@ -283,6 +283,7 @@ def test_orders_given_at_once_are_all_kept(
         (("clone", "0", "adapter.rank=0"), "adapter.rank=0", "at least 1", "The default is 16"),
         (("clone", "0", "--warm", "adapter.rank=16"), "adapter.rank=16", "cannot change rank", "--warm"),
         (("clone", "0", "--warm"), "trial 0 has no saved weights", "saved", "without --warm"),
+        (("add", "adapter.rank=100000000"), "adapter.rank=100000000", "at most 65536", "The default is 16"),
         (("pause", "--json"), "--json with pause", "Only `status`", "Leave out --json"),
     ],
 )  # fmt: skip

@@ -169,6 +169,11 @@ def parquet(rows=(("text", "abc"),) * 1):
         ("r.json", b'[{"text": "a"}', ["r.json: not JSON", "line 1, column 15"]),
         ("r.json", b"[]", ["r.json is empty"]),
         ("r.json", b'[{"text": "a"}, {"text": 3}]', ["r.json, element 2: text is 3"]),
+        (
+            "r.jsonl",
+            b'{"text": "a", "x": 1, "text": "b"}',
+            ["line 1: not JSON", "the field 'text' comes twice"],
+        ),
         ("r.jsonl", b'{"text": {"deep": ["a"]}}', ["r.jsonl, line 1: text is {'deep': ['a']}"]),
         ("r.csv", b"", ["r.csv is empty"]),
         ("r.csv", b"text\n", ["r.csv is empty"]),

@@ -67,9 +67,7 @@ def test_the_answer_to_ctrl_c_says_how_long_a_step_takes(capfd: pytest.CaptureFi
     with Terminal(Leaderboard("minimize", 1), Console(file=io.StringIO())) as view:
         view.handle(GroupStep("g0", 1, ("trial-0000",), 1, 100, 12.4, None, 256))
         view.announce()
-    assert capfd.readouterr().err.startswith(
-        "\nFinishing this step, then exiting (a step takes about 12 s). "
-    )
+    assert capfd.readouterr().err.startswith("\nFinishing this step (about 12 s), then exiting. ")
 
 
 def test_ctrl_c_is_answered_in_a_line_where_there_is_no_live_view(capfd: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -48,6 +49,8 @@ def main(arguments: Sequence[str]) -> int:
         raise _no_such_search(given.root, words)
     verb = given.verb or "status"
     trial, overrides = read_words(verb, given.rest, warm=given.warm, name=given.name)
+    if not given.json:
+        print("Reading the search's study ...", file=sys.stderr, flush=True)
     if given.json and verb != "status":
         raise ConfigError(f"--json with {verb}", "Only `status` can be printed as JSON.", "Leave out --json.")
     control = _open(given.root, given.name, verb, given.wait)

@@ -17,6 +17,7 @@ from plait.core.errors import ConfigError
 Schedule = Literal["constant", "linear", "cosine"]
 Keep = Literal["last", "best", "best_accuracy"]
 MAX_SEED = 2**32 - 1  # seeds are the 32-bit key of the dropout mask (plait_kernels.dropout)
+USEFUL_RANK = Rule("at most 65536, since no layer is as wide", lambda value: value <= 65_536)
 Seed = Annotated[int, between(0, MAX_SEED)]
 BETAS = Rule(
     "two numbers in [0, 1)",
@@ -41,7 +42,7 @@ class AdapterSpec:
         variant: what is trained and how it is used, by its name in ``plait.adapters.variants``.
     """
 
-    rank: Annotated[int, at_least(1)] = 16
+    rank: Annotated[int, at_least(1), USEFUL_RANK] = 16
     alpha: Annotated[float | None, above(0)] = None
     dropout: Annotated[float, FRACTION] = 0.0
     target_modules: Annotated[str | tuple[str, ...], NOT_EMPTY] = ("q_proj", "k_proj", "v_proj", "o_proj")

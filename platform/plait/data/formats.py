@@ -117,7 +117,7 @@ def _decode(content: bytes, name: str) -> str:
 
 def _load(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_without_repeats)
     except (ValueError, RecursionError) as error:  # also for endless numbers and endless nesting
         place = str(error)
         if isinstance(error, json.JSONDecodeError):
@@ -127,6 +127,19 @@ def _load(text: str, where: str) -> Any:
             "A JSON file holds one object per line, or one array of objects.",
             "Correct it.",
         ) from error
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these fields. Python would keep the last of two that are called the same.
+
+    Raises:
+        ValueError: two are.
+    """
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the field {next(name for name in names if names.count(name) > 1)!r} comes twice")
+    return found
 
 
 def _object(row: object, where: str) -> Placed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from plait.core.errors import CapacityError
@@ -126,7 +126,7 @@ def plan_described(
         why=why,
         trials=_trials(planned, workload),
         device_seconds_side_by_side=side_by_side(workload, planned.cluster),
-        assumptions=_assumptions(settings, cluster, planned, tokeniser),
+        assumptions=(*_beyond(numbers, cluster), *_assumptions(settings, cluster, planned, tokeniser)),
     )
 
 
@@ -344,6 +344,14 @@ def _replicas(waves: Sequence[Wave]) -> tuple[ReplicaOutlook, ...]:
             )
         )
     return tuple(found)
+
+
+def _beyond(numbers: Sequence[Mapping[str, int]], cluster: Cluster) -> list[str]:
+    """What is said of numbers of devices that the cluster does not have."""
+    have = cluster.devices
+    if all(number <= have[kind] for each in numbers for kind, number in each.items()):
+        return []
+    return [f"The cluster has {sum(have.values())} devices; more are taken to be linked as its own are."]
 
 
 def _assumptions(

@@ -95,11 +95,15 @@ def run_search(
         check_command(command)
         identity = identify(command.space, command.base, command.settings)
         name = command.settings.search.name or identity.name
-        if recorded_command(command.settings.tracking.root, name) is None:  # a new search
+        tracking = command.settings.tracking
+        new, ours = recorded_command(tracking.root, name) is None, store_elsewhere(tracking) is None
+        if new and ours:  # before the store is made
             check_model(settle_dtype(command.settings).model, command.probes)
         screen.say("Opening the tracking store ...")
         away = ask_store(command.settings)
         began, run_id = find_search(command, name, away)
+        if new and not ours:  # a server answers or not within seconds, and a model may have to be fetched
+            check_model(settle_dtype(command.settings).model, command.probes)
         prepared = _prepare(command, name, screen) if command.settings.search.fresh or not began else None
         interrupts = Interrupts(screen.announce, signals)
         source = _open_study(command, identity, Patience(screen.say, lambda: interrupts.requested))

@@ -61,7 +61,7 @@ from plait.utils.durations import duration
 REFRESH_SECONDS = 0.25  # least seconds between two drawings of the live view
 SHARE = 0.01  # share of the time that may be spent on drawing, in the training thread
 LINES_AROUND = 6  # lines of the live view around the jobs: heading, status, best and room for the prompt
-EXITING = "Finishing this step, then exiting{}. Press Ctrl-C again to exit at once."
+EXITING = "Finishing this step{}, then exiting. Ctrl-C again exits at once."  # fits 80 columns
 CLOSING = "Writing the last records to MLflow."
 # Events that come for several jobs in a row: the best job is printed after the last of them.
 TOGETHER = (JobEvaluated, JobGenerated, JobResult)
@@ -170,7 +170,7 @@ class Terminal:
     def _exiting_text(self) -> str:
         """The answer to Ctrl-C, with the time of a step if that is known."""
         seconds = self._pace.step_seconds
-        known = "" if seconds is None else f" (a step takes about {duration(max(seconds, 1.0))})"
+        known = "" if seconds is None else f" (about {duration(max(seconds, 1.0))})"
         return EXITING.format(known)
 
     def refresh(self) -> None:

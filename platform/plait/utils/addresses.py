@@ -31,6 +31,8 @@ _IN_QUERY = re.compile(
     re.I,
 )
 
+_FRAGMENT = re.compile(r"""(https?://[^\s"'<>#]{1,2000}#)[^\s"'<>]+""", re.I)
+
 
 def with_driver(url: str) -> str:
     """The URL, with the installed driver added if it is a PostgreSQL URL that names none.
@@ -102,6 +104,7 @@ def redact(text: str) -> str:
         pieces += [text[done : mark + 3], _without_login(_scheme(text, mark), rest[0])]
         done = rest.end()
     found = _IN_QUERY.sub(rf"\1{HIDDEN}", "".join([*pieces, text[done:]]))
+    found = _FRAGMENT.sub(rf"\1{HIDDEN}", found)
     return _FOLDED.sub(f"{HIDDEN}@", found)
 
 
