@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -41,6 +42,21 @@ def token_elements(base: BaseModel) -> int:
     return sizes.elements
 
 
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Requests with equally many rows and earlier tokens.
+
+    Attributes:
+        rows, positions: (requests, rows).
+        pages, inside: (requests, longest), where their keys are.
+    """
+
+    rows: Tensor
+    positions: Tensor
+    pages: Tensor
+    inside: Tensor
+
+
 class PagedCache:
     """Keys and values of every layer in pages of the pool.
 
@@ -68,13 +84,21 @@ class PagedCache:
         ends = counts.cumsum(0)
         positions = torch.arange(len(owner)) - (ends - counts - torch.tensor(starts))[owner]
         self._rows = self._at(padded[owner, positions // self._page_tokens], positions)
-        single = int(ends[begun - 1]) if begun else 0
-        reach = int(positions[:single].max()) + 1 if single else 0
-        keys = torch.arange(reach)
-        self._keys = self._at(padded[owner[:single]][:, keys // self._page_tokens], keys)
+        self._begun = int(ends[begun - 1]) if begun else 0
+        firsts = ends - counts
+        self._groups = []
+        for rows in sorted(set(lengths[:begun])):
+            own = (counts[:begun] == rows).nonzero()[:, 0]
+            self._groups.append(self._group(padded[own], firsts[own], rows, positions))
         prompts = list(lengths[begun:])
-        self._single = single
         self._layout = AttentionLayout.of(prompts, self._device) if prompts else None
+
+    def _group(self, tables: Tensor, firsts: Tensor, rows: int, positions: Tensor) -> _Group:
+        """Requests with equally many rows, of which each begins at one of ``firsts``."""
+        own = firsts[:, None] + torch.arange(rows)
+        keys = torch.arange(int(positions[own].max()) + 1)
+        pages, inside = self._at(tables[:, keys // self._page_tokens], keys)
+        return _Group(own.to(self._device), positions[own].to(self._device), pages, inside)
 
     def _at(self, pages: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         inside = (positions % self._page_tokens).expand_as(pages)
@@ -84,42 +108,45 @@ class PagedCache:
         self, layer: int, qkv: Tensor, heads: Heads, rule: AttentionRule, context: MicrobatchContext
     ) -> Tensor:
         """Store the new keys and values, and attend over all of them; see ``AttentionStore``."""
+        del context  # as placed
         x = qkv.view(len(qkv), heads.total, -1)
         shape = (self._page_tokens, 2, heads.shared, x.shape[-1])
         stored = self._pool[layer][:, : math.prod(shape)].view(-1, *shape)
         stored[self._rows] = x[:, heads.query :].view(len(x), *shape[1:])
-        count = self._single
-        parts = []
-        if count:
-            pages, inside = self._keys
-            q, positions = x[:count, : heads.query], context.position_ids[:count]
-            most = max(1, GATHERED // (pages.shape[1] * math.prod(shape[1:])))
-            for rows in (slice(first, min(first + most, count)) for first in range(0, count, most)):
-                keys, values = stored[pages[rows], inside[rows]].unbind(2)
-                parts.append(attend_rows(q[rows], keys, values, positions[rows], heads, rule))
+        out = torch.empty(len(x), heads.query * x.shape[-1], dtype=qkv.dtype, device=qkv.device)
+        for group in self._groups:
+            most = max(1, GATHERED // (group.pages.shape[1] * math.prod(shape[1:])))
+            for first in range(0, len(group.rows), most):
+                some = slice(first, first + most)
+                rows = group.rows[some]
+                keys, values = stored[group.pages[some], group.inside[some]].unbind(2)
+                q = x[rows, : heads.query]
+                out[rows] = attend_rows(q, keys, values, group.positions[some], heads, rule)
         if self._layout is not None:
-            parts.append(packed_attention(qkv[count:], heads, self._layout, rule))
-        return torch.cat(parts)
+            out[self._begun :] = packed_attention(qkv[self._begun :], heads, self._layout, rule)
+        return out
 
 
 def attend_rows(
     q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, heads: Heads, rule: AttentionRule
 ) -> Tensor:
-    """One query row of each sample against its keys: (samples, heads, size) to (samples, heads · size).
+    """Query rows against their samples' keys: (samples, rows, heads, size) to (samples, rows, heads · size).
 
     Args:
-        keys, values: (samples, longest, shared, size), of which those up to the row's position count. The
+        keys, values: (samples, longest, shared, size), of which those up to a row's position count. The
             others may hold anything.
+        positions: (samples, rows), rising in a sample.
     """
-    grouped = q.reshape(len(q), heads.shared, heads.group, -1)
-    scores = torch.einsum("bsgd,bksd->bsgk", grouped, keys).float() * rule.scale
+    grouped = q.reshape(*q.shape[:2], heads.shared, heads.group, -1)
+    scores = torch.einsum("brsgd,bksd->brsgk", grouped, keys).float() * rule.scale
     if rule.softcap is not None:
         scores = rule.softcap * torch.tanh(scores / rule.softcap)
     key = torch.arange(keys.shape[1], device=q.device)
-    hidden = key > positions.unsqueeze(1)
+    hidden = key > positions.unsqueeze(2)
     if rule.window is not None:
-        hidden |= key <= positions.unsqueeze(1) - rule.window
-    scores.masked_fill_(hidden[:, None, None], -torch.inf)
+        hidden |= key <= positions.unsqueeze(2) - rule.window
+    scores.masked_fill_(hidden[:, :, None, None], -torch.inf)
     weights = torch.softmax(scores, dim=-1).to(q.dtype)
-    values = values.masked_fill(hidden[:, :, None, None], 0.0)  # no weight would hide what is not finite
-    return torch.einsum("bsgk,bksd->bsgd", weights, values).flatten(1)
+    unseen = hidden.all(1)[..., None, None]
+    values = values.masked_fill(unseen, 0.0)  # no weight would hide what is not finite
+    return torch.einsum("brsgk,bksd->brsgd", weights, values).flatten(2)
