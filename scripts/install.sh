@@ -54,3 +54,4 @@ fi
 # torch is there by now, so that nothing below chooses another build of it.
 echo "Installing Plait and the libraries that it needs"
 $PIP install --quiet --editable ".$EXTRAS"
+echo "Plait is installed. Now: . $VENV/bin/activate, then plait --help"

@@ -73,9 +73,9 @@ def test_a_verb_of_another_package_does_not_hide_plaits_own(monkeypatch: pytest.
 
 
 def test_an_error_is_three_parts_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "adapter.rank=0"]) == 2
+    assert main(["train", "train.batch_size=0"]) == 2
     said = capsys.readouterr().err
-    assert said == "plait: adapter.rank=0\n  adapter.rank must be at least 1.\n  The default is 16.\n"
+    assert said == "plait: train.batch_size=0\n  train.batch_size must be at least 1.\n  The default is 4.\n"
 
 
 def test_the_traceback_can_be_asked_for(
@@ -135,6 +135,9 @@ def test_an_interrupt_while_nothing_trains(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("plait.cli.main.train", interrupted)
+    monkeypatch.setattr("plait.cli.resume.main", interrupted)
+    assert main(["resume", "mine", "engine.threads=1"]) == 130
+    assert "Interrupted. `plait resume mine engine.threads=1` resumes it." in capsys.readouterr().err
     assert main(["train"]) == 130
     assert "Interrupted. `plait resume` lists" in capsys.readouterr().err
     assert main(["train", "tracking.root=my runs"]) == 130

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from plait.cli.leaderboard import print_leaderboard, sort_records
+from plait.cli.leaderboard import print_leaderboard, show, sort_records
 from plait.cli.results import store_parser, store_settings
 from plait.core.errors import ConfigError
 from plait.core.lifecycle import JobState
@@ -60,6 +60,24 @@ def test_the_title_says_how_it_is_sorted() -> None:
     assert titles["by train.lr, smallest first"] == "mine (finished), by train.lr, smallest first"
     with pytest.raises(ConfigError, match="csv, json, table"):
         print_leaderboard(result, "xml", Console())
+
+
+def test_a_trial_whose_process_was_killed_is_orphaned_whatever_the_store_says(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = Location("sqlite:///x.db", Path("x"), None)
+
+    def result(state: JobState) -> SearchResult:
+        records = (JobRecord("a", 0, state=JobState.FINISHED, objective=1.0), JobRecord("b", 1, state=state))
+        return SearchResult("mine", JobState.RUNNING, "minimize", "eval/loss", "r", "0", place, records)
+
+    monkeypatch.setattr("plait.cli.leaderboard.read_search", lambda *_: result(JobState.RUNNING))
+    for known, title in ((JobState.ORPHANED, "mine (orphaned)"), (JobState.RUNNING, "mine (running)")):
+        monkeypatch.setattr("plait.search.stored.board_of_study", lambda *_, known=known: result(known))
+        show(TrackingSettings(), "mine", "table", None, reverse=False)
+        out, err = capsys.readouterr()
+        assert out.startswith(title)
+        assert ("`plait resume mine` resumes the search" in err) == (known == JobState.ORPHANED)
 
 
 def test_records_are_sorted_by_a_heading_of_the_table() -> None:

@@ -299,6 +299,7 @@ def _show(rows: Sequence[Mapping[str, Any]], *, as_json: bool) -> None:
         print(f"prompt: {rows[0]['prompt']}")
         for row in rows:
             whose = BASE if row["trial"] is None else f"trial {row['trial']}"
-            print(f"{whose}: {row['text']}")
+            empty = f"(no text: {row['tokens']} tokens of blanks, or the end)"
+            print(f"{whose}: {row['text'] if row['text'].strip() else empty}")
         print()
     sys.stdout.flush()

@@ -5,6 +5,7 @@ A seam: it imports MLflow, for which help does not wait.
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -16,7 +17,7 @@ from rich.table import Table
 from plait.core.errors import ConfigError, StorageError, choices
 from plait.core.lifecycle import JobState
 from plait.core.settings import TrackingSettings
-from plait.tracking.leaderboard import Cell, JobRecord, columns, to_csv, to_json
+from plait.tracking.leaderboard import Cell, JobRecord, columns, orphan, to_csv, to_json
 from plait.tracking.results import SearchResult
 
 FORMATS = ("table", "csv", "json")
@@ -31,7 +32,7 @@ def show(settings: TrackingSettings, name: str | None, form: str, sort: str | No
     Raises:
         ConfigError: the search, form or column is unknown.
     """
-    result, order = read_search(settings, name), None
+    result, order = _with_orphans(settings, read_search(settings, name)), None
     if sort:
         result = replace(result, records=sort_records(result.records, sort, reverse=reverse))
         order = f"by {sort}, {'largest' if reverse else 'smallest'} first"
@@ -60,6 +61,24 @@ def read_search(settings: TrackingSettings, name: str | None) -> SearchResult:
             raise
         print(f"{error.value}. Showing what the search's study holds:", file=sys.stderr)
         return found
+
+
+def _with_orphans(settings: TrackingSettings, result: SearchResult) -> SearchResult:
+    """The search with the trials that its study knows to be orphaned: a killed process tells the store
+    nothing."""
+    from plait.search.stored import board_of_study
+
+    found = None
+    if any(record.state == JobState.RUNNING for record in result.records):
+        with suppress(StorageError):  # the study may be elsewhere
+            found = board_of_study(settings, result.name)
+    names = {each.name for each in found.records if each.state == JobState.ORPHANED} if found else set()
+    orphan(result.records, names)
+    if not names or any(record.state == JobState.RUNNING for record in result.records):
+        return result
+    resume = f"`plait resume {shlex.quote(result.name)}` resumes the search"
+    print(f"Orphaned: the process that trained them is dead. {resume}.", file=sys.stderr)
+    return replace(result, state=JobState.ORPHANED)
 
 
 def sort_records(

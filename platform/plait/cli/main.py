@@ -107,6 +107,11 @@ def _interrupted(given: Sequence[str]) -> str:
     """The last line, which says if there may be a search to resume."""
     if given[:1] not in (["sweep"], ["train"], ["resume"]):
         return "Interrupted."
+    from plait.utils.addresses import redact
+
+    named = [word for word in given[1:] if "=" not in word and not word.startswith("-")]
+    if given[0] == "resume" and named:
+        return f"Interrupted. `{redact(shlex.join(('plait', *given)))}` resumes it."
     root = next((f" {shlex.quote(word)}" for word in given if word.startswith("tracking.root=")), "")
     return f"Interrupted. `plait resume{root}` lists the searches that can be resumed."
 

@@ -76,6 +76,12 @@ def main(arguments: Sequence[str]) -> int:
     return EXIT_DONE
 
 
+def _named(text: str) -> Path:
+    """The path of an argument. ./x is a folder, as typed, and never the name of a search."""
+    path = as_path(text)
+    return path.absolute() if text.startswith(f".{os.sep}") else path
+
+
 def _given_folders(known: argparse.Namespace) -> dict[str, Path]:
     """The adapters' folders among the arguments and below --adapters by name; the other arguments stay.
 
@@ -193,7 +199,7 @@ def _parser() -> Parser:
     add(
         "what",
         nargs="*",
-        type=as_path,
+        type=_named,
         metavar="NAME | FOLDER",
         help="a search, and adapters' folders in PEFT's format; default: the newest search",
     )
