@@ -26,10 +26,10 @@ def show(report: Report, console: Console, *, details: bool) -> None:
     """Print the figures that are compared with something, as many as fit on a screen; with ``details`` all of
     them, what was tried, and those that are not compared."""
     compared = [figure for figure in report.figures if figure.headline]
-    kinds = [
-        rows for kind in (Published, Baseline)
-        if (rows := [figure for figure in compared if isinstance(figure.target, kind)])
-    ]  # fmt: skip
+    by_target = [
+        [figure for figure in compared if isinstance(figure.target, kind)] for kind in (Published, Baseline)
+    ]
+    kinds = [rows for rows in by_target if rows] or [list(report.figures)]
     fitted = [figure for figure in report.figures if figure.result == "fitted"]
     below = [*([_fitted(fitted)] if fitted else []), *([] if details else [_more(report, compared)])]
     room = SCREEN - len(below)
@@ -41,7 +41,7 @@ def show(report: Report, console: Console, *, details: bool) -> None:
             console.print(line, end="")
     for text in below:
         _cropped(console, text)
-    if details or not compared:
+    if details:
         console.print(details_table(report))
         for figure in compared:
             if tried := _tried(figure):
@@ -49,7 +49,7 @@ def show(report: Report, console: Console, *, details: bool) -> None:
 
 
 def _more(report: Report, compared: Sequence[Figure]) -> str:
-    count = len(report.figures) - len(compared)
+    count = len(report.figures) - len(compared) if compared else 0
     more = f"{count} more figures and " if count else ""
     return f"--details shows {more}what was tried; --json is for programs."
 
@@ -127,13 +127,15 @@ def _compared(name: str, figures: Sequence[Figure], console: Console, room: int 
 def _rendered(name: str, figures: Sequence[Figure], shown: Sequence[Figure], console: Console) -> list[str]:
     notes = Notes()
     with console.capture() as capture:
-        console.print(compared_table(name, shown, notes))
+        compared = shown[0].target is not None
+        console.print(compared_table(name, shown, notes) if compared else own_table(name, shown))
         for at, text in enumerate(notes.texts, start=1):
             _cropped(console, f"({at}) {text}")
         if left := len(figures) - len(shown):
             plain(console, f"{left} more: --details shows them.")
-        if len(figures) > 1 or any(figure.result in WEAK for figure in figures):
-            plain(console, results([figure.result for figure in figures if figure.result]))
+        found = [figure.result for figure in figures if figure.result]
+        if len(found) > 1 or any(each in WEAK for each in found):
+            plain(console, results(found))
     return capture.get().splitlines(keepends=True)
 
 
@@ -148,7 +150,6 @@ def results(found: Sequence[str]) -> str:
 def compared_table(name: str, figures: Sequence[Figure], notes: Notes) -> Table:
     """For each figure: what it is compared with, our value, the difference, the tolerance, and the result."""
     published = isinstance(figures[0].target, Published)
-    hows = ", ".join(dict.fromkeys(figure.how for figure in figures))
     allowed = [_allowed(figure) for figure in figures]
     headings = ["figure", "published" if published else "baseline", "ours", "off" if published else "ratio"]
     if with_allowed := set(allowed) != {USUAL}:
@@ -156,13 +157,7 @@ def compared_table(name: str, figures: Sequence[Figure], notes: Notes) -> Table:
     headings.append("result")
     if with_plait := any(figure.plait is not None for figure in figures):
         headings.append("Plait's")
-    table = Table(
-        title=f"{name} ({hows})", title_justify="left", box=None, pad_edge=False, collapse_padding=True,
-        header_style="bold",
-    )  # fmt: skip
-    for heading in headings:
-        words = heading in ("figure", "result")
-        table.add_column(heading, justify="left" if words else "right", no_wrap=heading != "figure")
+    table = _open_table(name, figures, headings)
     for figure, limit in zip(figures, allowed, strict=True):
         plan = "" if figure.plait is None else number(figure.plait)
         table.add_row(
@@ -171,6 +166,26 @@ def compared_table(name: str, figures: Sequence[Figure], notes: Notes) -> Table:
             (figure.result or "").removeprefix("outside, "),
             *([plan] if with_plait else []),
         )
+    return table
+
+
+def own_table(name: str, figures: Sequence[Figure]) -> Table:
+    """Our value of each figure, where nothing is compared."""
+    table = _open_table(name, figures, ("figure", "ours", "unit"))
+    for figure in figures:
+        table.add_row(figure.name, number(figure.ours), figure.unit)
+    return table
+
+
+def _open_table(name: str, figures: Sequence[Figure], headings: Sequence[str]) -> Table:
+    hows = ", ".join(dict.fromkeys(figure.how for figure in figures))
+    table = Table(
+        title=f"{name} ({hows})", title_justify="left", box=None, pad_edge=False, collapse_padding=True,
+        header_style="bold",
+    )  # fmt: skip
+    for heading in headings:
+        words = heading in ("figure", "result", "unit")
+        table.add_column(heading, justify="left" if words else "right", no_wrap=heading != "figure")
     return table
 
 

@@ -48,6 +48,14 @@ MOVED: dict[str, tuple[dict[str, Any], str, Any]] = {
     "lobra/homogeneous": ({}, "cluster.options.time.layer.0.fixed", 5e-3),
     "lobra/case_study": ({}, "cluster.options.time.layer.0.token", 6e-6),
     "lobra/sequential_plans": ({}, "bench.options.assumption.clip", 4096),
+    "lobra/sequential_plans_32b": (
+        {"bench.options.alternatives": []},
+        *("bench.options.assumption.clip", 4096),
+    ),
+    "lobra/sequential_plans_70b": (
+        {"bench.options.alternatives": []},
+        *("bench.options.assumption.clip", 4096),
+    ),
     "lobra/worked_example": ({}, "cluster.options.time.layer.0.token", 6e-6),
     "lobra/throughput": ({}, "cluster.options.time.head.1.labelled", 5e-6),
     "lobra/time_model": ({}, "bench.options.held_out", list(range(0, 250, 5))),
@@ -117,13 +125,18 @@ MOVED: dict[str, tuple[dict[str, Any], str, Any]] = {
         | {"bench.options.samples": [1, 2], "bench.options.lengths": [128, 256, 512]},
         *("bench.options.seed", 3),
     ),
+    "replay/stopping": ({"bench.options.orders": 3}, "bench.options.orders", 2),
     "slora/admission": ({}, "bench.options.patience", 30),
     "slora/communication": ({}, "bench.options.tokens", 2048),
     "slora/pool": ({}, "bench.options.tokens", 8192),
 }
 # Those that take longer: run if PLAIT_PAPERS=1 is set. Measured figures are not recorded.
 LONG: dict[str, tuple[dict[str, Any], str, Any]] = {
-    "lobra/ablation_7b": ({"bench.options.steps": 2}, "cluster.options.time.layer.0.token", 6e-6),
+    "lobra/ablation_7b": (
+        {"bench.options.steps": 2, LOG[0]: LOG[1]},
+        "cluster.options.time.layer.0.token",
+        6e-6,
+    ),
     "lobra/deploy_7b": ({LOG[0]: LOG[1]}, "cluster.options.time.layer.0.token", 6e-6),
     "lobra/end_to_end_7b": ({LOG[0]: LOG[1]}, "cluster.options.time.layer.0.token", 6e-6),
     "lobra/end_to_end_32b": ({LOG[0]: LOG[1]}, "cluster.options.time.layer.3.token", 4e-6),
