@@ -54,10 +54,11 @@ LOSS_TOLERANCE = 1e-5  # relative, every step
 WEIGHT_TOLERANCE = 1e-4  # of the norm of the adapter's update
 ALIKE: dict[str, Any] = {}
 UNLIKE: dict[str, Any] = {"capacities": (160, 128), "speeds": (2.0, 0.5)}
+FOUR: dict[str, Any] = {"capacities": (160, 64, 128, 96), "speeds": (2.0, 0.5, 1.0, 1.0)}
 ENGINE = EngineSettings(kernels="grouped", capacity=160, threads=1)
 
 
-@pytest.mark.parametrize(("count", "cluster"), [(1, ALIKE), (2, UNLIKE), (3, ALIKE)])
+@pytest.mark.parametrize(("count", "cluster"), [(1, ALIKE), (2, UNLIKE), (3, ALIKE), (4, FOUR)])
 def test_replicas_train_as_one_process_does(
     laboratory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, cluster: dict[str, Any]
 ) -> None:
