@@ -128,6 +128,21 @@ class Drawn:
         )
         return MicrobatchShape.of([length for each in segments for length in each.lengths], labelled=labelled)
 
+    def bucketed(
+        self, replica: int, places: Sequence[tuple[GlobalBatch, int, int]], capacity: int
+    ) -> list[Microbatch]:
+        """Microbatches of as many sequences of one bucket as fit."""
+
+        def key(place: tuple[GlobalBatch, int, int]) -> int:
+            return self.boundary(place[2])
+
+        made: list[Microbatch] = []
+        for boundary, group in groupby(sorted(places, key=key), key):
+            own, most = list(group), capacity // boundary
+            for first in range(0, len(own), most):
+                made.append(Microbatch(replica, len(made), _segments(own[first : first + most], boundary)))
+        return made
+
     def batch(self, task: Task, step: int) -> GlobalBatch:
         """The global batch of a task."""
         places = tuple(range(step * task.batch_size, (step + 1) * task.batch_size))
@@ -150,7 +165,8 @@ class Machine:
         """Samples in turn to replicas that are all as large as the largest, padded in buckets."""
         count, places = len(self.capacities), _places(batches)
         return [
-            self._bucketed(replica, places[replica::count], max(self.capacities)) for replica in range(count)
+            self.drawn.bucketed(replica, places[replica::count], max(self.capacities))
+            for replica in range(count)
         ]
 
     def balanced(self, batches: Sequence[GlobalBatch]) -> Turn:
@@ -159,7 +175,7 @@ class Machine:
         kinds = tuple((Configuration(1, 1, each), self.time, 1) for each in self.capacities)
         chosen = plan_step([length for *_, length in places], Replicas(kinds)).replica_of
         return [
-            self._bucketed(
+            self.drawn.bucketed(
                 number, [place for place, own in zip(places, chosen, strict=True) if own == number], each
             )
             for number, each in enumerate(self.capacities)
@@ -170,21 +186,6 @@ class Machine:
         replicas = [Replica(number, capacity=each) for number, each in enumerate(self.capacities)]
         found = Packer(replicas, self.time).pack(batches)
         return [[each for each in found if each.replica == number.id] for number in replicas]
-
-    def _bucketed(
-        self, replica: int, places: Sequence[tuple[GlobalBatch, int, int]], capacity: int
-    ) -> list[Microbatch]:
-        """Microbatches of as many sequences of one bucket as fit."""
-
-        def key(place: tuple[GlobalBatch, int, int]) -> int:
-            return self.drawn.boundary(place[2])
-
-        made: list[Microbatch] = []
-        for boundary, group in groupby(sorted(places, key=key), key):
-            own, most = list(group), capacity // boundary
-            for first in range(0, len(own), most):
-                made.append(Microbatch(replica, len(made), _segments(own[first : first + most], boundary)))
-        return made
 
     def measured(self, turn: Turn) -> float:
         """Processor seconds of a turn, of all replicas until the slowest is done."""
@@ -269,7 +270,7 @@ def _prepare(settings: RunSettings, asked: Options) -> Machine:
     probes = [
         each
         for task, step in product(asked.tasks, range(asked.steps))
-        for each in _probes(drawn.batch(task, step), max(asked.capacities))
+        for each in _probes(drawn, drawn.batch(task, step), max(asked.capacities))
     ]
     times = fitted_time(worker, probes, drawn.shape)
     steps = [StepJob(job.name, 1, RATE) for job in drawn.jobs]
@@ -277,10 +278,11 @@ def _prepare(settings: RunSettings, asked: Options) -> Machine:
     return Machine(worker, drawn, asked.capacities, times, stepping)
 
 
-def _probes(batch: GlobalBatch, capacity: int) -> list[Microbatch]:
-    """Microbatches of one to all samples of a batch, as far as they fit."""
+def _probes(drawn: Drawn, batch: GlobalBatch, capacity: int) -> list[Microbatch]:
+    """Microbatches of one to all samples of a batch, as far as they fit, and padded ones: if all tokens are
+    labelled, what labels cost cannot be told from what tokens cost."""
     places = _places([batch])
-    made = []
+    made = drawn.bucketed(0, places, capacity)
     for count in range(1, len(places) + 1):
         own = [(each, place, length) for each, place, length in places[:count]]
         if sum(length for *_, length in own) <= capacity:
