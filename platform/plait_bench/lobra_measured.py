@@ -245,6 +245,8 @@ def measured(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[st
             f"{', '.join(map(str, asked.capacities))} tokens, those of {FUSED} and Task-Sequential all as "
             f"large as the largest; one adapter of rank {asked.rank} a task; model {settings.model.kind}.",
             "Processor seconds until the slowest replica is done, of all. Each one's part ran by itself.",
+            "A step ends with the replica of the longest samples, which are hardly padded: packing others "
+            "frees replicas that wait for it.",
         ),
     )
 
@@ -280,7 +282,7 @@ def _prepare(settings: RunSettings, asked: Options) -> Machine:
 
 def _probes(drawn: Drawn, batch: GlobalBatch, capacity: int) -> list[Microbatch]:
     """Microbatches of one to all samples of a batch, as far as they fit, and padded ones: if all tokens are
-    labelled, what labels cost cannot be told from what tokens cost."""
+    labelled, the costs of labels and of tokens are not kept apart."""
     places = _places([batch])
     made = drawn.bucketed(0, places, capacity)
     for count in range(1, len(places) + 1):

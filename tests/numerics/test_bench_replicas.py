@@ -14,7 +14,7 @@ from plait_bench import replicas as bench
 SETTINGS = RunSettings(
     model=ModelSettings(kind="tiny", dtype="float32", seed=3),
     engine=EngineSettings(device="cpu", kernels="grouped", capacity=256, threads=1),
-    cluster=ClusterSettings(processes=2),
+    cluster=ClusterSettings(processes=2, join_seconds=240.0),
 )
 DATA = DataSpec.of("reasoning_gym", task="chain_sum", size=40, validation=0)
 JOBS = [

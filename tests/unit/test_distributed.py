@@ -89,7 +89,7 @@ KEY = b"k" * 32
 SETTINGS = RunSettings(
     model=ModelSettings(kind="tiny", dtype="float32", seed=3),
     engine=EngineSettings(kernels="grouped", capacity=64, threads=1),
-    cluster=ClusterSettings(processes=2),
+    cluster=ClusterSettings(processes=2, join_seconds=240.0),  # imports on a loaded machine
 )
 FACTS = WorkerFacts(ActivationShape(1, 8, 1, 16, 32, 64, 4, 8, 8), (), 64, 2**20, {"kernels": "grouped"})
 JOB = JobSpec("a", AdapterSpec(2), TrainSpec(steps=4), random_texts(1, 5, 25))

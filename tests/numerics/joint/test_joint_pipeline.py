@@ -130,7 +130,7 @@ def test_replicas_change_with_the_jobs_and_nothing_is_trained_twice(laboratory: 
     jobs[6] = replace(jobs[6], train=replace(jobs[6].train, steps=3))  # samples of up to 120 tokens
     jobs = [*jobs[:3], *jobs[4:]]  # the others have up to 60
     alone = lab.undisturbed(jobs, kernels="grouped")
-    cluster = ClusterSettings(processes=3, capacities=(64, 64, 64), redeploy=True)
+    cluster = ClusterSettings(processes=3, capacities=(64, 64, 64), redeploy=True, join_seconds=240.0)
     settings = RunSettings(model=TINY, engine=ENGINE, cluster=cluster)
     deployments: list[tuple[int, ...]] = []
     with closing(Launcher(cluster, start=ForkedProcess)) as launcher:
@@ -190,7 +190,7 @@ def test_a_stage_that_runs_out_of_memory_makes_room_and_changes_nothing(
 ) -> None:
     lab = laboratory("llama")
     jobs = lab.group(dropout=0.1, steps=STEPS)[: 1 if alone else 3]
-    cluster = ClusterSettings(processes=2, **pipeline((3, 1)))
+    cluster = ClusterSettings(processes=2, join_seconds=240.0, **pipeline((3, 1)))
     settings = RunSettings(model=TINY, engine=ENGINE, cluster=cluster)
     monkeypatch.setattr(ForkedProcess, "short_at", {1: 4})
     launcher = Launcher(cluster, start=ForkedProcess)

@@ -144,7 +144,7 @@ def test_a_process_that_is_lost_and_comes_late_changes_nothing(laboratory: Any, 
     jobs = lab.group(dropout=0.1, steps=2 * STEPS)[:4]
     alone = lab.undisturbed(jobs, kernels="grouped")
     place = Place(0, 2, 0, 2, "127.0.0.1", f"test-{os.getpid()}")
-    cluster = ClusterSettings(processes=2, join_seconds=60.0)
+    cluster = ClusterSettings(processes=2, join_seconds=240.0)
     settings = RunSettings(model=TINY, engine=ENGINE, cluster=cluster)
     with closing(Launcher(cluster, place, start=ForkedProcess)) as launcher:
         meeting = read_meeting(place, cluster)
