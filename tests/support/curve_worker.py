@@ -182,7 +182,7 @@ class CurveWorker:
                 losses.append(JobLoss(segment.job, segment.step, loss * labelled, labelled, segment.tokens))
                 if reason := self.fault("evaluate" if evaluation else "run", segment.job, segment.step):
                     events.append(JobFailed(segment.job, segment.step, reason))
-            events.append(MicrobatchDone(each.index, tuple(losses), self._spend(), None, evaluation))
+            events.append(MicrobatchDone(each.index, tuple(losses), self._spend(), (), evaluation))
         return events
 
     def _step(self, asked: StepJob) -> WorkerEvent:

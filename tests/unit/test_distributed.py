@@ -576,7 +576,7 @@ def test_each_process_is_built_with_its_own_capacity() -> None:
 
 
 def test_each_gets_its_own_microbatches_and_all_steps() -> None:
-    done = [MicrobatchDone(number, (JobLoss("a", 1, 2.0, 3, 4),), 0.5, None) for number in range(2)]
+    done = [MicrobatchDone(number, (JobLoss("a", 1, 2.0, 3, 4),), 0.5) for number in range(2)]
     stepped = StepDone("a", 1, 1.0, 0.25)
     said = [Answer((each, stepped)) for each in done]
     fleet, processes = told({RunSchedule: said})
@@ -607,7 +607,7 @@ def test_replicas_take_part_in_every_round_also_in_one_without_microbatches_of_t
 
 
 def test_the_work_of_the_others_is_reported_if_one_process_runs_out_of_memory() -> None:
-    done = MicrobatchDone(0, (JobLoss("a", 1, 2.0, 3, 4),), 0.5, None)
+    done = MicrobatchDone(0, (JobLoss("a", 1, 2.0, 3, 4),), 0.5)
     short = OutOfMemory("no room", 0.25)
     fleet, _ = told({RunSchedule: [Answer((done,)), Answer((short,))]})
     microbatches = tuple(Microbatch(replica, replica, ()) for replica in range(2))

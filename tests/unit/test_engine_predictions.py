@@ -17,6 +17,7 @@ from plait.core.plans import Microbatch, Replica, Segment
 from plait.core.samples import Sample, Split, TokenisedData
 from plait.core.settings import EngineSettings, RunSettings
 from plait.core.spans import ReplicaTime
+from plait.cost.memory import KEPT
 from plait.engine.admission import Admission
 from plait.engine.jobs import LiveJob
 from plait.engine.ledger import Outcome
@@ -31,7 +32,7 @@ from plait.engine.predictions import (
     Predictions,
 )
 from plait.engine.steps import DataOrder
-from plait.engine.worker import ActivationShape, WorkerFacts
+from plait.engine.worker import ActivationShape, HeldPart, WorkerFacts
 from plait.models.targets import LinearInfo
 from plait.tracking.tables import FIT_COLUMNS, MOST_FITS, fits_table
 
@@ -98,8 +99,8 @@ class Machine:
                         expected.bytes / max(p.bytes for p in peaks.values()) - 1,
                     )
                 )
-            outcome = Outcome(microbatches=len(batches), peaks=peaks)
-            self.fits += self.predictions.learn(expected, outcome, seconds, iteration)
+            outcome = Outcome(microbatches=len(batches), peaks={at: (own,) for at, own in peaks.items()})
+            self.fits += self.predictions.learn(expected, outcome, seconds, iteration, jobs=self.jobs)
             for job in self.jobs.values():
                 job.advance(1)
 
@@ -233,8 +234,8 @@ class Replicas:
     """Iterations of a job on two replicas, on a machine whose load changes for both alike."""
 
     def __init__(self, folder: Path, *, tokens: tuple[int, int], lag: float, noise: float = 0.0) -> None:
-        admit = admission()
         own = replace(facts(), devices=("cpu", "cpu"))
+        admit = Admission(own, RunSettings(engine=EngineSettings(capacity=CAPACITY)))
         self.predictions = Predictions(own, admit, None, folder)
         self.jobs = {"a": live("a", 4, [*tokens], admit)}
         self.tokens, self.lag, self.noise = tokens, lag, noise
@@ -285,14 +286,48 @@ def test_a_fit_that_says_nothing_of_tokens_is_shared_out_by_them(tmp_path: Path)
     assert expected.busy_seconds == pytest.approx({0: 0.6, 1: 0.2})
 
 
-def test_of_a_pipeline_the_whole_iteration_is_predicted_and_nothing_of_its_stages(tmp_path: Path) -> None:
-    admit = admission()
-    predictions = Predictions(replace(facts(), stages=(2,)), admit, None, tmp_path)
-    jobs = {"a": live("a", 4, [20], admit)}
-    microbatches = [Microbatch(0, 0, (Segment("a", 0, (0,), (0,), (20,), 1.0),))]
+def test_of_a_pipeline_each_stage_is_predicted_by_what_was_observed_of_it(tmp_path: Path) -> None:
+    """Of uneven stages: how long each is busy, and what it keeps of microbatches that are in flight."""
+    shape, kept, passing = replace(SHAPE, layers=4), (3000, 700), (900, 5000)
+    held = (HeldPart(range(3), 40_000, 10**9), HeldPart(range(3, 4), 10_000, 10**9))
+    linears = tuple(LinearInfo(f"layers.{layer}.q_proj", 8, 8) for layer in range(4))
+    own = replace(facts(), shape=shape, linears=linears, stages=(2,), held=(held,))
+    admit = Admission(own, RunSettings(engine=EngineSettings(capacity=CAPACITY)))
+    predictions = Predictions(own, admit, None, tmp_path)
+    jobs = {"a": live("a", 4, [20, 30], admit)}
+    adapter = jobs["a"].demand
+    statics = [part.weight_bytes + adapter.bytes_on(part.layers) for part in held]
+    assert sum(statics) == 50_000 + adapter.adapter_bytes
+    lengths = (30, 20, 20)
+    microbatches = [
+        Microbatch(0, at, (Segment("a", 0, (at % 2,), (0,), (count,), 1.0),))
+        for at, count in enumerate(lengths)
+    ]
+
+    def peak(static: int, keeps: int, more: int, count: int) -> ObservedPeak:
+        highest = static + (keeps + more) * count
+        return ObservedPeak(static, (("backward", highest), (KEPT, static + keeps * count)))
+
+    stages = list(zip(statics, kept, passing, strict=True))
+    peaks = {at: tuple(peak(*stage, count) for stage in stages) for at, count in enumerate(lengths)}
     for number in range(20):
         expected = predictions.expect(microbatches, jobs)
         times = (ReplicaTime(0, 0.1, 0.4, 20, 0), ReplicaTime(1, 0.3, 0.2, 20, 0))
-        assert expected.with_predictions(times) == times
-        predictions.learn(expected, Outcome(), 0.5, number, times)
+        outcome = Outcome(microbatches=3, peaks=peaks)
+        predictions.learn(expected, outcome, 0.5, number, times, jobs)
     assert expected.seconds == pytest.approx(0.5, rel=1e-3)
+    first, last = expected.with_predictions(times, outcome)
+    assert first.predicted_waited_share == pytest.approx(0.8, rel=1e-3)
+    assert last.predicted_busy_seconds == pytest.approx(0.3, rel=1e-3)
+    # The first has two in flight, the last one; without what passes, the longest two are those before.
+    assert first.predicted_bytes == pytest.approx(statics[0] + 50 * 3000 + 30 * 900, rel=1e-3)
+    assert last.predicted_bytes == pytest.approx(statics[1] + 30 * 5700, rel=1e-3)
+    full = statics[0] + CAPACITY * (2 * 3000 + 900) + 4 * CAPACITY * shape.hidden * 4
+    assert full <= admit.predicted([adapter]) < 1.05 * full  # the fullest stage, with a margin and messages
+    again = Admission(own, RunSettings(engine=EngineSettings(capacity=CAPACITY)))
+    Predictions(own, again, None, tmp_path)
+    assert again.predicted([adapter]) == admit.predicted([adapter])
+    every = Admission(own, RunSettings(engine=EngineSettings(capacity=CAPACITY, schedule="gpipe")))
+    Predictions(own, every, None, tmp_path)
+    many = replace(adapter, samples=16)
+    assert every.predicted([many]) > 3 * every.predicted([adapter])  # it keeps all of an iteration

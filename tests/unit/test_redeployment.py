@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from curve_worker import CurveWorker
+from curve_worker import LINEARS, CurveWorker
 from laboratory import random_data, random_texts
 
 from plait.core.jobs import AdapterSpec, JobSpec, TrainSpec
@@ -14,6 +14,7 @@ from plait.engine.admission import Demand
 from plait.engine.jobs import LiveJob
 from plait.engine.redeployment import MEASURED, Redeployment
 from plait.engine.steps import DataOrder
+from plait.engine.worker import HeldPart
 
 
 def job(name: str, shortest: int, longest: int, steps: int) -> LiveJob:
@@ -35,7 +36,8 @@ def weighed(stages: tuple[int, ...]) -> tuple[Redeployment, list[tuple[int, ...]
 def use(made: Redeployment, stages: tuple[int, ...], memory: int = 2**30) -> None:
     facts = CurveWorker().facts
     shape = replace(facts.shape, layers=4, weight_bytes=10**6)
-    facts = replace(facts, shape=shape, replica_bytes=tuple(memory * each for each in stages))
+    part = HeldPart(range(4), 10**6, memory)
+    facts = replace(facts, shape=shape, linears=LINEARS, held=tuple((part,) * each for each in stages))
     made.use(facts, [Replica(n, pp=pp, capacity=64 * pp) for n, pp in enumerate(stages)])
 
 

@@ -13,18 +13,19 @@ from plait.cost.time import MicrobatchShape
 from plait.data.overlong import LengthLimit
 from plait.engine.admission import Admission
 from plait.engine.build import check_engine
-from plait.engine.replicas import dispatch_time, replicas_of
+from plait.engine.replicas import cut, dispatch_time, replicas_of
 from plait.engine.worker import WorkerFacts
 
 ROOM = 2**26
 
 
 def facts(*memory: int) -> WorkerFacts:
+    known = CurveWorker().facts
     return replace(
-        CurveWorker().facts,
+        known,
         memory_bytes=min(memory),
         devices=tuple(f"cpu:{number}" for number in range(len(memory))),
-        replica_bytes=memory,
+        held=tuple(known.whole(each) for each in memory),
     )
 
 
@@ -66,13 +67,42 @@ def test_the_replica_that_is_short_of_memory_decides_who_is_admitted() -> None:
     assert alike.predicted(usual) == large
 
 
+def test_the_fullest_stage_decides_who_is_admitted() -> None:
+    """The first one keeps a microbatch for each stage that follows, the last one has the head."""
+    settings = RunSettings(
+        engine=EngineSettings(capacity=256), cluster=ClusterSettings(processes=2, pipeline=2)
+    )
+    known = replace(CurveWorker().facts, stages=(2,), devices=("cpu + cpu",))
+    known = replace(known, held=cut(known, settings, (2,), ROOM))
+    (held,) = known.parts
+    end = SHAPE.vocabulary * SHAPE.hidden * SHAPE.element_bytes
+    assert [part.layers for part in held] == [range(1), range(1, 2)]
+    admission = Admission(known, settings)
+    job = admission.demand(ADAPTER, 40)
+    one = Admission(CurveWorker().facts, settings).demand(ADAPTER, 40)
+    assert [job.bytes_on(part.layers) for part in held] == [one.adapter_bytes // 2] * 2
+    rows = 4 * 256 * SHAPE.hidden * SHAPE.element_bytes
+    first = admission.static([job], held[0]) + admission.estimate(256, 40, held[0], 2) + rows
+    last = admission.static([job], held[1]) + admission.estimate(256, 40, held[1]) + rows
+    assert admission.predicted([job]) == max(first, last) == first
+    assert admission.estimate(256, 40, held[0], 2) == 2 * admission.estimate(256, 40, held[0])
+    wide = replace(known, shape=replace(SHAPE, vocabulary=60_000, logit_rows=256))  # the head counts
+    wide = replace(wide, held=cut(wide, settings, (2,), ROOM))
+    assert wide.parts[0][1].weight_bytes >= 60_000 * SHAPE.hidden * SHAPE.element_bytes > 100 * end
+    needs = Admission(wide, settings)
+    assert needs.predicted([job]) == (
+        needs.static([job], wide.parts[0][1]) + needs.estimate(256, 40, wide.parts[0][1]) + rows
+    )
+
+
 def test_what_is_made_for_a_product_is_no_static_memory() -> None:
     dense = facts(ROOM)
-    made = replace(dense, shape=replace(dense.shape, made_bytes=5000))
+    shape = replace(dense.shape, made_bytes=5000)
+    made = replace(dense, shape=shape, held=(replace(dense, shape=shape).whole(ROOM),))
     before, after = (Admission(each, run()) for each in (dense, made))
     assert after.estimate(128, 64) == before.estimate(128, 64) + 5000
-    after.learn_overhead(made.shape.weight_bytes + 3000, adapters=1000)
     usual = after.usual
+    after.learn_overhead(made.shape.weight_bytes + 3 * usual.adapter_bytes, made.parts[0][0], [usual])
     assert after.static([usual]) == made.shape.weight_bytes + 3 * usual.adapter_bytes
 
 

@@ -98,7 +98,7 @@ def test_busy_and_waited_cover_an_iteration() -> None:
 
 
 def test_metrics_by_replica_are_those_of_several_alone() -> None:
-    times = (ReplicaTime(0, 2.0, 0.5, 70, 8, 1.9, 0.4), ReplicaTime(1, 1.5, 1.0, 50, 8))
+    times = (ReplicaTime(0, 2.0, 0.5, 70, 8, 1.5, 0.5, 95, 90), ReplicaTime(1, 1.5, 1.0, 50, 8))
     step = GroupStep("g", 1, ("a",), 2, 120, 2.5, None, 64, replicas=times)
     one = group_values(replace(step, replicas=times[:1]))
     assert one.keys() == {"group/jobs", "group/microbatches", "throughput/tokens_per_s", "group/fill"}
@@ -108,21 +108,26 @@ def test_metrics_by_replica_are_those_of_several_alone() -> None:
         "replica/0/waited_seconds": 0.5,
         "replica/0/tokens": 70,
         "replica/0/received_bytes": 8,
-        "replica/0/predicted_busy_seconds": 1.9,
-        "replica/0/predicted_waited_seconds": 0.4,
+        "replica/0/predicted_busy_seconds": 1.5,
+        "replica/0/predicted_waited_seconds": 0.5,
+        "replica/0/waited_share": 0.2,
+        "replica/0/predicted_waited_share": 0.25,
+        "replica/0/peak_bytes": 95,
+        "replica/0/predicted_bytes": 90,
         "replica/1/busy_seconds": 1.5,
         "replica/1/waited_seconds": 1.0,
         "replica/1/tokens": 50,
         "replica/1/received_bytes": 8,
+        "replica/1/waited_share": 0.4,
     }
 
 
 def test_every_metric_of_a_replica_is_documented_with_its_unit() -> None:
     page = (Path(__file__).parents[2] / "docs" / "tracking.md").read_text(encoding="utf-8")
-    whole = ReplicaTime(0, 1.0, 1.0, 1, 1, 1.0, 1.0)
+    whole = ReplicaTime(0, 1.0, 1.0, 1, 1, 1.0, 1.0, 1, 1)
     for name in group_values(GroupStep("g", 1, (), 0, 0, 0.0, None, 0, replicas=(whole, whole))):
         if name.startswith("replica/"):
             (row,) = [
                 line for line in page.splitlines() if line.startswith(f"| `{name.rpartition('/')[2]}` |")
             ]
-            assert row.split("|")[2].strip() in ("seconds", "tokens", "bytes")
+            assert row.split("|")[2].strip() in ("seconds", "tokens", "bytes", "share")

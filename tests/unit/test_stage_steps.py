@@ -13,6 +13,7 @@ from plait.core.messages import JobLoss, StepJob
 from plait.core.plans import Microbatch, Segment
 from plait.distributed import stage_worker
 from plait.distributed.stage_worker import StageWorker, _Schedule
+from plait.engine.memory import FlightPeaks
 from plait_kernels.steps import StepResult
 
 
@@ -54,6 +55,9 @@ def test_a_loss_that_is_not_finite_stops_the_step_of_a_stage_without_the_job() -
         )
     }
     worker._of_number = {0: _Schedule(1, {})}
+    worker._observed, worker._peaks = set(), FlightPeaks(torch.device("cpu"), tuple)
+    with worker._peaks.forward(0, False):
+        pass
     parts = tuple(Segment(job, 1, (0,), (0,), (2,), 0.5) for job in "ab")
     worker.backward(0, Microbatch(0, 0, parts), None)
     assert math.isnan(worker.squares(("a", 1)))

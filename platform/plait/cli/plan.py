@@ -211,7 +211,7 @@ def _plan_local(command: SearchCommand) -> Outlook:
     data = opened.catalogue
     # For a new search; `plait sweep` resumes an earlier one of this name with its own capacity.
     stored = stored_profile(settings, shape.digest)
-    facts = worker_facts(settings.model, shape, free_memory(settings))
+    facts = worker_facts(settings, shape, free_memory(settings))
     asked = {(job.adapter, data.longest(job.data)) for job in jobs}
     capacity = choose_capacity(settings, facts, stored, asked, on_gpu=on_gpu(settings))
     settings = replace(settings, engine=replace(settings.engine, capacity=capacity))
@@ -221,7 +221,7 @@ def _plan_local(command: SearchCommand) -> Outlook:
     facts = replace(
         facts,
         memory_bytes=min(memory),
-        replica_bytes=memory,
+        held=tuple(facts.whole(each) for each in memory),
         devices=(str(device),) * processes,
         speeds=settings.cluster.speeds[:processes],
     )

@@ -193,26 +193,30 @@ class ObservedPeak:
 
     Attributes:
         static: bytes of tensors that exist before and after it: weights and all attached adapters.
-        phases: peak bytes, static ones included, by phase of the microbatch (forward, loss, backward).
+        phases: peak bytes, static ones included, by phase of the microbatch (forward, loss, backward; of a
+            stage also what it keeps between these).
+        beside: by how much the highest moment was above that, for other microbatches in flight; None: not
+            all of these were counted.
     """
 
     static: int
     phases: tuple[tuple[str, int], ...]
+    beside: int | None = 0
 
     @property
-    def bytes(self) -> int:
-        """The peak of the whole microbatch."""
-        return max(highest for _, highest in self.phases)
+    def bytes(self) -> int | None:
+        """The highest that there was; None if that is not known."""
+        return None if self.beside is None else self.beside + max(highest for _, highest in self.phases)
 
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchDone:
-    """One microbatch is done; ``peak`` is None if it was not observed."""
+    """One microbatch is done; ``peaks`` are those of each stage, if it was observed."""
 
     index: int
     losses: tuple[JobLoss, ...]
     seconds: float
-    peak: ObservedPeak | None
+    peaks: tuple[ObservedPeak, ...] = ()
     evaluation: bool = False
 
 

@@ -76,6 +76,8 @@ class ReplicaTime:
         tokens: real tokens that it trained on.
         received_bytes: sums of gradients that it had from the other processes.
         predicted_busy_seconds, predicted_waited_seconds: expected before it ran; None where nothing was.
+        peak_bytes: most that its microbatches took, weights and adapters included; None if not observed.
+        predicted_bytes: the same, expected before it ran.
     """
 
     replica: int
@@ -85,6 +87,24 @@ class ReplicaTime:
     received_bytes: int
     predicted_busy_seconds: float | None = None
     predicted_waited_seconds: float | None = None
+    peak_bytes: int | None = None
+    predicted_bytes: int | None = None
+
+    @property
+    def waited_share(self) -> float | None:
+        """Share of the iteration in which it waited."""
+        return _share(self.waited_seconds, self.busy_seconds)
+
+    @property
+    def predicted_waited_share(self) -> float | None:
+        """The same, expected before it ran."""
+        if self.predicted_busy_seconds is None or self.predicted_waited_seconds is None:
+            return None
+        return _share(self.predicted_waited_seconds, self.predicted_busy_seconds)
+
+
+def _share(waited: float, busy: float) -> float | None:
+    return waited / (waited + busy) if waited + busy > 0 else None
 
 
 @dataclass(frozen=True, slots=True)

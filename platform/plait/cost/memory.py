@@ -32,6 +32,7 @@ KEPT_OBSERVATIONS = 512  # an online fit keeps only the newest observations
 SAME_SHARE = 1e-9  # shares of inputs that differ by less count as equal
 ALL_ROWS = 2**53  # all rows of logits at once: more than any microbatch has
 NotNegative = Annotated[float, at_least(0)]
+KEPT = "kept"  # the phase between forward and backward, in which a stage has several microbatches
 WHOLE = "whole"  # the phase of a peak that was observed without distinguishing moments
 
 
@@ -244,20 +245,31 @@ class MemoryModel:
     ) -> float:
         """Safe peak of one pipeline stage, in bytes.
 
-        Stage s of S has up to S − s microbatches in flight (1F1B). The layers' bytes are assumed to be spread
-        evenly over the layers and kept for each of these microbatches; head and loss belong to the last
-        stage.
+        Stage s of S has up to S − s microbatches in flight (1F1B).
 
         Args:
             static: bytes of this stage.
         """
-        if shape.tokens == 0:
-            return static
-        flights = len(layer_split) - stage
         share = layer_split[stage] / sum(layer_split)
         last = stage == len(layer_split) - 1
-        return static + max(
-            (1.0 + phase.margin)
+        return static + self.part(shape, share=share, flights=len(layer_split) - stage, last=last, safe=True)
+
+    def part(
+        self, shape: MemoryShape, *, share: float, flights: float, last: bool, safe: bool = False
+    ) -> float:
+        """Bytes above static of a part of the layers with so many such microbatches in flight.
+
+        The layers' bytes are assumed to be spread evenly over the layers and kept for each of these; head and
+        loss belong to the last stage.
+
+        Args:
+            share: of the layers.
+            safe: with the margins.
+        """
+        if shape.tokens == 0:
+            return 0.0
+        return max(
+            (1.0 + safe * phase.margin)
             * (
                 flights * share * phase.coefficients.body(shape)
                 + phase.coefficients.fixed
@@ -265,6 +277,30 @@ class MemoryModel:
             )
             for phase in self.phases.values()
         )
+
+    def in_flight(self, shapes: Sequence[MemoryShape], flights: int | None) -> float:
+        """Bytes above static of a stage that this model was fitted to, while these microbatches follow each
+        other.
+
+        Args:
+            flights: most that are between forward and backward; None: all may be.
+        """
+        most = min(flights or len(shapes), len(shapes))
+        held = [self._kept(each) for each in shapes]
+        passing = [self.dynamic(each) - kept for each, kept in zip(shapes, held, strict=True)]
+        runs = (range(begin, begin + most) for begin in range(len(shapes) - most + 1))
+        return max(
+            (sum(held[each] for each in run) + max(passing[each] for each in run) for run in runs),
+            default=0.0,
+        )
+
+    def safe_in_flight(self, shape: MemoryShape, flights: float) -> float:
+        """The same of so many alike, with margins."""
+        margin = self.phases[KEPT].margin if KEPT in self.phases else 0.0
+        return self.safe_peak(shape, static=0.0) + (flights - 1) * (1.0 + margin) * self._kept(shape)
+
+    def _kept(self, shape: MemoryShape) -> float:
+        return self._bytes(self.phases[KEPT], shape) if KEPT in self.phases else 0.0
 
     def _bytes(self, phase: Phase, shape: MemoryShape) -> float:
         if shape.tokens == 0:

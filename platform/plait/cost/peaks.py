@@ -120,10 +120,15 @@ class PhasePeaks:
 
     def __init__(self, meter: Meter | None = None) -> None:
         self._meter = meter
-        self.static = 0 if meter is None else meter.live
+        self.static = self.live
         self.phases: dict[str, int] = {}
         if meter is not None:
             meter.restart()
+
+    @property
+    def live(self) -> int:
+        """Bytes that are in use now."""
+        return 0 if self._meter is None else self._meter.live
 
     def end(self, phase: str) -> None:
         """End a phase and record its peak bytes."""

@@ -110,26 +110,28 @@ class Fleet:
                 )
         kinds = tuple(kind for facts in built for kind in facts.kinds)
         devices = self._devices = tuple(device for facts in built for device in facts.devices)
-        tensor = cluster.tensor  # each slice has its own part of activations, so the memory of one counts
-        memory = self._each(
-            [memory_bytes or facts.memory_bytes for facts in built], lambda own: sum(own[::tensor])
-        )
+        tensor = cluster.tensor
+        parts = [
+            replace(part, memory_bytes=memory_bytes or part.memory_bytes)
+            for facts in built
+            for part in facts.parts[0]
+        ]
+        held = tuple(tuple(parts[own.start : own.stop]) for own in self._replicas)
         return replace(
             chosen,
             shape=replace(
                 chosen.shape,
-                weight_bytes=sum(built[n].shape.weight_bytes for n in self._replicas[0][::tensor]),
-                made_bytes=sum(built[n].shape.made_bytes for n in self._replicas[0][::tensor]),
+                weight_bytes=sum(part.weight_bytes for part in held[0][::tensor]),
+                made_bytes=max(part.made_bytes for part in held[0]),
             ),
-            memory_bytes=min(memory),
+            memory_bytes=min(part.memory_bytes for own in held for part in own),
             devices=self._each(devices, " + ".join),
             kinds=kinds,
             capacities=self._each(cluster.capacities, sum),
-            replica_bytes=memory,
+            held=held,
             speeds=self._each(cluster.speeds or self._speeds(kinds), min),
             stages=cluster.stages,
             tensor=tensor,
-            splits=self._each([split for facts in built for split in facts.splits], lambda own: own[0]),
         )
 
     def _each(self, values: Sequence[Value], merged: Callable[[Sequence[Value]], Value]) -> tuple[Value, ...]:
@@ -390,15 +392,22 @@ def _of_stages(events: Sequence[Sequence[WorkerEvent]]) -> Sequence[WorkerEvent]
     if not events:
         return []
     own = [_opened(each) for each in events]
-    seconds: dict[int, float] = {}
+    done: dict[int, list[MicrobatchDone]] = {}
     for event in chain.from_iterable(own):
         if isinstance(event, MicrobatchDone):
-            seconds[event.index] = seconds.get(event.index, 0.0) + event.seconds
+            done.setdefault(event.index, []).append(event)
     return [
-        replace(event, seconds=seconds[event.index]) if isinstance(event, MicrobatchDone) else event
+        _of_one(event, done[event.index]) if isinstance(event, MicrobatchDone) else event
         for event in own[-1]
         if not isinstance(event, StepDone)
     ]
+
+
+def _of_one(event: MicrobatchDone, stages: Sequence[MicrobatchDone]) -> MicrobatchDone:
+    """A microbatch with the seconds of all stages, and their peaks if all were observed."""
+    peaks = tuple(peak for each in stages for peak in each.peaks)
+    seconds = sum(each.seconds for each in stages)
+    return replace(event, seconds=seconds, peaks=peaks if len(peaks) == len(stages) else ())
 
 
 def _opened(events: Sequence[WorkerEvent]) -> list[WorkerEvent]:

@@ -44,12 +44,13 @@ from plait.distributed.exchange import Exchange
 from plait.distributed.links import Links
 from plait.distributed.places import ADDRESS, KEY, LOCAL, NUMBER, Address, interface_of
 from plait.distributed.replica_stage import ReplicaStage
-from plait.distributed.stage_worker import StageWorker, stage_layers
+from plait.distributed.stage_worker import StageWorker
 from plait.distributed.start import AGAIN
 from plait.distributed.tensor import ShardGroup, TensorGroup
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.devices import Cores, choose_device, choose_kernels, device_bytes, product_rate
 from plait.engine.local_worker import LocalWorker
+from plait.engine.replicas import model_time, stage_layers
 from plait.engine.span_recorder import SpanRecorder
 from plait.models.base import BaseModel
 from plait.models.load import inspect_model, load_part
@@ -170,9 +171,10 @@ class Replica:
 
     def _build_stage(self, request: Build, data: DataCatalogue) -> StageWorker:
         """The worker of a stage; the model is read again where layers are missing."""
-        engine, split, tensor = request.engine, request.split, request.tensor
+        engine, split, tensor, shape = request.engine, request.split, request.tensor, self._shape
+        time = model_time(shape.linears, shape.layer_count, shape.hidden_size, shape.vocabulary)
         layers = [
-            stage_layers(self._shape, each, split if len(split) == each else (), engine.capacity_or_usual)
+            stage_layers(time, each, split if len(split) == each else (), engine.capacity_or_usual)
             for each in (processes // tensor for processes in request.stages)
         ]
         stage, number = divmod(self.number, tensor)

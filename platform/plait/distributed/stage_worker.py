@@ -10,13 +10,12 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from plait.core.errors import ConfigError, ShortStageError
+from plait.core.errors import ShortStageError
 from plait.core.messages import (
     Command,
     Detach,
@@ -34,8 +33,7 @@ from plait.core.messages import (
 )
 from plait.core.plans import Microbatch
 from plait.core.settings import EngineSettings
-from plait.cost.replica import balanced_split
-from plait.cost.time import MicrobatchShape, arithmetic_time
+from plait.cost.peaks import PhasePeaks
 from plait.distributed.links import Links
 from plait.distributed.stage_run import Messages, StageRun
 from plait.distributed.tensor import SharedSides, TensorGroup
@@ -43,12 +41,10 @@ from plait.engine.adapter_store import AdapterStore
 from plait.engine.asked import done
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.local_worker import LocalWorker
-from plait.engine.memory import attempt
+from plait.engine.memory import FlightPeaks, attempt
 from plait.engine.microbatches import LoadedMicrobatch, job_losses, load_microbatch
 from plait.engine.span_recorder import SpanRecorder, work_of
-from plait.engine.worker import WorkerFacts
 from plait.models.base import BaseModel
-from plait.models.load import ModelShape
 from plait.planner.instructions import Key
 from plait.simulate.lowering import Lowering
 from plait.simulate.orders import rule
@@ -56,27 +52,6 @@ from plait_kernels import adamw_step
 from plait_kernels.bank import GRADIENTS
 
 EVALUATION, PART = "evaluation", "part"  # what messages are for, besides training
-
-
-def stage_layers(model: ModelShape, stages: int, split: Sequence[int], capacity: int) -> list[range]:
-    """The layers of each stage; without a given split, such that the slowest one is as fast as possible.
-
-    Raises:
-        ConfigError: the split is not one of this model, or there are more stages than layers.
-    """
-    if not split:
-        weights = sum(each.in_features * each.out_features for each in model.linears)
-        time = arithmetic_time(
-            model.layer_count, weights=weights, hidden=model.hidden_size, vocabulary=model.vocabulary
-        )
-        split = balanced_split(time, stages, MicrobatchShape.of([capacity]))
-    if sum(split) != model.layer_count or len(split) != stages:
-        raise ConfigError(
-            f"cluster.layer_split={list(split)}",
-            f"It has the layers of each of {stages} stages, {model.layer_count} in all.",
-            "Leave it out: then the stages are balanced.",
-        )
-    return [range(*each) for each in pairwise([0, *accumulate(split)])]
 
 
 @dataclass(slots=True)
@@ -130,13 +105,10 @@ class StageWorker(LocalWorker):
         self._schedules: deque[_Schedule] = deque()
         self._of_number: dict[int, _Schedule] = {}  # by microbatch
         self._of_key: dict[Key, _Schedule] = {}
+        self._peaks = FlightPeaks(model.device, self._static)
+        self._observed: set[int] = set()  # microbatches that are not back
         self._failed: set[str] = set()  # jobs that do not step any more
         self._shared = None if group is None else SharedSides(group, model.slices, self.bank.sites)
-
-    @property
-    def facts(self) -> WorkerFacts:
-        """Its model and its device, and how its replica is cut."""
-        return replace(super().facts, splits=(tuple(map(len, self._layers)),))
 
     def _execute(self, command: Command) -> Sequence[WorkerEvent]:
         match command:
@@ -181,7 +153,9 @@ class StageWorker(LocalWorker):
         lists = self._lowering.window(command.microbatches, order, drained=command.drained)
         numbered = dict(enumerate(command.microbatches, begin))
         steps = {(each.job, each.step): each for each in command.steps}
-        filled = [number for number, each in numbered.items() if each.segments]
+        filled = {number: each.tokens for number, each in numbered.items() if each.segments}
+        if filled and self._sampler.wanted(self._jobs, [*filled.values()]):
+            self._observed |= filled.keys()
         schedule = _Schedule(len(filled) + len(steps), steps)
         if schedule.left:  # one that only drains is nothing by itself
             self._schedules.append(schedule)
@@ -202,17 +176,20 @@ class StageWorker(LocalWorker):
 
     def forward(self, number: int, microbatch: Microbatch, entering: Tensor | None) -> Tensor | None:
         """Run this stage's layers, and on the last stage the loss."""
-        running = self._running[number] = self._through(microbatch, entering, training=True)
+        with self._peaks.forward(number, number in self._observed) as peaks:
+            running = self._running[number] = self._through(microbatch, entering, peaks)
         self._recorder.lap("microbatch", work_of(microbatch))
         return None if self._model.is_last else running.leaving
 
     def backward(self, number: int, microbatch: Microbatch, gradient: Tensor | None) -> Tensor | None:
         """Run backward from what the next stage sent, on the last one from the loss."""
         started, running = self._clock(), self._running.pop(number)
-        if running.leaving.requires_grad:
-            running.leaving.backward(gradient)  # type: ignore[no-untyped-call]
+        with self._peaks.backward(number) as found:
+            if running.leaving.requires_grad:
+                running.leaving.backward(gradient)  # type: ignore[no-untyped-call]
+        self._observed.discard(number)
         seconds = running.seconds + self._clock() - started
-        events = done(microbatch, _losses(running), seconds, training=True)
+        events = done(microbatch, _losses(running), seconds, training=True, peaks=tuple(found))
         self._failed |= {event.job for event in events if isinstance(event, JobFailed)}
         schedule = self._of_number.pop(number)
         schedule.events += events
@@ -244,8 +221,9 @@ class StageWorker(LocalWorker):
             if not math.isfinite(result.grad_norm):
                 self._failed.add(job)
 
-    def _through(self, microbatch: Microbatch, entering: Tensor | None, *, training: bool) -> _Running:
-        started = self._clock()
+    def _through(self, microbatch: Microbatch, entering: Tensor | None, peaks: PhasePeaks | None) -> _Running:
+        """Forward; in training with what counts its peaks, which may do nothing."""
+        started, training = self._clock(), peaks is not None
         if entering is not None and training:
             entering.requires_grad_()
         loaded = load_microbatch(
@@ -258,8 +236,12 @@ class StageWorker(LocalWorker):
         nll = None
         with torch.set_grad_enabled(training):
             leaving = self._model.hidden(loaded.context, entering)
+            if peaks is not None:
+                peaks.end("forward")
             if self._model.is_last:
                 leaving, nll = self._model.loss(leaving, loaded.rows, loaded.targets, loaded.weights)
+                if peaks is not None:
+                    peaks.end("loss")
         return _Running(loaded, entering, leaving, nll, self._clock() - started)
 
     def _evaluate(self, microbatches: Sequence[Microbatch]) -> list[WorkerEvent]:
@@ -273,7 +255,7 @@ class StageWorker(LocalWorker):
             if not first:
                 _, entering = self.messages.unpack(self._links.receive(self.stage - 1, EVALUATION))
             self.received()
-            running = self._through(each, entering, training=False)
+            running = self._through(each, entering, None)
             if not last:
                 self._links.send(self.stage + 1, self.messages.pack(running.leaving))
             events += done(each, _losses(running), running.seconds, training=False)

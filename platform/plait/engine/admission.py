@@ -8,7 +8,8 @@ either, it is estimated from the model's shape.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 from plait.core.errors import CapacityError, ProcessError
 from plait.core.jobs import AdapterSpec
@@ -16,14 +17,16 @@ from plait.core.plans import Replica
 from plait.core.settings import GPU_CAPACITIES, USUAL_CAPACITY, RunSettings
 from plait.cost.memory import FEATURES, MemoryModel, MemoryShape
 from plait.cost.profile_store import Profile
-from plait.engine.worker import ActivationShape, WorkerFacts
-from plait.models.targets import LinearInfo, resolve_targets
+from plait.engine.worker import ActivationShape, HeldPart, WorkerFacts
+from plait.models.targets import LinearInfo, layer_of, resolve_targets
 
 GIB = 2**30
 USUAL_RANK = 16
 LEAST_CAPACITY = 128  # smaller microbatches are not tried, however little memory there is
 SAVED_COPIES = 2.0  # copies that backward keeps and passes on, of each input and output of a linear
 GPU_SHARE = 0.75  # of the memory, for one job of a capacity chosen without a profile; others have the rest
+UNBOUNDED = ("gpipe", "mlora")  # schedules of which stages keep all microbatches of an iteration
+ROWS_AHEAD = 4  # of each neighbour: two receives posted ahead, one message sent, one being packed
 LOSS_COPIES = 3  # logits, their softmax and its gradient, in float32
 
 
@@ -33,9 +36,10 @@ class Demand:
 
     Attributes:
         adapter_bytes: exact bytes of weights, gradients, moments and copies.
-        longest: tokens of its longest sample.
+        longest: tokens of its longest sample; samples: of its global batch.
         names: linears that it targets, by the last parts of their names.
         linears: the same linears, by their full names.
+        up_to: ``adapter_bytes`` of the layers before each layer, and of all; empty: not known by layers.
     """
 
     adapter_bytes: int
@@ -43,6 +47,28 @@ class Demand:
     rank: int = 0
     names: frozenset[str] = frozenset()
     linears: frozenset[str] = frozenset()
+    up_to: tuple[int, ...] = field(default=(), repr=False)
+    samples: int = 1
+
+    def bytes_on(self, layers: range) -> int:
+        """``adapter_bytes`` of some layers; all, where they are not known by layers."""
+        return self.up_to[layers.stop] - self.up_to[layers.start] if self.up_to else self.adapter_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """One process of a replica, with the most that it may be given.
+
+    Attributes:
+        capacity: most tokens of a microbatch.
+        flights: most microbatches between forward and backward; None: all of an iteration.
+        neighbours: stages with which it exchanges rows.
+    """
+
+    capacity: int
+    part: HeldPart
+    flights: int | None
+    neighbours: int
 
 
 class Admission:
@@ -59,22 +85,27 @@ class Admission:
         self._widest = 0
         self._key = settings.capacity_key
         self._memory_share = settings.planner.memory_share
-        self._rooms = {(self._capacity, 0)}  # of replicas: capacity, and bytes beyond the least one's budget
         self._sharded = settings.cluster.optimiser == "sharded"
         self._profile = profile
-        self._learnt: MemoryModel | None = None
-        self._overhead = 1.0  # static bytes for each byte of the adapters themselves
-        self._activations: dict[tuple[bool, int, int], int] = {}  # by whether fitted, longest sample, rank
+        self._learnt: dict[range, MemoryModel] = {}  # by layers
+        self._overhead: dict[range, float] = {}  # static bytes for each byte of the adapters themselves
+        # By process, whether fitted, longest sample, rank, microbatches in flight.
+        self._activations: dict[tuple[_Room, bool, int, int, float], int] = {}
+        self._replicas = [self._rooms_of(own, self._capacity) for own in facts.parts]
+        self._rooms = frozenset(room for own in self._replicas for room in own)
 
-    def demand(self, adapter: AdapterSpec, longest: int) -> Demand:
+    def demand(self, adapter: AdapterSpec, longest: int, samples: int = 1) -> Demand:
         """What a job needs.
+
+        Args:
+            samples: of its global batch.
 
         Raises:
             ModelError: a target matches nothing, or something outside the decoder layers.
             CapacityError: its longest sample does not fit, or the job does not fit into memory alone.
             ProcessError: its longest sample fits only into a replica that is missing.
         """
-        demand = self.demand_here(adapter, longest)
+        demand = self._demand(adapter, longest, samples)
         if (needed := self.predicted([demand])) > self.budget:
             raise CapacityError(
                 f"one job needs about {needed / GIB:.2f} GiB",
@@ -84,17 +115,40 @@ class Admission:
             )
         return demand
 
-    def demand_here(self, adapter: AdapterSpec, longest: int) -> Demand:
+    def demand_again(self, adapter: AdapterSpec, before: Demand) -> Demand:
         """What a job needs with the replicas that are here, also if it needs more memory than there is: a job
         that was accepted can always train alone.
 
         Raises:
             ModelError, CapacityError, ProcessError: as :meth:`demand`, but not because of memory.
         """
+        return self._demand(adapter, before.longest, before.samples)
+
+    def _demand(self, adapter: AdapterSpec, longest: int, samples: int) -> Demand:
         self._check_fits(longest)
         names = frozenset(resolve_targets(adapter.target_modules, self._facts.linears, self._facts.outside))
         sites = [linear for linear in self._facts.linears if linear.name in names]
-        return Demand(self._adapter_bytes(adapter, sites), longest, adapter.rank, _last_parts(sites), names)
+        size = self._adapter_bytes(adapter, sites)
+        up_to = self._up_to(adapter, sites) if self._facts.staged else ()
+        return Demand(size, longest, adapter.rank, _last_parts(sites), names, up_to, samples)
+
+    def _up_to(self, adapter: AdapterSpec, sites: Iterable[LinearInfo]) -> tuple[int, ...]:
+        own: list[list[LinearInfo]] = [[] for _ in range(self._facts.shape.layers)]
+        for site in sites:
+            own[layer_of(site.name)].append(site)
+        return (0, *accumulate(self._adapter_bytes(adapter, each) for each in own))
+
+    def _rooms_of(self, parts: Sequence[HeldPart], capacity: int) -> tuple[_Room, ...]:
+        """The processes of a replica."""
+        tensor = self._facts.tensor
+        stages = len(parts) // tensor
+        bounded = self._engine.schedule not in UNBOUNDED
+        found = []
+        for process, part in enumerate(parts):
+            stage = process // tensor
+            flights = stages - stage if bounded or stages == 1 else None
+            found.append(_Room(capacity, part, flights, (stage > 0) + (stage < stages - 1)))
+        return tuple(found)
 
     def _check_fits(self, longest: int) -> None:
         """Check that a sample fits into a microbatch."""
@@ -124,13 +178,12 @@ class Admission:
             widest: most tokens of a microbatch on replicas that the same processes could make.
         """
         self._widest = widest
-        memory = self._facts.replica_bytes or (self._facts.memory_bytes,) * len(replicas)
-        least = self._facts.memory_bytes
-        self._capacity = max(each.capacity or self._capacity for each in replicas)
-        self._rooms = {
-            (each.capacity or self._capacity, int(self._memory_share * max(0, memory[each.id] - least)))
-            for each in replicas
-        }
+        before = self._capacity
+        self._capacity = max(each.capacity or before for each in replicas)
+        self._replicas = [
+            self._rooms_of(self._facts.parts[each.id], each.capacity or self._capacity) for each in replicas
+        ]
+        self._rooms = frozenset(room for own in self._replicas for room in own)
         self._activations.clear()
 
     @property
@@ -142,9 +195,10 @@ class Admission:
     @property
     def usual(self) -> Demand:
         """The demand assumed if no job is known yet: rank 16 on every linear layer."""
-        linears = self._facts.linears
-        size = self._adapter_bytes(AdapterSpec(USUAL_RANK), linears)
-        return Demand(size, 0, USUAL_RANK, _last_parts(linears))
+        linears, adapter = self._facts.linears, AdapterSpec(USUAL_RANK)
+        up_to = self._up_to(adapter, linears) if self._facts.staged else ()
+        size = self._adapter_bytes(adapter, linears)
+        return Demand(size, 0, USUAL_RANK, _last_parts(linears), up_to=up_to)
 
     @property
     def budget(self) -> int:
@@ -156,68 +210,120 @@ class Admission:
         return self.predicted(demands) <= self.budget
 
     def predicted(self, demands: Sequence[Demand]) -> int:
-        """Bytes of the base model and these jobs at the peak of the heaviest microbatch that may come: on the
-        replica with the least memory, or on another, less the memory that it has more.
+        """Bytes of the base model and these jobs at the peak of the heaviest microbatches that may come: in
+        the process with the least memory, or in another, less the memory that it has more.
         """
-        longest = max((demand.longest for demand in demands), default=0) or self._capacity
-        rank = max((demand.rank for demand in demands), default=0)
-        model = self.model_for(demands)
-        key = (model is None, longest, rank)
-        if key not in self._activations:  # asked again for every slot
-            self._activations[key] = max(
-                self._activation(model, capacity, min(longest, capacity), rank) - spare
-                for capacity, spare in self._rooms
-            )
-        return self.static(demands) + self._activations[key]
+        least = self._facts.memory_bytes
+        return max(
+            self._need(room, demands) - int(self._memory_share * max(0, room.part.memory_bytes - least))
+            for room in self._rooms
+        )
 
     def predicted_on(self, replica: Replica, demands: Sequence[Demand]) -> int:
-        """The same on one replica, by its own capacity."""
-        capacity = replica.capacity or self._capacity
-        longest = max((demand.longest for demand in demands), default=0) or capacity
+        """The same on the fullest process of one replica."""
+        return max(self._need(room, demands) for room in self._replicas[replica.id])
+
+    def _need(self, room: _Room, demands: Sequence[Demand]) -> int:
+        longest = min(max((demand.longest for demand in demands), default=0) or room.capacity, room.capacity)
         rank = max((demand.rank for demand in demands), default=0)
         model = self.model_for(demands)
-        return self.static(demands) + self._activation(model, capacity, min(longest, capacity), rank)
+        every = sum(demand.samples * demand.longest for demand in demands) / room.capacity
+        flights = float(room.flights or max(1.0, every))
+        key = (room, model is None, longest, rank, flights)
+        if key not in self._activations:  # asked again for every slot
+            self._activations[key] = self._activation(room, model, longest, rank, flights)
+        return self.static(demands, room.part) + self._activations[key]
 
-    def static(self, demands: Iterable[Demand]) -> int:
-        """Bytes of the base model and of these jobs' adapters with everything kept for them."""
-        adapters = sum(demand.adapter_bytes for demand in demands)
-        return self._facts.shape.weight_bytes + int(self._overhead * adapters)
+    def static(self, demands: Iterable[Demand], part: HeldPart | None = None) -> int:
+        """Bytes of the base model and of these jobs' adapters with everything kept for them, in a process."""
+        (whole,) = self._facts.whole(0)
+        held = part or whole
+        adapters = sum(demand.bytes_on(held.layers) for demand in demands)
+        return held.weight_bytes + int(self._overhead.get(held.layers, 1.0) * adapters)
 
-    def _activation(self, model: MemoryModel | None, capacity: int, longest: int, rank: int) -> int:
-        """The most bytes that a microbatch takes: full, all labelled, of the largest rank, with the longest
-        samples that still keep their attention probabilities."""
-        if model is None:
-            return self.estimate(capacity, longest)
-        keep_up_to = self._facts.shape.keep_up_to
-        length = min(longest, keep_up_to)
+    def _activation(
+        self, room: _Room, model: MemoryModel | None, longest: int, rank: int, flights: float
+    ) -> int:
+        """The most bytes that microbatches take: full, all labelled, of the largest rank, with the longest
+        samples that still keep their attention probabilities; and the rows that neighbours exchange."""
+        shape, capacity = self._facts.shape, room.capacity
+        rows = ROWS_AHEAD * room.neighbours * capacity * shape.hidden * shape.element_bytes
+        own = self._learnt.get(room.part.layers)
+        if own is None and model is None:
+            return rows + self.estimate(capacity, longest, room.part, flights)
+        length = min(longest, shape.keep_up_to)
         full, rest = divmod(capacity, length)
         lengths = [length] * full + ([rest] if rest else [])
-        return int(model.safe_peak(MemoryShape.of(lengths, ranks=rank, keep_up_to=keep_up_to), static=0))
+        heaviest = MemoryShape.of(lengths, ranks=rank, keep_up_to=shape.keep_up_to)
+        if own is not None:
+            return rows + int(own.safe_in_flight(heaviest, flights))
+        assert model is not None
+        share, last = self._share(room.part)
+        return rows + int(model.part(heaviest, share=share, flights=flights, last=last, safe=True))
 
-    def estimate(self, tokens: int, longest: int) -> int:
-        """Bytes of a microbatch's activations from the model's shape alone."""
+    def _share(self, part: HeldPart) -> tuple[float, bool]:
+        """Its share of the layers, and whether it has the head."""
+        layers = self._facts.shape.layers
+        return len(part.layers) / layers, part.layers.stop == layers
+
+    def expected(
+        self, replica: int, microbatches: Sequence[tuple[MemoryShape, int]], demands: Sequence[Demand]
+    ) -> list[int]:
+        """Bytes of each process of a replica at the highest moment of these microbatches, without margins.
+
+        Args:
+            microbatches: in their order, each with its longest sample.
+        """
+        found, model = [], self.model_for(demands)
+        shapes = [shape for shape, _ in microbatches]
+        for room in self._replicas[replica]:
+            share, last = self._share(room.part)
+            flights = min(room.flights or len(shapes), len(shapes))
+            if own := self._learnt.get(room.part.layers):
+                passing = own.in_flight(shapes, room.flights)
+            elif model is not None:
+                parts = (model.part(each, share=share, flights=flights, last=last) for each in shapes)
+                passing = max(parts, default=0.0)
+            else:
+                sizes = [(shape.tokens, longest) for shape, longest in microbatches]
+                passing = max((self.estimate(*each, room.part, flights) for each in sizes), default=0)
+            found.append(self.static(demands, room.part) + int(passing))
+        return found
+
+    def estimate(self, tokens: int, longest: int, part: HeldPart | None = None, flights: float = 1.0) -> int:
+        """Bytes of microbatches' activations from the model's shape alone."""
+        (whole,) = self._facts.whole(0)
         return activation_bytes(
-            self._facts.shape, capacity=tokens, longest=longest, checkpointing=self._engine.checkpointing
+            self._facts.shape,
+            capacity=tokens,
+            longest=longest,
+            checkpointing=self._engine.checkpointing,
+            part=part or whole,
+            flights=flights,
         )
 
     def model_for(self, demands: Sequence[Demand]) -> MemoryModel | None:
-        """The fitted model of these jobs' microbatches, if there is one: learnt in training, else from the
-        profile if its adapters targeted all linears that these target."""
-        if self._learnt is not None:
-            return self._learnt
+        """The fitted model of these jobs' microbatches through the whole model, if there is one: learnt in
+        training, else from the profile if its adapters targeted all linears that these target."""
+        if learnt := self._learnt.get(range(self._facts.shape.layers)):
+            return learnt
         names = {name for demand in demands for name in demand.names}
         return self._profile.memory if self._profile is not None and self._profile.covers(names) else None
 
-    def learn(self, model: MemoryModel) -> None:
-        """Predict with this model from now on."""
-        self._learnt = model
+    def learnt_of(self, replica: int) -> bool:
+        """Whether there is a model of each process of a replica."""
+        return all(room.part.layers in self._learnt for room in self._replicas[replica])
+
+    def learn(self, model: MemoryModel, layers: range | None = None) -> None:
+        """Predict with this model from now on what passes through these layers, or through all."""
+        self._learnt[layers or range(self._facts.shape.layers)] = model
         self._activations.clear()
 
-    def learn_overhead(self, static: int, *, adapters: int) -> None:
-        """Learn from the static bytes observed with ``adapters`` bytes of adapters, for which kernels may
-        keep more."""
-        if adapters:
-            self._overhead = max(1.0, (static - self._facts.shape.weight_bytes) / adapters)
+    def learn_overhead(self, static: int, part: HeldPart, demands: Iterable[Demand]) -> None:
+        """Learn from the static bytes that were observed with these jobs in a process: kernels may keep more
+        than the adapters' own."""
+        if adapters := sum(demand.bytes_on(part.layers) for demand in demands):
+            self._overhead[part.layers] = max(1.0, (static - part.weight_bytes) / adapters)
 
     def _adapter_bytes(self, adapter: AdapterSpec, sites: Iterable[LinearInfo]) -> int:
         from plait.adapters.variants import adapter_bytes  # imports torch, which the coordinator does not
@@ -226,20 +332,29 @@ class Admission:
         return adapter_bytes(adapter, sites, self._facts.shape.element_bytes, parts=parts)
 
 
-def activation_bytes(model: ActivationShape, *, capacity: int, longest: int, checkpointing: bool) -> int:
-    """An estimate of the bytes that a full microbatch needs at its peak.
+def activation_bytes(
+    model: ActivationShape,
+    *,
+    capacity: int,
+    longest: int,
+    checkpointing: bool,
+    part: HeldPart,
+    flights: float = 1.0,
+) -> int:
+    """An estimate of the bytes that full microbatches need at their peak in one process.
 
     Args:
         longest: tokens of the longest sample; bounds Σℓ² of those that keep their attention probabilities.
         checkpointing: whether only the layers' inputs, and the activations inside one layer, are kept.
+        flights: microbatches between forward and backward.
     """
     tokens = capacity * model.element_bytes
-    insides = SAVED_COPIES * (model.linear_features + 2 * model.layers * model.hidden) * tokens
-    insides += SAVED_COPIES * model.layers * model.heads * min(longest, model.keep_up_to) * tokens
-    if checkpointing:
-        insides = insides / model.layers + model.layers * model.hidden * tokens
+    one = SAVED_COPIES * (model.linear_features / model.layers + 2 * model.hidden) * tokens
+    one += SAVED_COPIES * model.heads * min(longest, model.keep_up_to) * tokens
+    insides = flights * len(part.layers) * (model.hidden * tokens if checkpointing else one)
+    insides += one if checkpointing else 0.0
     loss = min(capacity, model.logit_rows) * model.vocabulary * 4 * LOSS_COPIES
-    return int(insides) + loss + model.made_bytes
+    return int(insides) + loss * (part.layers.stop == model.layers) + part.made_bytes
 
 
 def choose_capacity(

@@ -88,7 +88,7 @@ class Asked:
     microbatch: Microbatch
     counts: tuple[int, ...]
     sums: Tensor
-    peak: ObservedPeak | None
+    peaks: tuple[ObservedPeak, ...]
     start: Mark
     end: Mark
 
@@ -97,7 +97,7 @@ class Asked:
         self.end.wait()
         losses = job_losses(self.counts, self.microbatch.segments, self.sums)
         return done(
-            self.microbatch, losses, self.start.seconds_to(self.end), training=training, peak=self.peak
+            self.microbatch, losses, self.start.seconds_to(self.end), training=training, peaks=self.peaks
         )
 
 
@@ -107,7 +107,7 @@ def done(
     seconds: float,
     *,
     training: bool,
-    peak: ObservedPeak | None = None,
+    peaks: tuple[ObservedPeak, ...] = (),
 ) -> list[WorkerEvent]:
     """The events of a microbatch; a loss that is not finite fails its job."""
     what = "loss" if training else "validation loss"
@@ -116,4 +116,4 @@ def done(
         for each in losses
         if not math.isfinite(each.loss_sum)
     ]
-    return [MicrobatchDone(microbatch.index, losses, seconds, peak, evaluation=not training), *failed]
+    return [MicrobatchDone(microbatch.index, losses, seconds, peaks, evaluation=not training), *failed]

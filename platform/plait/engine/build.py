@@ -21,7 +21,6 @@ from plait.core.settings import (
     WHOLE,
     ClusterSettings,
     EngineSettings,
-    ModelSettings,
     RunSettings,
 )
 from plait.cost.memory import linear_bytes
@@ -32,6 +31,7 @@ from plait.engine.admission import choose_capacity
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
 from plait.engine.redeployment import Prefer
+from plait.engine.replicas import cut
 from plait.engine.worker import ActivationShape, Worker, WorkerFacts
 from plait.models.targets import LinearInfo
 from plait.utils.files import write_text
@@ -178,7 +178,7 @@ def settle_engine(
     settings: RunSettings, shape: ModelShape, data: DataCatalogue, jobs: Sequence[JobSpec], folder: Path
 ) -> tuple[RunSettings, tuple[str, ...]]:
     """The settings with the run's capacity, and what the user should know about it."""
-    facts = worker_facts(settings.model, shape, free_memory(settings))
+    facts = worker_facts(settings, shape, free_memory(settings))
     before = {} if settings.search.fresh else _recorded_choices(folder)
     recorded = before.get("capacity")
     profile = stored_profile(settings, shape.digest)
@@ -225,16 +225,29 @@ def _slow_here(settings: RunSettings) -> tuple[str, ...]:
     return (f"model.dtype={dtype} is much slower on this device than {fast}. Use model.dtype={fast}.",)
 
 
-def worker_facts(settings: ModelSettings, shape: ModelShape, memory_bytes: int) -> WorkerFacts:
-    """The facts that a worker with this model will report, known before its weights are loaded."""
-    element_bytes = ELEMENT_BYTES[settings.dtype]
+def worker_facts(settings: RunSettings, shape: ModelShape, memory_bytes: int) -> WorkerFacts:
+    """The facts that a worker with this model will report, known before its weights are loaded.
+
+    Args:
+        memory_bytes: of each process.
+    """
+    model, cluster = settings.model, settings.cluster
+    element_bytes = ELEMENT_BYTES[model.dtype]
     activations = ActivationShape.of(
         shape,
-        weight_bytes=_weight_bytes(shape, element_bytes, settings.quantise),
+        weight_bytes=_weight_bytes(shape, element_bytes, model.quantise),
         element_bytes=element_bytes,
-        made_bytes=largest_made(shape.together, element_bytes, settings.quantise),
+        made_bytes=largest_made(shape.together, element_bytes, model.quantise),
     )
-    return WorkerFacts(activations, shape.linears, shape.max_length, memory_bytes, outside=shape.outside)
+    facts = WorkerFacts(activations, shape.linears, shape.max_length, memory_bytes, outside=shape.outside)
+    if not cluster.staged or max(cluster.stages) // cluster.tensor > shape.layer_count:
+        return facts  # what cannot be is refused elsewhere
+    facts = replace(facts, tensor=cluster.tensor, stages=cluster.stages)
+    return replace(
+        facts,
+        held=cut(facts, settings, cluster.stages, memory_bytes),
+        devices=facts.devices * len(cluster.stages),
+    )
 
 
 def _weight_bytes(shape: ModelShape, element_bytes: int, quantise: str) -> int:

@@ -122,10 +122,9 @@ class Coordinator:
         self._predictions.take_facts(facts)
         self._packer = Packer(self._replicas, dispatch_time(facts, self._profile))
         self._capacity = self._packer.capacity
-        order, expect = self._settings.engine.schedule, self._predictions.expect
-        self._flights = flights_of(facts.stages if facts.tensor == 1 else (), order, self._packer, expect)
+        self._flights = flights_of(facts, self._settings, self._packer, self._predictions.expect)
         for job in self._roster.all():  # a shard of the moments is larger if there are fewer
-            job.demand = self._admission.demand_here(job.spec.adapter, job.demand.longest)
+            job.demand = self._admission.demand_again(job.spec.adapter, job.demand)
 
     # ---- commands of the search ------------------------------------------------------------------------
 
@@ -156,7 +155,8 @@ class Coordinator:
             raise ConfigError(f"job {job.name!r}", "Another job of this name is waiting or training.")
         data = self._data.of(job.data)
         order = DataOrder.over(job.train, data.train)
-        demand = self._admission.demand(job.adapter, self._data.longest(job.data))
+        longest = self._data.longest(job.data)
+        demand = self._admission.demand(job.adapter, longest, job.train.global_batch)
         new = LiveJob(job, data, order, demand, next(self._arrivals), self._clock(), resume_from)
         new.rungs, new.measured, new.warm_from = frozenset(rungs), measured, warm_from
         new.recorded = recorded
@@ -553,7 +553,7 @@ class Coordinator:
         return [self._end(last, JobState.FAILED, f"out of memory, with no other job training: {detail}")]
 
     def _stepped(
-        self, jobs: Mapping[str, LiveJob], run: Outcome, started: float, expected: Expected
+        self, jobs: dict[str, LiveJob], run: Outcome, started: float, expected: Expected
     ) -> list[Event]:
         """What came of a group's schedule."""
         ended = self._ended = self._clock()
@@ -567,10 +567,10 @@ class Coordinator:
                 events.append(progress(job, tally, run.steps[name].grad_norm, seconds))
         number = next(self._iterations)
         spans = on_one_clock(self._worker.take_spans())
-        times = expected.with_predictions(times_between(spans, started, ended))
+        times = expected.with_predictions(times_between(spans, started, ended), run)
         step = group_step(self._group, number, tuple(jobs), run, expected, seconds, self._capacity, times)
-        events += [step, *traced(spans)]
-        return [*events, *self._predictions.learn(expected, run, seconds, number, times)]
+        fitted = self._predictions.learn(expected, run, seconds, number, times, jobs | self._live)
+        return [*events, step, *traced(spans), *fitted]
 
     def _evaluate(self) -> list[Event]:
         """Validation losses of all jobs that are due; where wanted, accuracies of those that continue, or

@@ -7,14 +7,16 @@ in flight is done, unless something is to be decided after that one: at its end,
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from plait.core.messages import RunSchedule
 from plait.core.plans import Microbatch
+from plait.core.settings import RunSettings
 from plait.engine.jobs import LiveJob
 from plait.engine.packer import Packer
 from plait.engine.predictions import Expected
+from plait.engine.worker import WorkerFacts
 from plait.planner.verify import verify_contents
 from plait.planner.windows import Windows
 
@@ -74,12 +76,9 @@ class Flights:
         return flight
 
 
-def flights_of(stages: Sequence[int], order: str, packer: Packer, expect: Expect) -> Flights | None:
-    """The flights of a single pipeline whose order leaves it undrained; None for any other worker.
-
-    Args:
-        stages: of each replica.
-    """
-    if len(stages) != 1 or stages[0] == 1 or order not in OPEN_ORDERS:
+def flights_of(facts: WorkerFacts, settings: RunSettings, packer: Packer, expect: Expect) -> Flights | None:
+    """The flights of a single pipeline whose order leaves it undrained; None for any other worker."""
+    stages, order = facts.stages, settings.engine.schedule
+    if facts.tensor > 1 or len(stages) != 1 or stages[0] == 1 or order not in OPEN_ORDERS:
         return None
     return Flights(stages[0], order, packer, expect)

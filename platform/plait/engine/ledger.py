@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from plait.core.errors import LostProcessError
 from plait.core.messages import (
@@ -64,14 +65,30 @@ class Outcome:
     out_of_memory: str | None = None
     schedules: list[Outcome] = field(default_factory=list)  # of a pipeline, those that are done by now
     microbatches: int = 0
-    peaks: dict[int, ObservedPeak] = field(default_factory=dict)
+    peaks: dict[int, tuple[ObservedPeak, ...]] = field(default_factory=dict)  # by microbatch: of each stage
 
     @property
     def peak_bytes(self) -> int | None:
-        """The highest peak, if every microbatch was observed."""
-        if not self.peaks or len(self.peaks) < self.microbatches:
+        """The highest peak of any process, if every microbatch was observed."""
+        found = [peak.bytes for own in self.peaks.values() for peak in own]
+        known = [each for each in found if each is not None]
+        if not known or len(self.peaks) < self.microbatches or len(known) < len(found):
             return None
-        return max(peak.bytes for peak in self.peaks.values())
+        return max(known)
+
+    def process_peaks(self, counts: Mapping[int, int], replicas: Mapping[int, int]) -> dict[int, int]:
+        """The highest peak of each process, of those of which it is known.
+
+        Args:
+            counts: processes of each replica; replicas: that of each microbatch.
+        """
+        found: dict[int, int | None] = {}
+        begins = [0, *accumulate(counts.values())]
+        for index, peaks in self.peaks.items() if len(self.peaks) >= self.microbatches else ():
+            for process, peak in enumerate(peaks, begins[replicas[index]]):
+                before, size = found.get(process, 0), peak.bytes
+                found[process] = None if before is None or size is None else max(before, size)
+        return {process: size for process, size in found.items() if size is not None}
 
     @property
     def tokens(self) -> int:
@@ -154,8 +171,8 @@ class Ledger:
 
     def _microbatch(self, event: MicrobatchDone, jobs: Mapping[str, LiveJob], outcome: Outcome) -> None:
         outcome.microbatches += 1
-        if event.peak is not None:
-            outcome.peaks[event.index] = event.peak
+        if event.peaks:
+            outcome.peaks[event.index] = event.peaks
         spent = nanoseconds(event.seconds)
         self.device_ns += spent
         shares = share(spent, [loss.tokens for loss in event.losses])

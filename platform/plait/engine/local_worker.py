@@ -49,7 +49,7 @@ from plait.engine.memory import SAMPLED_EVERY, PeakObserver, PeakSampler, attemp
 from plait.engine.microbatches import LoadedMicrobatch, load_microbatch
 from plait.engine.schedules import Round, rounds
 from plait.engine.span_recorder import SpanRecorder, work_of
-from plait.engine.worker import ActivationShape, WorkerFacts
+from plait.engine.worker import ActivationShape, HeldPart, WorkerFacts
 from plait.models.base import BaseModel
 from plait.serve.cells import BankAdapters
 from plait.serve.engine import Engine, needed_tokens
@@ -120,11 +120,12 @@ class LocalWorker:
             element_bytes=model.dtype.itemsize,
             made_bytes=max((group.made_bytes for group in model.groups), default=0),
         )
+        memory_bytes = device_bytes(model.device)
         return WorkerFacts(
             shape,
             model.linears,
             max_length=model.max_length,
-            memory_bytes=device_bytes(model.device),
+            memory_bytes=memory_bytes,
             chosen={
                 "kernels": self._backend,
                 "device": str(model.device),
@@ -137,6 +138,7 @@ class LocalWorker:
             devices=(str(model.device),),
             kinds=(device_kind(model.device.type),),
             model=model.identity.digest,
+            held=((HeldPart(model.own, shape.weight_bytes, memory_bytes, shape.made_bytes),),),
         )
 
     def execute(self, command: Command) -> Sequence[WorkerEvent]:
@@ -334,11 +336,11 @@ class LocalWorker:
                 loss.backward()  # type: ignore[no-untyped-call]
             peaks.end("backward")
         sums = on_its_way(loaded.sums(nll.detach()))
-        peak = ObservedPeak(peaks.static, tuple(peaks.phases.items())) if peaks.phases else None
+        found = (ObservedPeak(peaks.static, tuple(peaks.phases.items())),) if peaks.phases else ()
         end = mark(device, self._clock)
         kind: SpanKind = "microbatch" if training else "evaluation"
         self._recorder.lap(kind, work_of(microbatch), tokens=microbatch.tokens)
-        return Asked(microbatch, loaded.counts, sums, peak, start, end)
+        return Asked(microbatch, loaded.counts, sums, found, start, end)
 
     def _forward(self, loaded: LoadedMicrobatch, peaks: PhasePeaks) -> tuple[Tensor, Tensor]:
         """Weighted loss of the microbatch, and the loss of each labelled row; the head sees only labelled

@@ -11,10 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 
+from plait.core.messages import ObservedPeak
+from plait.cost.memory import KEPT
 from plait.cost.peaks import PhasePeaks, meter_of
 
 Result = TypeVar("Result")
@@ -115,3 +118,65 @@ class PeakObserver:
             for tensor in self._static():
                 meter.add(tensor)
             yield PhasePeaks(meter)
+
+
+@dataclass(frozen=True, slots=True)
+class _Flown:
+    """What a microbatch between its forward and its backward has taken.
+
+    Attributes:
+        static: bytes that are there without any microbatch.
+        own: its highest bytes by phase.
+        kept: what it keeps.
+        highest: bytes of all at its highest moment.
+        unknown: whether others were in flight that were not observed.
+    """
+
+    static: int
+    own: dict[str, int]
+    kept: int
+    highest: int
+    unknown: bool
+
+
+class FlightPeaks:
+    """Observes microbatches of a stage, several of which are between forward and backward.
+
+    On a CPU, only those that are observed are counted; CUDA's allocator always counts all.
+    """
+
+    def __init__(self, device: torch.device, static: Callable[[], Iterable[torch.Tensor]]) -> None:
+        self._observer = PeakObserver(device, static)
+        self._counts_all = device.type == "cuda"
+        self._flying: dict[int, _Flown | None] = {}
+
+    @contextmanager
+    def forward(self, number: int, wanted: bool) -> Iterator[PhasePeaks]:
+        """Observe a forward, and the backward of the same number later."""
+        others = [each for each in self._flying.values() if each is not None]
+        unknown = len(others) < len(self._flying)
+        wanted = wanted and not (unknown and self._counts_all)
+        self._flying[number] = None
+        with self._observer.watch(wanted) as peaks:
+            yield peaks
+            kept = peaks.live - peaks.static
+        if wanted:
+            static = peaks.static - sum(each.kept for each in others)
+            own = {phase: highest - peaks.static for phase, highest in peaks.phases.items()}
+            self._flying[number] = _Flown(static, own, kept, max(peaks.phases.values()), unknown)
+
+    @contextmanager
+    def backward(self, number: int) -> Iterator[list[ObservedPeak]]:
+        """Observe a backward, if the forward was observed; then what came of both is in the list."""
+        flown, found = self._flying.pop(number), list[ObservedPeak]()
+        with self._observer.watch(flown is not None) as peaks:
+            yield found
+            peaks.end("backward")
+        if flown is None:
+            return
+        last = peaks.phases["backward"]
+        own = flown.own | {"backward": last - peaks.static + flown.kept}
+        phases = tuple((phase, flown.static + size) for phase, size in [*own.items(), (KEPT, flown.kept)])
+        unknown = flown.unknown or any(each is None for each in self._flying.values())
+        beside = max(flown.highest, last) - flown.static - max(own.values())
+        found.append(ObservedPeak(flown.static, phases, None if unknown else beside))

@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass, field, replace
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from statistics import median
 
@@ -30,10 +30,10 @@ from plait.cost.fitting import Fit, fit_undisturbed
 from plait.cost.memory import FEATURES, KEPT_OBSERVATIONS, MemoryModel, MemoryObservation, MemoryShape
 from plait.cost.profile_store import Profile
 from plait.cost.time import EMPTY, MicrobatchShape
-from plait.engine.admission import Admission
+from plait.engine.admission import Admission, Demand
 from plait.engine.jobs import LiveJob
 from plait.engine.ledger import Outcome
-from plait.engine.worker import WorkerFacts
+from plait.engine.worker import HeldPart, WorkerFacts
 from plait.utils.files import write_text
 
 TERMS = ("microbatch", "token", "square", "labelled", "rank_token", "adapter_byte")
@@ -54,10 +54,13 @@ class Expected:
         by_rule: ``bytes`` is an upper bound from the model's shape, because nothing was observed yet.
         terms: the sums that seconds depend on, in the order of ``TERMS``, by replica.
         shapes: what the memory of each microbatch depends on, by its index.
+        process_bytes: of each process of each replica, by its number.
+        replicas: by the index of its microbatches: the replica.
         busy_seconds: of each replica by its number; they differ by its microbatches. Empty where nothing is
             known yet.
         waited_seconds: of each replica: until the slowest is done, and what replicas waited beyond that so
             far (for the coordinator, for sums, and since equal work takes unequal time).
+        stage_seconds: busy and waited, of each process, where replicas have stages.
     """
 
     seconds: float | None
@@ -65,17 +68,31 @@ class Expected:
     terms: Mapping[int, tuple[float, ...]]
     shapes: Mapping[int, MemoryShape]
     by_rule: bool = False
+    process_bytes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    replicas: Mapping[int, int] = field(default_factory=dict)
     busy_seconds: Mapping[int, float] = field(default_factory=dict)
     waited_seconds: Mapping[int, float] = field(default_factory=dict)
+    stage_seconds: tuple[tuple[float, float], ...] = ()
 
-    def with_predictions(self, times: Sequence[ReplicaTime]) -> tuple[ReplicaTime, ...]:
-        """The times of an iteration with what was expected of each replica; of single stages nothing is."""
-        busy, waited = self.busy_seconds, self.waited_seconds
-        if not busy or len(times) != len(waited):
-            return tuple(times)
+    def with_predictions(self, times: Sequence[ReplicaTime], outcome: Outcome) -> tuple[ReplicaTime, ...]:
+        """The times of an iteration with what was expected of each process, and its peak."""
+        found = list(times)
+        expected = [each for own in self.process_bytes.values() for each in own]
+        if len(found) == len(expected):
+            counts = {replica: len(own) for replica, own in self.process_bytes.items()}
+            peaks = outcome.process_peaks(counts, self.replicas)
+            found = [
+                replace(each, peak_bytes=peaks.get(place), predicted_bytes=expected[place])
+                for place, each in enumerate(found)
+            ]
+        seconds = list(self.stage_seconds)
+        if self.busy_seconds and not seconds:
+            seconds = [(self.busy_seconds.get(each, 0.0), own) for each, own in self.waited_seconds.items()]
+        if len(found) != len(seconds):
+            return tuple(found)
         return tuple(
-            replace(each, predicted_busy_seconds=busy.get(place, 0.0), predicted_waited_seconds=waited[place])
-            for place, each in enumerate(times)
+            replace(each, predicted_busy_seconds=busy, predicted_waited_seconds=waited)
+            for each, (busy, waited) in zip(found, seconds, strict=True)
         )
 
 
@@ -97,15 +114,19 @@ class Predictions:
         self._path = folder / PEAKS_FILE
         self._time: Fit | None = None
         self._timed: list[tuple[tuple[float, ...], float]] = []
+        self._stage_timed: dict[int, list[tuple[tuple[float, ...], float]]] = {}  # by process, of stages
+        self._stage_times: list[Fit] = []
         self._beyond: list[
             tuple[float, float]
         ] = []  # waiting of all replicas, and of the mean one, over the plan
-        self._peaks: list[MemoryObservation] = []
+        self._peaks: dict[range, list[MemoryObservation]] = {}  # by layers
         self._seen = {"seconds": -1, "bytes": 0}  # a process's first iteration includes one-time costs
         self._due = {"seconds": FIRST_SECONDS, "bytes": FIRST_PEAKS}
         self._ahead: dict[str, list[float]] = {"seconds": [], "bytes": []}
         if kept := _read_peaks(self._path, admission.valid_for):
-            self._take_peaks(kept)
+            for layers, own in kept.items():
+                for each in own:
+                    self._take_peak(layers, each)
             self._fit_bytes()
             self._wait("bytes")
 
@@ -126,24 +147,52 @@ class Predictions:
         longest = max(known.values(), default=0.0)
         lag, idle = (median(each) for each in zip(*self._beyond, strict=True)) if self._beyond else (0.0, 0.0)
         memory = {each.index: self._memory_shape(each, jobs) for each in microbatches}
-        model = self._admission.model_for([job.demand for job in jobs.values()])
-        if model is not None:
-            activation = max(model.dynamic(shape) for shape in memory.values())
-        else:
-            activation = max(self._admission.estimate(each.tokens, _longest(each)) for each in microbatches)
-        static = self._admission.static([job.demand for job in jobs.values()])
+        held, by_rule = self._expect_bytes(microbatches, memory, [job.demand for job in jobs.values()])
+        whole = longest * (1.0 + lag)
         return Expected(
-            longest * (1.0 + lag) if known else None,
-            int(static + activation),
+            whole if known else None,
+            max(size for own in held.values() for size in own),
             terms,
             memory,
-            by_rule=model is None,
+            by_rule=by_rule,
+            process_bytes=held,
+            replicas={each.index: each.replica for each in microbatches},
             busy_seconds=known,
             waited_seconds={
                 number: max(0.0, longest * (1.0 + idle) - known.get(number, 0.0)) if known else 0.0
                 for number in range(len(self._facts.devices))
             },
+            stage_seconds=self._expect_stages(terms, whole) if known else (),
         )
+
+    def _expect_stages(
+        self, terms: Mapping[int, tuple[float, ...]], whole: float
+    ) -> tuple[tuple[float, float], ...]:
+        """Busy and waited seconds of each process in an iteration of so many; nothing without stages."""
+        found = []
+        for process, fit in enumerate(self._stage_times):
+            own = terms.get(self._replica_of(process), (0.0,) * len(TERMS))
+            busy = min(whole, float(np.dot(fit.coefficients, own)))
+            found.append((busy, whole - busy))
+        return tuple(found)
+
+    def _replica_of(self, process: int) -> int:
+        return next(n for n, end in enumerate(accumulate(map(len, self._facts.parts))) if process < end)
+
+    def _expect_bytes(
+        self,
+        microbatches: Sequence[Microbatch],
+        shapes: Mapping[int, MemoryShape],
+        demands: Sequence[Demand],
+    ) -> tuple[dict[int, tuple[int, ...]], bool]:
+        """Bytes of each process of each replica, and whether they are an upper bound for want of a model."""
+        held: dict[int, tuple[int, ...]] = {}
+        known = self._admission.model_for(demands) is not None
+        for replica in range(len(self._facts.devices)):
+            own = [(shapes[e.index], _longest(e)) for e in microbatches if e.replica == replica]
+            held[replica] = tuple(self._admission.expected(replica, own, demands))
+            known = known or self._admission.learnt_of(replica)
+        return held, not known
 
     def _shared_by_tokens(
         self, busy: Mapping[int, float], terms: Mapping[int, tuple[float, ...]]
@@ -165,6 +214,8 @@ class Predictions:
 
     def take_facts(self, facts: WorkerFacts) -> None:
         """Predict for these replicas from now on."""
+        if facts.held != self._facts.held:
+            self._stage_timed, self._stage_times = {}, []
         self._facts = facts
 
     def _speed(self, replica: int) -> float:
@@ -197,36 +248,47 @@ class Predictions:
         seconds: float,
         iteration: int,
         replicas: Sequence[ReplicaTime] = (),
+        jobs: Mapping[str, LiveJob] | None = None,
     ) -> list[ModelFitted]:
         """Take in what an iteration took; the fits that came of it.
 
         Args:
             replicas: by process; of several replicas, each one's own seconds count. Stages wait for each
                 other: of replicas with stages, the iteration's seconds count, for the busiest one.
+            jobs: that were attached.
         """
         if seconds > 0:
             busy = [each.busy_seconds for each in replicas]
             own = dict(enumerate(busy)) if len(busy) > 1 else {0: seconds}
             if self._facts.staged:
                 own = {self._busiest(busy): seconds}
+                self._take_stages(expected, busy)
             self._take_seconds(expected, seconds, own)
         if outcome.peak_bytes is not None:
-            static = max(peak.static for peak in outcome.peaks.values())
-            self._admission.learn_overhead(static, adapters=int(next(iter(expected.terms.values()))[-1]))
+            static = self._learn_overheads(expected, outcome, (jobs or {}).values())
             error = (expected.bytes - outcome.peak_bytes) / (outcome.peak_bytes - static)
             self._ahead["bytes"].append(abs(error))
-        self._take_peaks(
-            MemoryObservation(expected.shapes[index], dict(peak.phases), peak.static)
-            for index, peak in outcome.peaks.items()
-        )
+        for index, peaks in outcome.peaks.items():
+            parts, shape = self._facts.parts[expected.replicas[index]], expected.shapes[index]
+            for part, peak in zip(parts, peaks, strict=True):
+                self._take_peak(part.layers, MemoryObservation(shape, dict(peak.phases), peak.static))
         fitted = []
         if self._is_due("seconds"):
             fitted.append(self._fit_seconds(iteration))
         if self._is_due("bytes"):
-            model = self._fit_bytes()
+            models = self._fit_bytes()
             _write_peaks(self._path, self._admission.valid_for, self._peaks)
-            fitted.append(self._fitted_bytes(model, iteration))
+            fitted += [self._fitted_bytes(layers, model, iteration) for layers, model in models.items()]
         return fitted
+
+    def _take_stages(self, expected: Expected, busy: Sequence[float]) -> None:
+        if self._seen["seconds"] < 0:
+            return
+        for process, seconds in enumerate(busy):
+            terms = expected.terms.get(self._replica_of(process))
+            if terms is not None and seconds > 0:
+                kept = self._stage_timed.setdefault(process, [])
+                self._stage_timed[process] = [*kept, (terms, seconds)][-KEPT:]
 
     def _busiest(self, busy: Sequence[float]) -> int:
         """The replica whose stages, of these seconds by process, were the busiest."""
@@ -251,10 +313,20 @@ class Predictions:
         if expected.seconds is not None:
             self._ahead["seconds"].append(abs(expected.seconds / seconds - 1.0))
 
-    def _take_peaks(self, observations: Iterable[MemoryObservation]) -> None:
-        new = [each for each in observations if min(each.peaks.values()) > each.static]
-        self._peaks = [*self._peaks, *new][-KEPT_OBSERVATIONS:]
-        self._seen["bytes"] += len(new)
+    def _learn_overheads(self, expected: Expected, outcome: Outcome, jobs: Iterable[LiveJob]) -> int:
+        """Learn what the adapters take in each process; the static bytes of the process with the most."""
+        found, demands = dict[HeldPart, int](), [job.demand for job in jobs]
+        for index, peaks in outcome.peaks.items():
+            for part, peak in zip(self._facts.parts[expected.replicas[index]], peaks, strict=True):
+                found[part] = max(peak.static, found.get(part, 0))
+        for part, static in found.items():
+            self._admission.learn_overhead(static, part, demands)
+        return max(found.values())
+
+    def _take_peak(self, layers: range, new: MemoryObservation) -> None:
+        if min(new.peaks.values()) > new.static:
+            self._peaks[layers] = [*self._peaks.get(layers, ()), new][-KEPT_OBSERVATIONS:]
+            self._seen["bytes"] = max(map(len, self._peaks.values()))
 
     def _is_due(self, target: str) -> bool:
         if self._seen[target] < self._due[target]:
@@ -268,9 +340,9 @@ class Predictions:
         self._due[target] = min(math.ceil(seen * GROWTH), seen + MOST_BETWEEN)
 
     def _fit_seconds(self, iteration: int) -> ModelFitted:
-        self._time = fit_undisturbed(
-            [terms for terms, _ in self._timed], [seconds for _, seconds in self._timed], TERMS
-        )
+        self._time = _fitted(self._timed)
+        if len(self._stage_timed) == sum(map(len, self._facts.parts)):
+            self._stage_times = [_fitted(own) for _, own in sorted(self._stage_timed.items())]
         return ModelFitted(
             target="seconds",
             iteration=iteration,
@@ -282,20 +354,24 @@ class Predictions:
             margin=self._time.margin,
         )
 
-    def _fit_bytes(self) -> MemoryModel:
-        before = self._profile.memory.observations if self._profile is not None else ()
-        model = MemoryModel.fitted([*before, *self._peaks], logit_rows=self._logit_rows)
-        self._admission.learn(model)
-        return model
+    def _fit_bytes(self) -> dict[range, MemoryModel]:
+        """A model of each part of the layers that was observed."""
+        whole, found = range(self._facts.shape.layers), dict[range, MemoryModel]()
+        for layers, own in self._peaks.items():
+            before = self._profile.memory.observations if self._profile and layers == whole else ()
+            found[layers] = MemoryModel.fitted([*before, *own], logit_rows=self._logit_rows)
+            self._admission.learn(found[layers], layers)
+        return found
 
-    def _fitted_bytes(self, model: MemoryModel, iteration: int) -> ModelFitted:
+    def _fitted_bytes(self, layers: range, model: MemoryModel, iteration: int) -> ModelFitted:
+        part = "" if len(layers) == self._facts.shape.layers else f"layers {layers.start}-{layers[-1]}."
         errors = [abs(error) for error in model.errors(model.observations)]
         return ModelFitted(
             target="bytes",
             iteration=iteration,
             observations=len(model.observations),
             coefficients=tuple(
-                (f"{name}.{feature}", float(getattr(phase.coefficients, feature)))
+                (f"{part}{name}.{feature}", float(getattr(phase.coefficients, feature)))
                 for name, phase in model.phases.items()
                 for feature in FEATURES
             ),
@@ -309,6 +385,10 @@ class Predictions:
         """The mean error of predictions since the last fit, which is then reset."""
         errors, self._ahead[target] = self._ahead[target], []
         return sum(errors) / len(errors) if errors else None
+
+
+def _fitted(timed: Sequence[tuple[tuple[float, ...], float]]) -> Fit:
+    return fit_undisturbed([terms for terms, _ in timed], [seconds for _, seconds in timed], TERMS)
 
 
 def _parts(microbatches: Sequence[Microbatch]) -> dict[int, list[Microbatch]]:
@@ -341,34 +421,41 @@ def _longest(microbatch: Microbatch) -> int:
     return max(length for segment in microbatch.segments for length in segment.lengths)
 
 
-def _write_peaks(path: Path, of: str, observations: Sequence[MemoryObservation]) -> None:
+def _write_peaks(path: Path, of: str, observations: Mapping[range, Sequence[MemoryObservation]]) -> None:
     """Write observations for the next process, which starts from them. Unwritten peaks are observed again.
 
     Args:
         of: the model and options that they apply to, in words.
     """
     rows = [
-        {"shape": asdict(each.shape), "peaks": dict(each.peaks), "static": each.static}
-        for each in observations
+        {
+            "layers": [layers.start, layers.stop],
+            "shape": asdict(each.shape),
+            "peaks": dict(each.peaks),
+            "static": each.static,
+        }
+        for layers, own in observations.items()
+        for each in own
     ]
     with suppress(OSError):
         write_text(path, json.dumps({"of": of, "observations": rows}), durable=False)
 
 
-def _read_peaks(path: Path, of: str) -> list[MemoryObservation]:
-    """The stored observations, oldest first; none if the file is missing or of another model.
+def _read_peaks(path: Path, of: str) -> dict[range, list[MemoryObservation]]:
+    """The stored observations by layers, oldest first; none if the file is missing or of another model.
 
     Raises:
         StorageError: the file was not written by :func:`_write_peaks`.
     """
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
-        rows = kept["observations"] if kept["of"] == of else []
-        return [
-            MemoryObservation(MemoryShape(**each["shape"]), each["peaks"], each["static"]) for each in rows
-        ]
+        found: dict[range, list[MemoryObservation]] = {}
+        for each in kept["observations"] if kept["of"] == of else ():
+            observed = MemoryObservation(MemoryShape(**each["shape"]), each["peaks"], each["static"])
+            found.setdefault(range(*each["layers"]), []).append(observed)
+        return found
     except FileNotFoundError:
-        return []
+        return {}
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise StorageError(
             f"{path}: {error!r}",

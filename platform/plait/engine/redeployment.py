@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from statistics import median
 
 from plait.core.plans import Replica
@@ -17,7 +16,7 @@ from plait.core.settings import RunSettings
 from plait.cost.profile_store import Profile
 from plait.cost.replica import Configuration, ReplicaCost
 from plait.engine.jobs import LiveJob
-from plait.engine.replicas import dispatch_time, fitting_capacity
+from plait.engine.replicas import cut, dispatch_time, fitting_capacity
 from plait.engine.worker import WorkerFacts
 from plait.planner.buckets import mean_step
 from plait.planner.weighing import MeanStep, weigh_change
@@ -57,13 +56,12 @@ class Redeployment:
             return
         self._time = dispatch_time(facts, self._profile)
         stages = [each.pp for each in replicas]
-        memory = facts.replica_bytes or (facts.memory_bytes,) * len(replicas)
-        least = min(own // count for own, count in zip(memory, stages, strict=True))
+        least = min(part.memory_bytes for own in facts.parts for part in own)
         given = self._settings.cluster.capacities
         self._processes = sum(stages)
         self._capacities = {}
         for count in range(1, min(self._processes, facts.shape.layers) + 1):
-            own = replace(facts, memory_bytes=count * least, replica_bytes=())
+            own = facts.of(cut(facts, self._settings, (count,), least)[0])
             capacity, fits = (
                 (count * min(given), True) if given else fitting_capacity(own, self._settings, self._profile)
             )

@@ -6,14 +6,20 @@ list.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 
+from plait.core.errors import ConfigError
 from plait.core.plans import Replica
 from plait.core.settings import RunSettings
+from plait.cost.memory import linear_bytes
 from plait.cost.profile_store import Profile
-from plait.cost.time import TimeModel, arithmetic_time
+from plait.cost.replica import balanced_split
+from plait.cost.time import MicrobatchShape, TimeModel, arithmetic_time
 from plait.engine.admission import LEAST_CAPACITY, Admission
-from plait.engine.worker import WorkerFacts
+from plait.engine.worker import HeldPart, WorkerFacts
+from plait.models.targets import LinearInfo, layer_of
 
 
 def replicas_of(facts: WorkerFacts, settings: RunSettings, profile: Profile | None) -> tuple[Replica, ...]:
@@ -23,17 +29,15 @@ def replicas_of(facts: WorkerFacts, settings: RunSettings, profile: Profile | No
     halved until a usual job fits.
     """
     whole, given = settings.engine.capacity_or_usual, facts.capacities or settings.cluster.replica_capacities
-    most = max(facts.replica_bytes, default=0)
+    most = max(facts.replica_bytes)
     found = []
     for number, device in enumerate(facts.devices):
-        own = facts.replica_bytes[number] if facts.replica_bytes else most
         capacity = given[number] if given else whole
-        if not given and own < most:
-            own_facts = replace(facts, memory_bytes=own, replica_bytes=())
-            capacity, _ = fitting_capacity(own_facts, settings, profile)
+        if not given and facts.replica_bytes[number] < most:
+            capacity, _ = fitting_capacity(facts.of(facts.parts[number]), settings, profile)
         speed = facts.speeds[number] if facts.speeds else 1.0
         pp = (facts.stages[number] if facts.stages else 1) // facts.tensor
-        split = facts.splits[number] if facts.splits else ()
+        split = facts.splits[number] if facts.staged else ()
         found.append(Replica(number, facts.tensor, pp, split, (device,), capacity, speed))
     return tuple(found)
 
@@ -55,6 +59,68 @@ def dispatch_time(facts: WorkerFacts, profile: Profile | None) -> TimeModel:
     """By what samples are dispatched: the stored profile's seconds, else the arithmetic of the model."""
     if profile is not None and profile.time is not None:
         return profile.time
-    weights = sum(each.in_features * each.out_features for each in facts.linears)
     shape = facts.shape
-    return arithmetic_time(shape.layers, weights=weights, hidden=shape.hidden, vocabulary=shape.vocabulary)
+    return model_time(facts.linears, shape.layers, shape.hidden, shape.vocabulary)
+
+
+def model_time(linears: Sequence[LinearInfo], layers: int, hidden: int, vocabulary: int) -> TimeModel:
+    """Seconds by the arithmetic of a model with these linears."""
+    weights = sum(each.in_features * each.out_features for each in linears)
+    return arithmetic_time(layers, weights=weights, hidden=hidden, vocabulary=vocabulary)
+
+
+def stage_layers(time: TimeModel, stages: int, split: Sequence[int], capacity: int) -> list[range]:
+    """The layers of each stage; without a given split, such that the slowest one is as fast as possible.
+
+    Raises:
+        ConfigError: the split is not one of this model, or there are more stages than layers.
+    """
+    split = split or balanced_split(time, stages, MicrobatchShape.of([capacity]))
+    if sum(split) != time.layers or len(split) != stages:
+        raise ConfigError(
+            f"cluster.layer_split={list(split)}",
+            f"It has the layers of each of {stages} stages, {time.layers} in all.",
+            "Leave it out: then the stages are balanced.",
+        )
+    return [range(*each) for each in pairwise([0, *accumulate(split)])]
+
+
+def cut(
+    facts: WorkerFacts, settings: RunSettings, replicas: Sequence[int], memory_bytes: int
+) -> tuple[tuple[HeldPart, ...], ...]:
+    """What the processes of replicas would hold of a model that is not loaded yet.
+
+    What is neither embedding, head nor a linear counts with the layers, evenly; a head without weights of its
+    own is the embedding once more, on another stage.
+
+    Args:
+        replicas: how many processes hold each.
+
+    Raises:
+        ConfigError: as for :func:`stage_layers`.
+    """
+    shape, tensor = facts.shape, facts.tensor
+    time, given = dispatch_time(facts, None), settings.cluster.layer_split
+    weights = [0.0] * shape.layers
+    for each in facts.linears:
+        weights[layer_of(each.name)] += linear_bytes(
+            each.out_features, each.in_features, shape.element_bytes, settings.model.quantise
+        )
+    end = shape.vocabulary * shape.hidden * shape.element_bytes
+    ends = 1 if shape.weight_bytes - sum(weights) < 1.5 * end else 2
+    rest = max(0.0, shape.weight_bytes - sum(weights) - ends * end) / shape.layers
+    found = []
+    for processes in replicas:
+        stages = processes // tensor
+        if stages == 1 == tensor:
+            found.append(facts.whole(memory_bytes))
+            continue
+        split = given if len(given) == stages else ()
+        parts = []
+        for layers in stage_layers(time, stages, split, settings.engine.capacity_or_usual):
+            own = sum(weights[layer] + rest for layer in layers)
+            own += end * ((layers.start == 0) + (layers.stop == shape.layers))
+            part = HeldPart(layers, int(own / tensor), memory_bytes, shape.made_bytes)
+            parts += [part] * tensor
+        found.append(tuple(parts))
+    return tuple(found)

@@ -8,7 +8,7 @@ tensors.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from plait.core.messages import Command, WorkerEvent
@@ -71,6 +71,21 @@ class ActivationShape:
 
 
 @dataclass(frozen=True, slots=True)
+class HeldPart:
+    """What one process of a replica holds of the base model, and the memory that it has for it.
+
+    Attributes:
+        layers: all of the model's, or those of its stage.
+        weight_bytes, made_bytes: as in :class:`ActivationShape`, of these layers and what is beside them.
+    """
+
+    layers: range
+    weight_bytes: int
+    memory_bytes: int
+    made_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerFacts:
     """What a worker reports about its model and its device.
 
@@ -79,17 +94,16 @@ class WorkerFacts:
         linears: every layer that an adapter may target.
         outside: modules that PEFT would also adapt if they are named, and Plait cannot.
         max_length: longest sample of the model in tokens.
-        memory_bytes: total memory of the device.
+        memory_bytes: total memory of the device; of several, of the one with the least.
         chosen: what was chosen for this device (kernel backend, threads), as recorded in the plan.
         model: digest of the base model.
         devices: of its replicas of the base model, by their number.
         kinds: what these devices are.
-        replica_bytes: what each of them has; empty: ``memory_bytes``.
+        held: what each process of each replica holds; empty: all of the model, with ``memory_bytes``.
         speeds: how fast they are, relative to each other; empty: all alike.
         capacities: most tokens of a microbatch of each, if they are given.
         stages: how many processes hold each replica together; empty: one.
         tensor: how many of them hold the same layers together, each a slice of every one.
-        splits: layers of each stage of each replica; empty: one stage has all.
         inputs: the linears' inputs: names of the linears that read the same one, and its features. Empty:
             none is known to be shared.
     """
@@ -103,18 +117,42 @@ class WorkerFacts:
     outside: tuple[str, ...] = ()
     devices: tuple[str, ...] = ("cpu",)
     kinds: tuple[str, ...] = ()
-    replica_bytes: tuple[int, ...] = ()
+    held: tuple[tuple[HeldPart, ...], ...] = ()
     speeds: tuple[float, ...] = ()
     model: str = ""
     capacities: tuple[int, ...] = ()
     stages: tuple[int, ...] = ()
     tensor: int = 1
-    splits: tuple[tuple[int, ...], ...] = ()
 
     @property
     def staged(self) -> bool:
         """Whether a replica is cut into stages."""
         return max(self.stages, default=1) > 1
+
+    @property
+    def replica_bytes(self) -> tuple[int, ...]:
+        """Memory of each replica: of slices of the same layers, that of one counts."""
+        return tuple(sum(part.memory_bytes for part in own[:: self.tensor]) for own in self.parts)
+
+    @property
+    def parts(self) -> tuple[tuple[HeldPart, ...], ...]:
+        """What each process of each replica holds."""
+        return self.held or (self.whole(self.memory_bytes),) * len(self.devices)
+
+    @property
+    def splits(self) -> tuple[tuple[int, ...], ...]:
+        """Layers of each stage of each replica."""
+        return tuple(tuple(len(part.layers) for part in own[:: self.tensor]) for own in self.parts)
+
+    def whole(self, memory_bytes: int) -> tuple[HeldPart, ...]:
+        """What a process holds that is a replica by itself."""
+        shape = self.shape
+        return (HeldPart(range(shape.layers), shape.weight_bytes, memory_bytes, shape.made_bytes),)
+
+    def of(self, held: tuple[HeldPart, ...]) -> WorkerFacts:
+        """The facts if there were one replica, with these parts."""
+        least = min(part.memory_bytes for part in held)
+        return replace(self, memory_bytes=least, held=(held,), devices=self.devices[:1])
 
     def inputs_read(self, names: Collection[str]) -> float:
         """Share of all input features of the linears that these linears read."""

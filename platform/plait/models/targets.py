@@ -37,6 +37,11 @@ def read_together(linears: Iterable[LinearInfo]) -> Mapping[tuple[str, str], Seq
     return found
 
 
+def layer_of(name: str) -> int:
+    """The number of the decoder layer of a linear, by its name."""
+    return next(int(part) for part in name.split(".") if part.isdecimal())
+
+
 def resolve_targets(
     target_modules: str | Sequence[str], linears: Sequence[LinearInfo], outside: Collection[str] = ()
 ) -> tuple[str, ...]:

@@ -278,7 +278,7 @@ def check_memory(
         CapacityError: one does not.
         DataError: its steps take far more samples than there are.
     """
-    admission = Admission(worker_facts(settings.model, shape, memory_bytes), settings, profile)
+    admission = Admission(worker_facts(settings, shape, memory_bytes), settings, profile)
     for job in jobs:
         DataOrder.over(job.train, data.of(job.data).train)
-        admission.demand(job.adapter, data.longest(job.data))
+        admission.demand(job.adapter, data.longest(job.data), job.train.global_batch)

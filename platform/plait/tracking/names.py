@@ -40,6 +40,10 @@ REPLICA_TOKENS: Final = "tokens"
 RECEIVED_BYTES: Final = "received_bytes"  # of gradients, from the other replicas' processes
 PREDICTED_BUSY_SECONDS: Final = "predicted_busy_seconds"
 PREDICTED_WAITED_SECONDS: Final = "predicted_waited_seconds"
+WAITED_SHARE: Final = "waited_share"  # of an iteration; of a stage, its bubble
+PREDICTED_WAITED_SHARE: Final = "predicted_waited_share"
+REPLICA_PEAK_BYTES: Final = "peak_bytes"
+PREDICTED_BYTES: Final = "predicted_bytes"
 
 # ---- tags ---------------------------------------------------------------------------------------------
 TAG_STUDY: Final = "plait.study"  # of a search: distinguishes it from an earlier one of its name

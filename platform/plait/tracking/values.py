@@ -67,6 +67,10 @@ def _replica_values(time: ReplicaTime) -> dict[str, float]:
         names.RECEIVED_BYTES: time.received_bytes,
         names.PREDICTED_BUSY_SECONDS: time.predicted_busy_seconds,
         names.PREDICTED_WAITED_SECONDS: time.predicted_waited_seconds,
+        names.WAITED_SHARE: time.waited_share,
+        names.PREDICTED_WAITED_SHARE: time.predicted_waited_share,
+        names.REPLICA_PEAK_BYTES: time.peak_bytes,
+        names.PREDICTED_BYTES: time.predicted_bytes,
     }
     known = {what: value for what, value in said.items() if value is not None}
     return {names.replica_name(time.replica, what): value for what, value in known.items()}

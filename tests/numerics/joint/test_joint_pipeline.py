@@ -15,6 +15,7 @@ from peft_folders import stored_pairs
 from processes import ForkedProcess, fleet
 from saved_models import saved
 
+from plait.adapters.variants import adapter_bytes
 from plait.core.errors import ProcessError
 from plait.core.jobs import JobSpec
 from plait.core.lifecycle import JobState, PauseReason
@@ -37,11 +38,15 @@ from plait.distributed.channel import Answer
 from plait.distributed.fleet import Fleet, _check_alike
 from plait.distributed.launch import Launcher
 from plait.engine.adapter_store import AdapterStore
+from plait.engine.build import worker_facts
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.checkpoints import checkpoint_name
 from plait.engine.coordinator import INTERRUPTED, Coordinator
 from plait.engine.local_worker import LocalWorker
 from plait.engine.steps import DataOrder, training_batch
+from plait.engine.worker import WorkerFacts
+from plait.models.load import inspect_model
+from plait.models.targets import layer_of, resolve_targets
 from plait.planner.packing import pack
 from plait.planner.packing_exact import GREEDY
 from plait.simulate.orders import ORDERS, arrange
@@ -122,6 +127,46 @@ def test_replicas_with_stages_train_as_one_process_does(
         assert first.losses(job.name) == second.losses(job.name)
         again = stored_pairs(second.ended(job.name).adapter)
         assert distance(weights[job.name], again) == 0.0
+
+
+def test_the_peak_of_each_stage_is_predicted_once_it_was_observed(laboratory: Any, tmp_path: Path) -> None:
+    """Of uneven stages, by the storage of their tensors, several microbatches of one among them."""
+    lab = laboratory("llama")
+    jobs = lab.group(dropout=0.1, steps=5)[:3]
+    jobs = [replace(each, train=replace(each.train, batch_size=4, accumulation=3)) for each in jobs]
+    engine = replace(ENGINE, schedule="1f1b")
+    cluster = ClusterSettings(processes=2, **pipeline((3, 1)))
+    with fleet(2, TINY, engine, tmp_path / "processes", **pipeline((3, 1))) as worker:
+        (held,) = worker.facts.held
+        settings = RunSettings(model=TINY, engine=engine, cluster=cluster)
+        data = DataCatalogue(random_data)
+        coordinator = Coordinator(worker, data, settings, folder=tmp_path / "out")
+        for job in jobs:
+            coordinator.submit(job)
+        steps: list[GroupStep] = []
+        while not coordinator.idle:
+            steps += (each for each in coordinator.advance() if isinstance(each, GroupStep))
+    known = [each for each in steps if not each.bytes_by_rule and each.peak_bytes is not None]
+    assert [part.layers for part in held] == [range(3), range(3, 4)]
+    (planned,) = worker_facts(settings, inspect_model(TINY, cache=tmp_path), 1).parts
+    assert [part.weight_bytes for part in planned] == pytest.approx(
+        [part.weight_bytes for part in held], rel=0.01
+    )
+    for step in known:
+        for time, part in zip(step.replicas, held, strict=True):
+            assert time.peak_bytes is not None
+            assert time.predicted_bytes is not None
+            static = part.weight_bytes + sum(job_bytes(job, worker.facts, part.layers) for job in jobs)
+            above = time.peak_bytes - static
+            assert time.predicted_bytes - static == pytest.approx(above, rel=0.02)
+            print(step.iteration, part.layers, above, (time.predicted_bytes - static) / above - 1)
+    assert known
+
+
+def job_bytes(job: JobSpec, facts: WorkerFacts, layers: range) -> int:
+    names = resolve_targets(job.adapter.target_modules, facts.linears)
+    own = [each for each in facts.linears if each.name in names and layer_of(each.name) in layers]
+    return adapter_bytes(job.adapter, own, facts.shape.element_bytes)
 
 
 def test_replicas_change_with_the_jobs_and_nothing_is_trained_twice(laboratory: Any, tmp_path: Path) -> None:
