@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from plait.core.messages import JobLoss, StepJob
+from plait.core.messages import StepJob
 from plait.core.plans import Microbatch, Segment
 from plait.distributed import stage_worker
 from plait.distributed.stage_worker import StageWorker, _Schedule
@@ -44,21 +44,21 @@ def test_a_loss_that_is_not_finite_stops_the_step_of_a_stage_without_the_job() -
     worker._clock, worker._recorder = (lambda: 0.0), SimpleNamespace(lap=lambda *_, **__: None)
     worker.bank, worker._failed = SimpleNamespace(block=lambda _: block), set()
     worker._shared = None
-    losses = (JobLoss("a", 1, math.inf, 2, 2), JobLoss("b", 1, 1.0, 2, 2))
+    parts = tuple(Segment(job, 1, (0,), (0,), (2,), 0.5) for job in "ab")
+    sums = torch.tensor([math.inf, 1.0])
     worker._running = {
         0: SimpleNamespace(
             leaving=torch.zeros(()),
             entering=None,
             seconds=0.0,
             nll=torch.zeros(1),
-            loaded=SimpleNamespace(losses=lambda _: losses),
+            loaded=SimpleNamespace(counts=(2, 2), segments=parts, sums=lambda _: sums),
         )
     }
     worker._of_number = {0: _Schedule(1, {})}
     worker._observed, worker._peaks = set(), FlightPeaks(torch.device("cpu"), tuple)
     with worker._peaks.forward(0, False):
         pass
-    parts = tuple(Segment(job, 1, (0,), (0,), (2,), 0.5) for job in "ab")
     worker.backward(0, Microbatch(0, 0, parts), None)
     assert math.isnan(worker.squares(("a", 1)))
     assert worker.squares(("b", 1)) == 0.0
