@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from plait_kernels.autotuning import refused
 from plait_kernels.backends import BACKENDS
 from plait_kernels.bench_check import Check, check, torch_lora
 from plait_kernels.errors import KernelError
@@ -357,8 +358,10 @@ def _key(row: dict[str, Any]) -> list[object]:
     return [row["layer"], row["tokens"], row["adapters"], row["ranks"], row["dropout"]]
 
 
-def _measured(case: Case, peak: Peak, options: argparse.Namespace, result: dict[str, Any]) -> None:
-    """Add a case's row to the result, or the reason why there is none."""
+def _measured(case: Case, peak: Peak, options: argparse.Namespace, result: dict[str, Any]) -> bool:
+    """Add a case's row to the result, or the reason why there is none; whether the device can be used after
+    it."""
+    usable = True
     try:
         result["rows"].append(asdict(measure(case, options.backends, peak, options)))
         _print(result["rows"][-1], options.backends)
@@ -367,8 +370,10 @@ def _measured(case: Case, peak: Peak, options: argparse.Namespace, result: dict[
         reason = f"{type(problem_found).__name__}: {problem_found}"[:500]
         result["failures"].append({**dict(zip(names, case.key, strict=True)), "reason": reason})
         print(f"{case.layer}, {case.shape}: {reason}", flush=True)
-    if options.device.type == "cuda":
+        usable = not isinstance(problem_found, RuntimeError) or refused(problem_found)
+    if options.device.type == "cuda" and usable:
         torch.cuda.empty_cache()
+    return usable
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -386,8 +391,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if time.monotonic() - begin > options.seconds:
             print(f"{len(left) - index} of {len(cases)} shapes are left: run again with the same file")
             break
-        _measured(case, peak, options, result)
+        usable = _measured(case, peak, options, result)
         write(options.json, result)
+        if not usable:
+            print("the device cannot be used after this: run again with the same file for the other shapes")
+            break
     rows = result["rows"]
     for backend in options.backends if rows else ():
         speed = math.exp(statistics.fmean(math.log(row["to_torch_lora"][backend]) for row in rows))

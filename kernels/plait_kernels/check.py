@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from plait_kernels import passes, plain
+from plait_kernels.autotuning import refused
 from plait_kernels.backends import BACKENDS
 from plait_kernels.bank import GRADIENTS
 from plait_kernels.bench import environment, resumed, write
@@ -163,9 +164,12 @@ Both = tuple[Tensor, Tensor]
 
 
 def _norm(weight: Tensor, x: Tensor, grad: Tensor, backend: str) -> Both:
-    own = passes if backend else plain
-    out, scales = own.rms(x, weight[0], 1e-5, 0.0)[:2]
-    return out, own.rms_back(grad, x, weight[0], scales, 0.0)
+    """Of x + grad, whose gradient takes that of the sum, x, in."""
+    if backend:
+        out, scales, total = passes.rms(x, weight[0], 1e-5, 0.0, grad)
+        return out, passes.rms_back(grad, total, weight[0], scales, 0.0, x)
+    out, scales = plain.rms(x + grad, weight[0], 1e-5, 0.0)
+    return out, plain.rms_back(grad, x + grad, weight[0], scales, 0.0) + x
 
 
 def _gated(_: Tensor, x: Tensor, grad: Tensor, backend: str) -> Both:
@@ -196,12 +200,14 @@ _PASSES: dict[str, Callable[[Tensor, Tensor, Tensor, str], Both]] = {
 }
 
 
-def _examined(shape: Shape, backend: str, device: torch.device, dtype: torch.dtype) -> Finding:
-    """What `examine` finds; an error becomes a finding, so that the other cases still run."""
+def _examined(shape: Shape, backend: str, device: torch.device, dtype: torch.dtype) -> tuple[Finding, bool]:
+    """What `examine` finds, and whether the device can be used after it; an error becomes a finding, so that
+    the other cases still run."""
     try:
-        return (examine if backend in BACKENDS else examine_pass)(shape, backend, device, dtype)
+        return (examine if backend in BACKENDS else examine_pass)(shape, backend, device, dtype), True
     except (RuntimeError, KernelError) as error:
-        return Finding(backend, str(dtype), shape, {}, {}, (str(error)[:500],))
+        usable = not isinstance(error, RuntimeError) or refused(error)
+        return Finding(backend, str(dtype), shape, {}, {}, (str(error)[:500],)), usable
 
 
 def _print(found: Finding) -> None:
@@ -237,10 +243,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if time.monotonic() - begin > options.seconds:
             print(f"{len(cases) - index} cases are left: run again with the same file")
             break
-        found = _examined(shape, backend, device, dtype)
+        found, usable = _examined(shape, backend, device, dtype)
         _print(found)
         findings.append(_as_json(found))
         write(options.json, result)
+        if not usable:
+            print("the device cannot be used after this: run again with the same file for the other cases")
+            break
     wrong = sum(bool(found["wrong"]) for found in findings)
     print(f"{len(findings)} cases, {wrong} wrong")
     write(options.json, result)

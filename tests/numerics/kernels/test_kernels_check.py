@@ -87,3 +87,19 @@ def test_an_error_is_a_finding_and_the_rest_continues(monkeypatch):
 
     monkeypatch.setitem(BACKENDS, "grouped", replace(BACKENDS["grouped"], forward=fail))
     assert check.main(["--device", "cpu", "--backends", "grouped", "reference", "--dtypes", "float32"]) == 1
+
+
+def test_after_a_fault_nothing_else_is_examined_until_the_next_run(monkeypatch, tmp_path, capsys):
+    """A device with an illegal access fails everything after it, which would all be found wrong."""
+
+    def fault(*_):
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    path = tmp_path / "check.json"
+    options = ["--device", "cpu", "--backends", "grouped", "--dtypes", "float32", "--json", str(path)]
+    with monkeypatch.context() as patched:
+        patched.setitem(BACKENDS, "grouped", replace(BACKENDS["grouped"], forward=fault))
+        assert check.main(options) == 1
+    assert "1 cases, 1 wrong" in capsys.readouterr().out
+    assert check.main(options) == 1
+    assert [bool(each["wrong"]) for each in json.loads(path.read_text())["findings"]].count(True) == 1
