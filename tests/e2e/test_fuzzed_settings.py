@@ -14,6 +14,7 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -267,9 +268,13 @@ class Fuzzed:
         furnish(self.folder, self.runs)
         before, owned = listing(self.folder), contents(self.folder)
         status, output, outside = self._run(draw(seed))
+        prompts = [value for flag, value in pairwise(draw(seed)) if flag == "--prompt"]
+        shown = output
+        for prompt in prompts:  # `plait generate` repeats the user's own text
+            shown = shown.replace(prompt, "")
         wrong = {
             "a traceback": "Traceback (most recent call last)" in output,
-            "shows a password": "secret" in output,
+            "shows a password": "secret" in shown,
             f"ended with {status}": status not in (0, 2, 3),
             "changed a user's file": contents(self.folder) != owned,
             f"wrote {outside[:5]}": bool(outside),

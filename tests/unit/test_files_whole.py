@@ -71,6 +71,14 @@ def test_a_folder_replaces_an_older_one(tmp_path: Path) -> None:
     assert names(tmp_path) == ["folder"]
 
 
+def test_files_of_a_folder_may_be_read_by_whom_the_umask_allows(tmp_path: Path) -> None:
+    with new_folder(tmp_path / "folder") as folder:
+        (folder / "weights").touch(mode=0o600)  # as safetensors makes them
+        (folder / "text").touch()
+    weights, text = (tmp_path / "folder" / "weights", tmp_path / "folder" / "text")
+    assert weights.stat().st_mode == text.stat().st_mode
+
+
 def test_a_failed_folder_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "folder"
     with new_folder(path) as folder:

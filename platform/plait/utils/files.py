@@ -85,7 +85,8 @@ def new_folder(path: Path) -> Iterator[Path]:
     """Make a folder to fill, which replaces ``path`` and is synced to the disk when the context ends.
 
     An older folder is renamed first and removed afterwards, so a kill in between leaves one of the two on the
-    disk. If the context ends with an error, the new folder is removed.
+    disk. If the context ends with an error, the new folder is removed. Its files may be read and written by
+    those who may read and write new folders, by the process's umask.
 
     Raises:
         OSError: it cannot be written.
@@ -96,6 +97,8 @@ def new_folder(path: Path) -> Iterator[Path]:
         draft.mkdir()
         yield draft
         for each in (*draft.rglob("*"), draft):
+            if each.is_file():  # safetensors makes files that no other user can read
+                each.chmod(draft.stat().st_mode & 0o666)
             to_disk(each)
         with suppress(FileNotFoundError):
             path.rename(older)
