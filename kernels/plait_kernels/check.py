@@ -164,7 +164,7 @@ Both = tuple[Tensor, Tensor]
 
 
 def _norm(weight: Tensor, x: Tensor, grad: Tensor, backend: str) -> Both:
-    """Of x + grad, whose gradient takes that of the sum, x, in."""
+    """The norm of x + grad, whose gradient adds that of the sum, x."""
     if backend:
         out, scales, total = passes.rms(x, weight[0], 1e-5, 0.0, grad)
         return out, passes.rms_back(grad, total, weight[0], scales, 0.0, x)
