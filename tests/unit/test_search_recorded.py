@@ -129,7 +129,7 @@ def test_resume_without_a_name_lists_the_unfinished(
     assert "There are no unfinished searches in" in capsys.readouterr().out
     kept(tmp_path, "one")
     kept(tmp_path, "two", finished=True)
-    assert resume([f"tracking.root={tmp_path}"]) == 0
+    assert resume(["--root", str(tmp_path)]) == 0  # as other commands name it
     out = capsys.readouterr().out
     assert out.startswith("one\tplait sweep adapter.rank=1,2")
     assert "two" not in out
@@ -155,7 +155,7 @@ def test_resume_runs_the_kept_command_where_it_was_given(
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setattr("plait.cli.main.main", record)
     assert resume(["one", "tracking.root=there/runs", "engine.threads=1"]) == 130
-    assert resume(["two", "tracking.root=there/runs"]) == 130
+    assert resume(["two", "--root=there/runs"]) == 130
     assert seen == [
         (["train", f"tracking.root={root}", "engine.threads=1", "search.name=one"], tmp_path / "there"),
         (["sweep", f"tracking.root={root}", "search.name=two"], tmp_path),

@@ -31,6 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     if set(arguments) & {"-h", "--help"}:
         print(USAGE)
         return EXIT_DONE
+    arguments = _root_as_key(arguments)
     names = [argument for argument in arguments if "=" not in argument]
     overrides = [argument for argument in arguments if "=" in argument]
     if len(names) > 1 or any(name.startswith("-") for name in names):
@@ -43,6 +44,14 @@ def main(arguments: Sequence[str]) -> int:
     command = known_command(root, names[0])
     _check_owner(search_folder(root, command.name) / FILE, command)
     return _resume(command, root, overrides)
+
+
+def _root_as_key(arguments: Sequence[str]) -> list[str]:
+    """The arguments with `--root FOLDER`, as other commands write it, as the key that this one takes."""
+    if "--root" in arguments[:-1]:
+        at = list(arguments).index("--root")
+        return [*arguments[:at], f"{ROOT}={arguments[at + 1]}", *arguments[at + 2 :]]
+    return [f"{ROOT}={each[len('--root=') :]}" if each.startswith("--root=") else each for each in arguments]
 
 
 def _root(overrides: Sequence[str]) -> Path:

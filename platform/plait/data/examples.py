@@ -83,7 +83,8 @@ def read_example(row: Row, where: str, named: NamedFields | None = None) -> Exam
     raise DataError(
         f"{where}: {_fields(row)}",
         f"A row must have one of these sets of fields: {FORMATS}.",
-        "Name its fields, for example data.prompt_field=question data.completion_field=answer.",
+        "Complete the row, or name its fields, for example data.prompt_field=question "
+        "data.completion_field=answer.",
     )
 
 

@@ -25,7 +25,7 @@ from plait.tracking.records import LogPoints
 from plait.tracking.ui import page_tag, search_page
 from plait.utils.paths import begun_name, cache_dir
 
-SHOWN = 20  # most searches listed in a remedy
+SHOWN = 20  # most searches or trials listed in a remedy
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +197,9 @@ def chosen(result: SearchResult, trial: int | None) -> JobRecord:
 def _trials(records: Sequence[JobRecord]) -> str:
     if not records:
         return "It has no trials."
-    return "It has " + ", ".join(f"{item.trial} ({item.state})" for item in records) + "."
+    listed = sorted(records, key=lambda item: item.trial)[:SHOWN]
+    more = f" and {len(records) - len(listed)} more" if len(records) > len(listed) else ""
+    return "It has " + ", ".join(f"{item.trial} ({item.state})" for item in listed) + f"{more}."
 
 
 def recorded_text(result: SearchResult, settings: TrackingSettings, path: str) -> str:
