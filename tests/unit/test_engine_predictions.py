@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -173,6 +174,49 @@ def test_admission_goes_by_what_was_learnt_and_a_restart_knows_it(tmp_path: Path
     assert not tight.fits([demand, demand])
     with pytest.raises(CapacityError):
         admission(1000).demand(AdapterSpec(rank=4, target_modules=("q_proj",)), 8)
+
+
+def test_bytes_are_learnt_again_however_many_were_observed_and_are_kept(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    machine.run(399)  # of each one at least two microbatches are observed
+    fits = [fit.iteration for fit in machine.fits if fit.target == "bytes"]
+    assert max(later - before for before, later in itertools.pairwise([*fits, 399])) <= 64
+    assert fits[-1] > 300
+
+
+def test_peaks_without_layers_are_of_the_whole_model(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    machine.run(20)
+    demand = machine.jobs["a"].demand
+    kept = json.loads((tmp_path / PEAKS_FILE).read_text())
+    for each in kept["observations"]:
+        del each["layers"]
+    (tmp_path / PEAKS_FILE).write_text(json.dumps(kept))
+    again = admission()
+    Predictions(facts(), again, None, tmp_path)
+    assert again.predicted([demand]) == machine.admission.predicted([demand])
+
+
+def test_few_peaks_are_no_model(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    machine.run(20)
+    demand = machine.jobs["a"].demand
+    kept = json.loads((tmp_path / PEAKS_FILE).read_text())
+    del kept["observations"][FIRST_PEAKS - 1 :]
+    (tmp_path / PEAKS_FILE).write_text(json.dumps(kept))
+    again = admission()
+    before = again.predicted([demand])
+    Predictions(facts(), again, None, tmp_path)
+    assert again.predicted([demand]) == before
+
+
+def test_a_replica_without_microbatches_takes_no_bytes(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    machine.run(20)
+    model = machine.admission.model_for([machine.jobs["a"].demand])
+    assert model is not None
+    assert model.in_flight([], 1) == 0.0
+    assert model.in_flight([], None) == 0.0
 
 
 def test_a_spoilt_file_of_peaks_is_named(tmp_path: Path) -> None:

@@ -285,14 +285,13 @@ class MemoryModel:
         Args:
             flights: most that are between forward and backward; None: all may be.
         """
+        if not shapes:  # a replica may have nothing to do in an iteration
+            return 0.0
         most = min(flights or len(shapes), len(shapes))
         held = [self._kept(each) for each in shapes]
         passing = [self.dynamic(each) - kept for each, kept in zip(shapes, held, strict=True)]
         runs = (range(begin, begin + most) for begin in range(len(shapes) - most + 1))
-        return max(
-            (sum(held[each] for each in run) + max(passing[each] for each in run) for run in runs),
-            default=0.0,
-        )
+        return max(sum(held[each] for each in run) + max(passing[each] for each in run) for run in runs)
 
     def safe_in_flight(self, shape: MemoryShape, flights: float) -> float:
         """The same of so many alike, with margins."""

@@ -123,7 +123,7 @@ class Predictions:
         self._seen = {"seconds": -1, "bytes": 0}  # a process's first iteration includes one-time costs
         self._due = {"seconds": FIRST_SECONDS, "bytes": FIRST_PEAKS}
         self._ahead: dict[str, list[float]] = {"seconds": [], "bytes": []}
-        if kept := _read_peaks(self._path, admission.valid_for):
+        if kept := _read_peaks(self._path, admission.valid_for, facts.shape.layers):
             for layers, own in kept.items():
                 for each in own:
                     self._take_peak(layers, each)
@@ -326,7 +326,7 @@ class Predictions:
     def _take_peak(self, layers: range, new: MemoryObservation) -> None:
         if min(new.peaks.values()) > new.static:
             self._peaks[layers] = [*self._peaks.get(layers, ()), new][-KEPT_OBSERVATIONS:]
-            self._seen["bytes"] = max(map(len, self._peaks.values()))
+            self._seen["bytes"] += 1
 
     def _is_due(self, target: str) -> bool:
         if self._seen[target] < self._due[target]:
@@ -359,6 +359,8 @@ class Predictions:
         whole, found = range(self._facts.shape.layers), dict[range, MemoryModel]()
         for layers, own in self._peaks.items():
             before = self._profile.memory.observations if self._profile and layers == whole else ()
+            if len(before) + len(own) < FIRST_PEAKS:  # a part that was observed too little yet
+                continue
             found[layers] = MemoryModel.fitted([*before, *own], logit_rows=self._logit_rows)
             self._admission.learn(found[layers], layers)
         return found
@@ -441,8 +443,9 @@ def _write_peaks(path: Path, of: str, observations: Mapping[range, Sequence[Memo
         write_text(path, json.dumps({"of": of, "observations": rows}), durable=False)
 
 
-def _read_peaks(path: Path, of: str) -> dict[range, list[MemoryObservation]]:
-    """The stored observations by layers, oldest first; none if the file is missing or of another model.
+def _read_peaks(path: Path, of: str, layers: int) -> dict[range, list[MemoryObservation]]:
+    """The stored observations by layers, oldest first; none if the file is missing or of another model. A row
+    without layers is of the whole model.
 
     Raises:
         StorageError: the file was not written by :func:`_write_peaks`.
@@ -452,7 +455,7 @@ def _read_peaks(path: Path, of: str) -> dict[range, list[MemoryObservation]]:
         found: dict[range, list[MemoryObservation]] = {}
         for each in kept["observations"] if kept["of"] == of else ():
             observed = MemoryObservation(MemoryShape(**each["shape"]), each["peaks"], each["static"])
-            found.setdefault(range(*each["layers"]), []).append(observed)
+            found.setdefault(range(*each.get("layers", (layers,))), []).append(observed)
         return found
     except FileNotFoundError:
         return {}

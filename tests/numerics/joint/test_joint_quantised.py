@@ -84,8 +84,8 @@ def test_losses_are_those_of_another_model(lab: Laboratory, tmp_path: Path) -> N
 def test_bytes_are_known_before_it_is_loaded(lab: Laboratory, tmp_path: Path) -> None:
     settings = settings_of(lab.model.identity.quantise)
     shape = inspect_model(settings, cache=tmp_path)
-    known = worker_facts(settings, shape, 2**30).shape
-    dense = worker_facts(settings_of("none"), shape, 2**30).shape
+    known = worker_facts(RunSettings(model=settings), shape, 2**30).shape
+    dense = worker_facts(RunSettings(model=settings_of("none")), shape, 2**30).shape
     # What is left: cos and sin's frequencies, which are not weights.
     assert 0 <= lab.model.weight_bytes - known.weight_bytes < 1000
     assert known.weight_bytes < 0.5 * dense.weight_bytes
@@ -99,7 +99,7 @@ def test_layers_that_read_the_same_are_counted_together_whatever_their_names(tmp
         list(group.names) for group in model.groups
     ]
     by_names = [group for group in read_together(shape.linears).values() if len(group) > 1]
-    made = worker_facts(settings, shape, 2**30).shape.made_bytes
+    made = worker_facts(RunSettings(model=settings), shape, 2**30).shape.made_bytes
     assert made == max(map(made_peak, model.groups)) > 1.2 * largest_made(by_names, 4, "nf4")
 
 
