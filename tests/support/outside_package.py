@@ -109,6 +109,6 @@ def ranks(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, 
     """The rank of each job of the search, with its variant and source of data."""
     figures = []
     for job in jobs:
-        note = f"{job.adapter.variant} {job.data.source}"
-        figures.append(Figure(job.name, job.adapter.rank, "rank", "computed", note=note))
+        name = f"{job.name} {job.adapter.variant} {job.data.source}"
+        figures.append(Figure(name, job.adapter.rank, "rank", "computed"))
     return Report(f"{options['title']}, kernels {settings.engine.kernels}", tuple(figures))
