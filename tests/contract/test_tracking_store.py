@@ -269,7 +269,7 @@ class TestWholeSearch:
         assert record.trial == 1
         with pytest.raises(SearchError, match="trial-0003 \\(failed\\) has no adapter"):
             export(tracking, None, tmp_path / "none", trial=3)
-        with pytest.raises(SearchError, match=r"It has 1 \(finished\), 0 \(finished\), 2 \(pruned\)"):
+        with pytest.raises(SearchError, match=r"It has 0 \(finished\), 1 \(finished\), 2 \(pruned\)"):
             export(tracking, None, tmp_path / "none", trial=9)
         with pytest.raises(StorageError, match="does not overwrite"):
             export(tracking, "demo", tmp_path / "out")
