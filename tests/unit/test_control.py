@@ -283,6 +283,10 @@ def test_orders_given_at_once_are_all_kept(
         (("clone", "0", "adapter.rank=0"), "adapter.rank=0", "at least 1", "The default is 16"),
         (("clone", "0", "--warm", "adapter.rank=16"), "adapter.rank=16", "cannot change rank", "--warm"),
         (("clone", "0", "--warm"), "trial 0 has no saved weights", "saved", "without --warm"),
+        (("add", "adapter.target_modules=[nope]"), "nope", "any linear layer of the model", "q_proj"),
+        (("clone", "0", "adapter.target_modules=[nope]"), "nope", "any linear layer of the model", "q_proj"),
+        (("add", "train.steps=4", "train.epochs=1"), "train.steps=4, train.epochs=1", "Only one", "null"),
+        (("add", "train.keep=best", "train.eval_every=0"), "train.keep=best", "evaluat", "train.eval_every"),
         (("add", "adapter.rank=100000000"), "adapter.rank=100000000", "at most 65536", "The default is 16"),
         (("pause", "--json"), "--json with pause", "Only `status`", "Leave out --json"),
     ],
@@ -313,7 +317,7 @@ def test_trials_are_added_and_cloned(tmp_path: Path, said: Said) -> None:
     weights.mkdir(parents=True)
     (weights / "adapter_model.safetensors").write_bytes(b"weights")
     assert said("add", "adapter.rank=16", "train.lr=2e-4").startswith(
-        "Trial 6 starts next, as soon as a slot"
+        "Trial 6 is queued. It starts as soon as a slot is free."
     )
     assert "preempted" in said("add", "adapter.rank=16", "train.priority=5")
     assert "preempted" not in said("clone", "1")

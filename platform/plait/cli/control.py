@@ -7,7 +7,8 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import chdir, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from plait.cli.results import no_such_search
 from plait.core.errors import EXIT_DONE, ConfigError, StorageError, choices
 from plait.core.settings import TrackingSettings
 from plait.search.locks import trains_here
-from plait.search.recorded import RecordedCommand, recorded_command
+from plait.search.recorded import RecordedCommand, known_command, quoted, recorded_command
 from plait.utils.paths import as_path, begun_name, search_folder, search_names
 from plait.utils.spelling import did_you_mean
 
@@ -57,9 +58,9 @@ def main(arguments: Sequence[str]) -> int:
     if verb == "status":
         print(json.dumps(control.facts(), indent=2) if given.json else "\n".join(control.status()))
     elif verb == "add":
-        print(control.add(overrides))
+        print(control.add(overrides, partial(_check, given.root, given.name)))
     elif verb == "clone" and trial is not None:
-        print(control.clone(trial, overrides, warm=given.warm))
+        print(control.clone(trial, overrides, partial(_check, given.root, given.name), warm=given.warm))
     else:
         print(control.order(verb) if trial is None else control.stop_trial(trial))
     return EXIT_DONE
@@ -90,6 +91,26 @@ def _control(recorded: RecordedCommand, root: Path, wait: float = 0.0) -> Search
     from plait.search.control import SearchControl  # Optuna is slow to import
 
     return SearchControl(recorded, root, wait)
+
+
+def _check(root: Path, name: str, overrides: Sequence[str]) -> None:
+    """Check a trial that is to be added: compose the search's command, and the trial's job with it.
+
+    Raises:
+        InputError: it cannot be trained, or the command cannot be composed here.
+    """
+    from plait.cli.app import compose
+    from plait.cli.sweeping import search_command
+    from plait.search.checks import check_added
+    from plait.search.trials import Trial
+
+    recorded = known_command(root, name)
+    directory = Path(recorded.directory)
+    more = [f"tracking.root={quoted(str(root.absolute()))}", "mode=plan"]  # a plan's jobs leave no folders
+    with chdir(directory) if directory.is_dir() else nullcontext():
+        search = compose(recorded.words(more)[1:])
+        command, _ = search_command(search.config, search.loader, search.arguments, ())
+        check_added(command, command.make_job(Trial(0, overrides=tuple(overrides))))
 
 
 def running(root: Path) -> list[str]:

@@ -61,6 +61,19 @@ def check_command(command: SearchCommand) -> None:
     check_engine(settings, jobs)
 
 
+def check_added(command: SearchCommand, job: JobSpec) -> None:
+    """Check a job that is added to a search as its others were at the start; not what depends on the host,
+    which may be another one.
+
+    Raises:
+        InputError: it cannot be trained.
+    """
+    check_kept(command.settings.search, (job,))
+    if job.train.steps is not None:
+        rung_steps(command.settings.search.stopping, job.train.steps)
+    check_model(command.settings.model, (job,))
+
+
 def find_search(command: SearchCommand, name: str, away: AwayError | None) -> tuple[bool, str]:
     """Whether the search has a study, or one of its processes got as far as training; and its run's id, if
     it was recorded in this store before.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from uuid import uuid4
 
@@ -27,7 +27,7 @@ from plait.search.attributes import PRIORITY_KEY, TOKEN, enqueue, keep_weights, 
 from plait.search.locks import WORKERS, living, trains_here
 from plait.search.orders import Mode, StudyOrders
 from plait.search.ownership import process_id
-from plait.search.points import AddedPoint, outside_of, read_added
+from plait.search.points import AddedPoint, outside_of, overrides_of, read_added
 from plait.search.recorded import RecordedCommand
 from plait.search.storage import Patience, SharedStudy, passes, quiet
 from plait.search.stored import Standing, read_standing, stored_study
@@ -35,6 +35,7 @@ from plait.search.suggest import read_space
 from plait.tracking.processes import ProcessRow, read_jobs, read_processes
 from plait.utils.paths import search_folder
 
+Check = Callable[[Sequence[str]], None]  # of the overrides of a trial that is added
 NEAREST = 5  # trials that are suggested in place of one that cannot be used
 SHAPE = ("adapter.rank", "adapter.target_modules", "adapter.variant")
 
@@ -150,67 +151,83 @@ class SearchControl:
 
     # ---- further trials ------------------------------------------------------------------------------------
 
-    def add(self, overrides: Sequence[str]) -> str:
+    def add(self, overrides: Sequence[str], check: Check | None = None) -> str:
         """Add a trial with these values, the others suggested by the sampler; return in words what will
         happen.
+
+        Args:
+            check: raises what is wrong with the trial's overrides.
 
         Raises:
             ConfigError: a value is invalid for any job.
             SearchError: a key applies to the whole search.
+            InputError: as ``check``.
         """
-        return self._enqueue(None, overrides, None, uuid4().hex)
+        return self._enqueue(self._new_point(None, overrides, check), None, uuid4().hex)
 
-    def clone(self, number: int, overrides: Sequence[str], *, warm: bool = False) -> str:
+    def clone(
+        self, number: int, overrides: Sequence[str], check: Check | None = None, *, warm: bool = False
+    ) -> str:
         """Add a trial with the values of another, changed by overrides; return in words what will happen.
 
         Args:
+            check: as for ``add``.
             warm: start from the other's newest saved weights.
 
         Raises:
             ConfigError: a value is invalid for any job.
             SearchError: there is no such trial, it has no weights, or a key applies to the whole search.
+            InputError: as ``check``.
         """
         self._check_target("clone", number)
         trial = self._patience(self._shared.trials)[number]
         request, weights = uuid4().hex, None
+        for override in overrides if warm else ():
+            if key_of(override) in SHAPE:
+                raise SearchError(
+                    f"--warm {override}",
+                    "A warm start cannot change rank, target modules or variant of the adapter.",
+                    "Leave out this key, or clone without --warm.",
+                )
+        point = self._new_point(trial, overrides, check)  # before anything is copied
         if warm:
-            for override in overrides:
-                if key_of(override) in SHAPE:
-                    raise SearchError(
-                        f"--warm {override}",
-                        "A warm start cannot change rank, target modules or variant of the adapter.",
-                        "Leave out this key, or clone without --warm.",
-                    )
-            self._read(overrides)  # before anything is copied
             token = str(self._study.user_attrs[TOKEN])
             weights = keep_weights(self._folder, token, state_of(trial), number, request)
-        return self._enqueue(trial, overrides, weights, request)
+        return self._enqueue(point, weights, request)
 
-    def _enqueue(
-        self, source: FrozenTrial | None, overrides: Sequence[str], weights: Path | None, request: str
-    ) -> str:
-        """Enqueue a trial with the settings of ``source``, if given, changed by overrides."""
+    def _new_point(
+        self, source: FrozenTrial | None, overrides: Sequence[str], check: Check | None
+    ) -> tuple[AddedPoint, int | None]:
+        """The checked settings of ``source``, if given, changed by overrides, and the trial's own
+        priority."""
         added, priority = self._read(overrides)
         given = added.values.keys() | added.outside.keys()
         kept = {} if source is None else source.params
         values = {key: value for key, value in kept.items() if key not in given} | dict(added.values)
         before = {} if source is None else outside_of(source)
         outside = {key: each for key, each in before.items() if key not in given} | dict(added.outside)
+        if check is not None:
+            suggested = next(self._space.probes(), {})  # by the sampler, later: any will do
+            check(overrides_of(self._space, suggested | values, outside))
+        return AddedPoint(values, outside), priority
+
+    def _enqueue(self, point: tuple[AddedPoint, int | None], weights: Path | None, request: str) -> str:
+        added, priority = point
         number = self._shared.locked(
             lambda: enqueue(
                 self._study,
-                values,
+                dict(added.values),
                 request=request,
                 warm_from=weights,
                 priority=priority,
-                outside=outside,
+                outside=dict(added.outside),
             )
         )
         preempts = "" if priority is None else ", or a trial of lower priority is preempted"
-        starts = f"Trial {number} starts next, as soon as a slot is free{preempts}."
-        if outside:
-            words = " ".join(f"{key}={each.text}" for key, each in outside.items())
-            verb = "lie" if len(outside) > 1 else "lies"
+        starts = f"Trial {number} is queued. It starts as soon as a slot is free{preempts}."
+        if added.outside:
+            words = " ".join(f"{key}={each.text}" for key, each in added.outside.items())
+            verb = "lie" if len(added.outside) > 1 else "lies"
             starts += f" {words} {verb} outside the search space: the sampler does not learn from this trial."
         if self._orders.read().mode == "paused":
             starts += f" The search is paused: run `plait control {self._quoted} resume` first."

@@ -201,6 +201,18 @@ def values_of(item: FrozenTrial) -> dict[str, Value]:
     return item.params | {key: each.value for key, each in outside_of(item).items()}
 
 
+def overrides_of(space: Space, values: Mapping[str, Value], outside: Mapping[str, OutsideValue]) -> list[str]:
+    """The overrides of a trial: its searched keys in the order of the space, then what is not searched."""
+    overrides = [
+        f"{each.prefix}{each.name}={outside[each.name].text}"
+        if each.name in outside
+        else each.override(values[each.name])
+        for each in space.dimensions
+    ]
+    searched = {each.name for each in space.dimensions}
+    return overrides + [f"{key}={each.text}" for key, each in outside.items() if key not in searched]
+
+
 def tried_points(trials: Iterable[FrozenTrial], space: Space) -> frozenset[Point]:
     """The points of all trials, including failed ones, which would fail again, and enqueued ones; trials with
     settings outside the space do not count."""

@@ -47,7 +47,14 @@ from plait.search.locks import WORKERS
 from plait.search.objective import rejection
 from plait.search.orders import StudyOrders
 from plait.search.ownership import Claims, Workers, lives_here, trainer_of
-from plait.search.points import EnqueuedPoint, outside_of, points_left, read_enqueued, values_of
+from plait.search.points import (
+    EnqueuedPoint,
+    outside_of,
+    overrides_of,
+    points_left,
+    read_enqueued,
+    values_of,
+)
 from plait.search.prior import check_prior, earlier_trials
 from plait.search.samplers import check_sampler
 from plait.search.stopper import StudyRungs
@@ -322,19 +329,12 @@ class StudyTrials:
         return self.shared.patience(self.shared.trials)
 
     def _trial(self, frozen: FrozenTrial) -> Trial:
-        outside = {key: f"{key}={each.text}" for key, each in outside_of(frozen).items()}
-        overrides = [
-            f"{each.prefix}{outside[each.name]}"
-            if each.name in outside
-            else each.override(frozen.params[each.name])
-            for each in self._space.dimensions
-        ]
-        searched = {each.name for each in self._space.dimensions}
-        overrides += [text for key, text in outside.items() if key not in searched]
+        outside = outside_of(frozen)
+        overrides = overrides_of(self._space, frozen.params, outside)
         if PRIORITY in frozen.user_attrs:
             overrides = [*overrides, f"{PRIORITY_KEY}={frozen.user_attrs[PRIORITY]}"]
         resume_from, warm_from = self._kept.resume_from(frozen), self._kept.warm_from(frozen)
-        beyond = " ".join(outside.values())
+        beyond = " ".join(f"{key}={each.text}" for key, each in outside.items())
         return Trial(frozen.number, values_of(frozen), tuple(overrides), resume_from, warm_from, beyond)
 
     def trial_states(self) -> list[JobState]:
