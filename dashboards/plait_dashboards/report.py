@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from plait.cli.results import store_parser, store_settings
-from plait.core.errors import EXIT_DONE, StorageError
-from plait.utils.files import write_text
+from plait.core.errors import EXIT_DONE
+from plait.utils.files import disk_errors, write_text
 from plait.utils.paths import as_path, file_name
 
 
@@ -51,12 +51,7 @@ def write(path: Path, text: str) -> None:
     Raises:
         StorageError: its folder does not exist or cannot be written.
     """
-    try:
+    rule, remedy = "The report cannot be written there.", "Choose a file in a writable folder."
+    with disk_errors(f"--output {path}", rule, remedy):
         path.parent.resolve(strict=True)  # so that a misspelt folder is not created
         write_text(path, text, durable=False)
-    except OSError as error:
-        raise StorageError(
-            f"--output {path}: {error.strerror or error}",
-            "The report cannot be written there.",
-            "Choose a file in a writable folder.",
-        ) from error

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from plait.cli.parser import Parser
 from plait.config.build import key_of
-from plait.core.errors import EXIT_DONE, EXIT_INTERRUPTED, ConfigError, StorageError, choices
+from plait.core.errors import EXIT_DONE, EXIT_INTERRUPTED, ConfigError, choices
 from plait.core.settings import TrackingSettings
 from plait.search.recorded import given, known_command
-from plait.utils.files import OWNER_ONLY, write_text
+from plait.utils.files import OWNER_ONLY, disk_errors, write_text
 from plait.utils.paths import as_path, user_path
 from plait.utils.spelling import did_you_mean
 
@@ -59,10 +59,8 @@ def main(arguments: Sequence[str]) -> int:
     words, directory = _command(known.words)
     name = re.sub(r"[^\w.-]", "_", _checked(words))
     path = known.to or Path(f"{name}.sbatch")
-    try:
+    with disk_errors(path, "The script cannot be written there."):
         write_text(path, _script(name, words, directory, known), mode=OWNER_ONLY)
-    except OSError as error:
-        raise StorageError(f"{path}: {error.strerror}", "The script cannot be written there.") from error
     print(f"{path}: nodes {known.nodes}, processes {known.nodes * known.tasks_per_node}")
     if known.time is None:
         print(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from plait.core.errors import EXIT_DONE, ConfigError, StorageError, choices
+from plait.core.errors import EXIT_DONE, ConfigError, choices
 from plait.core.settings import ModelSettings, RunSettings
 from plait.cost.clusters import Cluster, described_cluster
 from plait.engine.build import (
@@ -40,6 +40,7 @@ from plait.search.trials import SearchCommand
 from plait.simulate.forecast import Forecast
 from plait.simulate.timeline import chrome_trace, timeline_figure
 from plait.terminal.console import filled, plain, wide_console
+from plait.utils.files import disk_errors
 
 if TYPE_CHECKING:
     from plait.models.load import ModelShape
@@ -102,10 +103,8 @@ def write_timeline(path: Path, cluster: str, waves: Sequence[Forecast]) -> None:
     else:
         figure = timeline_figure(run, pipelines, title=f"{cluster}, wave 1 of {len(waves)}")
         text = figure.to_html(include_plotlyjs=True, config={"scrollZoom": True, "responsive": True})
-    try:
+    with disk_errors(path, "The timeline cannot be written there."):
         path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"{path}: {error.strerror}", "The timeline cannot be written there.") from error
 
 
 def plan_search(

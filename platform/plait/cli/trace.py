@@ -10,10 +10,10 @@ from pathlib import Path
 
 from plait.cli.parser import Parser
 from plait.cli.results import no_such_search
-from plait.core.errors import EXIT_DONE, ConfigError, StorageError
+from plait.core.errors import EXIT_DONE, ConfigError
 from plait.core.settings import TrackingSettings
 from plait.tracking.spans import write_trace
-from plait.utils.files import write_text
+from plait.utils.files import disk_errors, write_text
 from plait.utils.paths import as_path, begun_name, search_folder, search_names
 
 
@@ -42,9 +42,7 @@ def main(arguments: Sequence[str]) -> int:
             "Start it; a trace can be written while it runs.",
         )
     path = known.to or Path(f"{known.name}-trace.json")
-    try:
+    with disk_errors(path, "The trace cannot be written there."):
         write_text(path, text)
-    except OSError as error:
-        raise StorageError(f"{path}: {error.strerror}", "The trace cannot be written there.") from error
     print(f"{path}: open it at https://ui.perfetto.dev")
     return EXIT_DONE

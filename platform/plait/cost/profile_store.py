@@ -12,11 +12,11 @@ from typing import Annotated, Any, Literal
 
 from plait.config.fields import build
 from plait.core.checks import at_least, check
-from plait.core.errors import ConfigError, StorageError
+from plait.core.errors import ConfigError
 from plait.core.settings import EngineSettings
 from plait.cost.memory import MemoryModel
 from plait.cost.time import TimeModel
-from plait.utils.files import write_text
+from plait.utils.files import disk_errors, write_text
 
 VERSION = 4  # version of the files; those of other versions are ignored
 How = Literal["measured", "computed"]
@@ -113,16 +113,13 @@ def load_profile(key: ProfileKey, *, cache: Path) -> Profile | None:
         StorageError: the file cannot be read.
     """
     path = profile_path(key, cache)
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise StorageError(
-            f"{path}: {error.strerror}",
-            "The stored profile of this model and device must be readable.",
-            "Make it readable, remove it, or choose another cache folder with PLAIT_CACHE.",
-        ) from error
+    rule = "The stored profile of this model and device must be readable."
+    remedy = "Make it readable, remove it, or choose another cache folder with PLAIT_CACHE."
+    with disk_errors(path, rule, remedy):
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            return None
     try:
         raw = json.loads(content)
         if (version := raw.pop("version")) != VERSION:
@@ -158,14 +155,9 @@ def save_profile(profile: Profile, *, cache: Path) -> Path:
         StorageError: the folder cannot be written, or the disk is full.
     """
     path = profile_path(profile.key, cache)
-    try:
+    remedy = "Make the folder writable, free space on its disk, or choose another with PLAIT_CACHE."
+    with disk_errors(path.parent, "Profiles are kept in the cache folder.", remedy):
         write_text(path, json.dumps(profile_mapping(profile), indent=1))
-    except OSError as error:
-        raise StorageError(
-            f"{path.parent}: {error.strerror}",
-            "Profiles are kept in the cache folder.",
-            "Make the folder writable, free space on its disk, or choose another with PLAIT_CACHE.",
-        ) from error
     return path
 
 

@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from plait.core.errors import StorageError
 from plait.core.samples import RowCounts, Share, Split, TokenisedData
-from plait.utils.files import new_file
+from plait.utils.files import disk_errors, new_file
 
 _FIELDS = ("tokens", "labels", "offsets", "rows")  # the arrays of a split
 
@@ -55,15 +54,10 @@ def write_cached(path: Path, data: TokenisedData) -> None:
     """
     arrays = {f"train.{name}": array for name, array in _arrays(data.train).items()}
     arrays |= {f"validation.{name}": array for name, array in _arrays(data.validation).items()}
-    try:
-        with new_file(path) as file:
-            np.savez(file, digest=np.array(data.digest), **arrays)
-    except OSError as error:
-        raise StorageError(
-            f"{path.parent}: {error.strerror}",
-            "Plait keeps tokenised data in a cache folder.",
-            "Make the folder writable, free space on its disk, or choose another folder with PLAIT_CACHE.",
-        ) from error
+    rule = "Plait keeps tokenised data in a cache folder."
+    remedy = "Make the folder writable, free space on its disk, or choose another folder with PLAIT_CACHE."
+    with disk_errors(path.parent, rule, remedy), new_file(path) as file:
+        np.savez(file, digest=np.array(data.digest), **arrays)
 
 
 def _arrays(split: Split) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plait.core.errors import ConfigError, StorageError
+from plait.core.errors import ConfigError
 from plait.core.jobs import DataSpec, JobSpec
 from plait.core.plans import Choices, Plan, recorded_choices
 from plait.core.samples import TokenisedData
@@ -34,7 +34,7 @@ from plait.engine.redeployment import Prefer
 from plait.engine.replicas import cut
 from plait.engine.worker import ActivationShape, Worker, WorkerFacts
 from plait.models.targets import LinearInfo
-from plait.utils.files import write_text
+from plait.utils.files import disk_errors, write_text
 from plait.utils.paths import cache_dir
 
 if TYPE_CHECKING:
@@ -407,14 +407,9 @@ def write_plan(folder: Path, plan: Plan) -> str:
         StorageError: the folder cannot be written.
     """
     text = plan.to_json()
-    try:
+    rule = "The plan of a search is stored in its folder."
+    with disk_errors(folder, rule, "Free some space, or make the folder writable."):
         write_text(folder / PLAN_FILE, text)
-    except OSError as error:
-        raise StorageError(
-            f"{folder}: {error.strerror}",
-            "The plan of a search is stored in its folder.",
-            "Free some space, or make the folder writable.",
-        ) from error
     return text
 
 

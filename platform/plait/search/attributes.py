@@ -11,7 +11,7 @@ from uuid import uuid4
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
-from plait.core.errors import SearchError, StorageError
+from plait.core.errors import SearchError
 from plait.core.lifecycle import JobResult, JobState, state_from_optuna
 from plait.core.settings import SearchSettings
 from plait.core.space import Space, Value
@@ -19,7 +19,7 @@ from plait.engine.checkpoints import checkpoints, remove_checkpoints
 from plait.search.points import OUTSIDE, OutsideValue, points_left, values_of
 from plait.search.results import MOST_REJECTED
 from plait.search.trials import Trial
-from plait.utils.files import new_folder
+from plait.utils.files import disk_errors, new_folder
 
 STATE = "plait.state"  # trial: its state; Optuna has fewer states
 REASON = "plait.reason"  # trial: why it ended as it did
@@ -200,13 +200,8 @@ def keep_weights(folder: Path, token: str, state: JobState, number: int, request
             "checkpoint (engine.checkpoint_minutes), or clone it without --warm.",
         )
     copy = (folder / WARM_WEIGHTS / request).absolute()
-    try:
-        with new_folder(copy) as made:
-            shutil.copytree(found[0], made, dirs_exist_ok=True)
-    except OSError as error:
-        raise StorageError(
-            f"{copy}: {error.strerror or error}",
-            "The weights for a warm clone are copied first.",
-            "Free some space, or try again: the checkpoint may just have been replaced by a newer one.",
-        ) from error
+    rule = "The weights for a warm clone are copied first."
+    remedy = "Free some space, or try again: the checkpoint may just have been replaced by a newer one."
+    with disk_errors(copy, rule, remedy), new_folder(copy) as made:
+        shutil.copytree(found[0], made, dirs_exist_ok=True)
     return copy

@@ -16,7 +16,7 @@ from pathlib import Path
 import optuna
 from optuna.study import Study
 
-from plait.core.errors import SearchError, StorageError
+from plait.core.errors import SearchError
 from plait.core.settings import TrackingSettings
 from plait.search.attributes import TRACKED
 from plait.search.locks import WORKERS, living
@@ -27,6 +27,7 @@ from plait.search.stored import NoStudyError, hosts_of, stored_study
 from plait.tracking.location import locate, sqlite_in
 from plait.tracking.results import delete_runs, stored_runs
 from plait.tracking.search_run import left_unsent
+from plait.utils.files import disk_errors
 from plait.utils.paths import search_folder, user_path
 
 ADAPTERS = "adapters"
@@ -94,12 +95,8 @@ class Remains:
                 _check_nobody(self.folder, self.name)
                 optuna.delete_study(study_name=self.name, storage=storage)
         kept = ADAPTERS if keep_adapters and self.adapters else None
-        try:
+        with disk_errors(self.folder, "The files of the search cannot be removed."):
             _empty(self.folder, kept)
-        except OSError as error:
-            raise StorageError(
-                f"{self.folder}: {error.strerror or error}", "The files of the search cannot be removed."
-            ) from error
 
 
 def find_remains(root: Path, name: str) -> Remains:

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from plait.config.build import key_of
-from plait.core.errors import SearchError, StorageError
-from plait.utils.files import OWNER_ONLY, write_text
+from plait.core.errors import SearchError
+from plait.utils.files import OWNER_ONLY, disk_errors, write_text
 from plait.utils.paths import begun_name, search_folder
 
 FILE = "command.json"
@@ -73,14 +73,9 @@ def write_command(folder: Path, command: RecordedCommand) -> None:
     Raises:
         StorageError: the folder cannot be written.
     """
-    try:
+    rule = "Plait stores there what it needs to resume the search."
+    with disk_errors(folder, rule, "Free some space, or choose another folder with tracking.root=FOLDER."):
         write_text(folder / FILE, json.dumps(asdict(command), indent=2), mode=OWNER_ONLY)
-    except OSError as error:
-        raise StorageError(
-            f"{folder}: {error.strerror or error}",
-            "Plait stores there what it needs to resume the search.",
-            "Free some space, or choose another folder with tracking.root=FOLDER.",
-        ) from error
 
 
 def recorded_command(root: Path, name: str) -> RecordedCommand | None:

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import yaml
 
-from plait.core.errors import EXIT_DONE, EXIT_FAILED_JOBS, EXIT_INTERRUPTED, StorageError
+from plait.core.errors import EXIT_DONE, EXIT_FAILED_JOBS, EXIT_INTERRUPTED
 from plait.core.lifecycle import JobResult, JobState
 from plait.core.objectives import Objective, front_of
 from plait.core.settings import SearchSettings
+from plait.utils.files import disk_errors
 
 RESULT_FILE = "optimization_results.yaml"
 TRY_ALL = "search.max_failure_rate=1"  # with it, a search never gives up
@@ -133,12 +134,8 @@ def write_result(result: SearchEnd, settings: SearchSettings, folder: Path) -> N
         content["best_params"] = dict(front[0].parameters) if front else {}
         content["best_value"] = front[0].objective if front else None
     content |= {"trials": len(result.finished), "failed": result.count(JobState.FAILED)}
-    try:
+    file = folder / RESULT_FILE
+    remedy = "Free some space, or choose another folder with hydra.sweep.dir=FOLDER."
+    with disk_errors(file, "Plait writes the result of the search there.", remedy):
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / RESULT_FILE).write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
-    except OSError as error:
-        raise StorageError(
-            f"{folder / RESULT_FILE}: {error.strerror or error}",
-            "Plait writes the result of the search there.",
-            "Free some space, or choose another folder with hydra.sweep.dir=FOLDER.",
-        ) from error
+        file.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")

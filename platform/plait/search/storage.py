@@ -27,6 +27,7 @@ from plait.core.errors import StorageError
 from plait.search.locks import advisory_lock, file_lock
 from plait.utils.addresses import check_login, foreign_tables, redact, with_driver
 from plait.utils.file_locks import NOT_OURS
+from plait.utils.files import disk_errors
 from plait.utils.line_log import LineLog, check_kind
 from plait.utils.paths import user_path
 
@@ -205,14 +206,8 @@ def _database(url: str) -> BaseStorage:
 
 
 def _make_folder(folder: Path) -> None:
-    try:
+    with disk_errors(folder, "The folder cannot be created.", "Choose another with tracking.root=FOLDER."):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError(
-            f"{folder}",
-            f"The folder cannot be created: {error.strerror or error}.",
-            "Choose another with tracking.root=FOLDER.",
-        ) from error
 
 
 def _first_line(error: BaseException) -> str:

@@ -26,6 +26,7 @@ from plait.tracking.location import Location, locate
 from plait.tracking.mlflow_store import Store
 from plait.utils.addresses import first_line, foreign_tables, redact
 from plait.utils.file_locks import real_locks, waiting
+from plait.utils.files import disk_errors
 
 ANSWER_SECONDS = 5
 LEAST_FREE_BYTES = 64 * 2**20
@@ -60,17 +61,12 @@ def check_folder(folder: Path, key: str) -> None:
     Raises:
         StorageError: it cannot be made or written, or its disk is full.
     """
-    try:
+    rule = "Plait writes its database, artifacts and adapters there."
+    with disk_errors(f"{key}={folder}", rule, f"Set {key} to a writable folder."):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"plait")
         free = shutil.disk_usage(folder).free
-    except OSError as error:
-        raise StorageError(
-            f"{key}={folder}: {error.strerror or error}",
-            "Plait writes its database, artifacts and adapters there.",
-            f"Set {key} to a writable folder.",
-        ) from error
     if free < LEAST_FREE_BYTES:
         raise StorageError(
             f"{key}={folder}: {free / 2**20:.0f} MiB free",

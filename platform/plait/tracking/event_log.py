@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,13 +35,14 @@ from plait.tracking.records import (
     encode,
 )
 from plait.tracking.values import finite, not_finite
-from plait.utils.files import to_disk, write_text
+from plait.utils.files import disk_errors, to_disk, write_text
 from plait.utils.line_log import LineLog
 from plait.utils.paths import search_folder
 
 SUFFIX = ".jsonl"
 DIGITS = 20  # of the number of bytes sent; a fixed width, so that rewriting it needs no more space
 NO_HEAD = Head("", "", "")
+KEPT = "Records for the tracking store are kept there until they are sent."
 LATE = " (late)"  # suffix of a metric's name for its late values, which are also written once
 
 
@@ -159,10 +160,8 @@ class EventLog:
     def text(self, run: str, path: str, text: str) -> None:
         """Append a text artifact; its newest version is kept in a file next to the log."""
         file = self._beside(path)
-        try:
+        with self._disk_errors():
             write_text(file, text, durable=False)  # commit() syncs it
-        except OSError as error:
-            raise self._disk_error(error) from error
         with self._lock:
             self._texts.add(file)
         self._write(LogText(run, str(file), path))
@@ -180,10 +179,8 @@ class EventLog:
     def _write(self, line: Line) -> None:
         text = encode(line)
         with self._lock:
-            try:
+            with self._disk_errors():
                 self._log.append(text)
-            except OSError as error:
-                raise self._disk_error(error) from error
             self._learn(line)
             if isinstance(line, Record):
                 self._waiting += 1
@@ -194,19 +191,20 @@ class EventLog:
             with self._lock:
                 texts, self._texts = self._texts, set()
             try:
-                if texts:
-                    for file in (*texts, self.path.parent):  # the folder: for their names
-                        to_disk(file)
-                self._log.commit()
-            except OSError as error:
+                with self._disk_errors():
+                    if texts:
+                        for file in (*texts, self.path.parent):  # the folder: for their names
+                            to_disk(file)
+                    self._log.commit()
+            except StorageError:
                 with self._lock:
                     self._texts |= texts  # the next commit tries them again
-                raise self._disk_error(error) from error
+                raise
 
-    def _disk_error(self, error: OSError) -> StorageError:
-        return StorageError(
-            f"{self.path}: {error.strerror or error}",
-            "Records for the tracking store are kept there until they are sent. Earlier records are safe.",
+    def _disk_errors(self) -> AbstractContextManager[None]:
+        return disk_errors(
+            self.path,
+            f"{KEPT} Earlier records are safe.",
             "Free some space or repair the disk, then run the same command again; it resumes from the last "
             "checkpoints.",
         )
@@ -374,20 +372,13 @@ def open_event_log(folder: Path, head: Head, now: Callable[[], int] = time_ms) -
     Raises:
         StorageError: the folder cannot be written.
     """
-    try:
+    with disk_errors(folder, KEPT, "Set tracking.root to a writable folder."):
         folder.mkdir(parents=True, exist_ok=True)
-        for left in free_logs(
-            folder
-        ):  # logs of earlier searches of this name are not needed once they are sent
+        for left in free_logs(folder):
+            # Logs of earlier searches of this name are not needed once they are sent.
             other = left.head.parent_id != head.parent_id
             left.remove() if other and not left.waiting else left.close()
         mine = EventLog(_free_number(folder, head), head, now)
-    except OSError as error:
-        raise StorageError(
-            f"{folder}: {error.strerror or error}",
-            "Records for the tracking store are kept there until they are sent.",
-            "Set tracking.root to a writable folder.",
-        ) from error
     mine.adopt_ended()
     return mine
 

@@ -1,6 +1,6 @@
 """Atomic writes of files and folders: written under a temporary name, synced to the disk, then renamed.
 
-They raise OSError; the caller turns it into a message.
+They raise OSError, which :func:`disk_errors` turns into a message.
 """
 
 from __future__ import annotations
@@ -14,7 +14,18 @@ from pathlib import Path
 from typing import IO
 from uuid import uuid4
 
+from plait.core.errors import StorageError
+
 OWNER_ONLY = 0o600  # readable by its owner only
+
+
+@contextmanager
+def disk_errors(path: Path | str, rule: str, remedy: str = "") -> Iterator[None]:
+    """Turn an OSError of the code inside into a StorageError about ``path``, with this rule and remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{path}: {error.strerror or error}", rule, remedy) from error
 
 
 def to_disk(path: Path) -> None:
