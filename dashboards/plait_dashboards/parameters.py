@@ -9,8 +9,8 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from plait.search.stored import METHOD
 from plait.tracking.leaderboard import JobRecord
+from plait_dashboards.importance import METHOD
 from plait_dashboards.style import BLUE, GREY, SCALE, figure, say
 from plait_dashboards.sweep import OUTCOMES, Sweep, outcome, short_names
 

@@ -16,7 +16,6 @@ from mlflow.entities import Metric, Run
 
 from plait.core.lifecycle import JobState
 from plait.core.settings import TrackingSettings
-from plait.search.stored import read_importance
 from plait.tracking import names
 from plait.tracking.connection import storage_errors
 from plait.tracking.leaderboard import JobRecord, varying
@@ -26,6 +25,7 @@ from plait.tracking.tables import (
     GroupStepRow,
     group_step_row,
 )
+from plait_dashboards.importance import read_importance
 from plait_dashboards.sweep import Curve, Sweep, SweepObjective
 
 CURVES = (names.TRAIN_LOSS, names.EVAL_LOSS)

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.core.lifecycle import JobState
-from plait.search.stored import Importance
 from plait.tracking.leaderboard import JobRecord, varying
 from plait.tracking.tables import GroupStepRow
+from plait_dashboards.importance import Importance
 
 Floats = NDArray[np.floating[Any]]
 Integers = NDArray[np.integer[Any]]

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from plait.core.lifecycle import JobState
 from plait.core.objectives import Objective
-from plait.search.stored import Importance
 from plait.tracking.leaderboard import JobRecord, Leaderboard
 from plait.tracking.tables import GroupStepRow
 from plait_dashboards import curves, packing, parameters, table
 from plait_dashboards.costs import device_seconds, pareto, pareto_axes, seconds_by_outcome
 from plait_dashboards.figures import all_figures
+from plait_dashboards.importance import Importance
 from plait_dashboards.page import facts, figure_json, plotly_packed, report
 from plait_dashboards.sweep import Curve, Sweep, SweepObjective, outcome, short_names
 

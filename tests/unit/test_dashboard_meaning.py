@@ -11,7 +11,6 @@ import pytest
 
 from plait.core.lifecycle import JobState
 from plait.core.objectives import Objective
-from plait.search.stored import Importance
 from plait.tracking.leaderboard import JobRecord
 from plait.tracking.location import Location
 from plait.tracking.results import SearchResult
@@ -19,6 +18,7 @@ from plait.tracking.tables import GroupStepRow
 from plait_dashboards import curves, packing, parameters, table
 from plait_dashboards.costs import device_seconds, pareto
 from plait_dashboards.figures import all_figures
+from plait_dashboards.importance import Importance
 from plait_dashboards.page import facts, report
 from plait_dashboards.reading import objectives_of
 from plait_dashboards.style import COLOURS, DASHES, faded, line_style

@@ -34,7 +34,7 @@ FLOORS = (
 )
 # Where each outside tool may be imported (path prefixes); everything else goes through these.
 HOMES = {
-    "optuna": ("platform/plait/search/",),
+    "optuna": ("platform/plait/search/", "dashboards/plait_dashboards/importance"),
     "fastapi": ("platform/plait/serve/server",),
     "uvicorn": ("platform/plait/serve/server",),
     "mlflow": ("platform/plait/tracking/", "dashboards/"),
