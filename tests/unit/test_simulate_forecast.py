@@ -11,10 +11,12 @@ import pytest
 
 from plait.core.errors import CapacityError, ConfigError
 from plait.core.plans import GlobalBatch, Microbatch, Replica
-from plait.cost.time import HeadTime, LayerTime, TimeModel
+from plait.cost.replica import Configuration, ReplicaCost
+from plait.cost.time import HeadTime, LayerTime, MicrobatchShape, TimeModel
 from plait.engine.packer import Packer
 from plait.planner.verify import violations
-from plait.simulate.forecast import PlanOptions, forecast
+from plait.simulate.events import Work, simulate
+from plait.simulate.forecast import Machine, PlanOptions, forecast
 from plait.simulate.lowering import Lowering
 from plait_bench.pipelines import global_batches
 
@@ -100,6 +102,28 @@ def test_several_replicas_with_stages_train_as_the_engine_trains_them() -> None:
     for stage in (0, 1):
         spans = [s for s in made.run.spans if (s.replica, s.stage) == (0, stage) and s.work in filled]
         assert [(span.kind, span.work) for span in sorted(spans, key=lambda s: s.start)] == expected[stage]
+
+
+@pytest.mark.parametrize("number", [4, 5, 16])
+@pytest.mark.parametrize(
+    "split",
+    [(6, 6), (11, 1), (1, 11), (8, 4), (4, 8), (4, 4, 4), (6, 4, 2), (2, 4, 6), (2, 8, 2), (6, 2, 2, 2)],
+)
+def test_dispatch_counts_the_seconds_that_stages_of_any_layers_take(
+    split: tuple[int, ...], number: int
+) -> None:
+    """A short stage runs while the longest one does something else, and is not counted there again."""
+    cost = ReplicaCost.of(Configuration(1, len(split), 900, layer_split=split), [900], TIME)
+    shape = MicrobatchShape.of([900])
+    pipeline = Machine(TIME, split).in_order([Work((), shape, 900, 900)] * number)
+    assert cost.seconds([number]) == pytest.approx(simulate({0: pipeline}).makespan, rel=1e-9)
+
+
+def test_stages_whose_seconds_do_not_depend_on_tokens_have_a_cost() -> None:
+    for layer, seconds in ((LayerTime(1e-3, 0.0), 2.0 * 11e-3), (LayerTime(0.0, 0.0), 0.0)):
+        time = TimeModel(12, {1: layer})
+        cost = ReplicaCost.of(Configuration(1, 2, 900, layer_split=(11, 1)), [900], time)
+        assert cost.seconds([2]) == pytest.approx(seconds)
 
 
 def made_of(replicas: Iterable[Replica]) -> list[Replica]:

@@ -5,7 +5,8 @@ microbatches. With n microbatches of at most M tokens in 1F1B order over pp stag
 
     T(d) = max over stages of [ fixed·n + Σ_j each_j·d_j ]  +  (pp − 1)·(seconds of the longest microbatch).
 
-Stages may have different numbers of layers, and the last one also runs head and loss. n is bounded from below
+Stages may have different numbers of layers, and the last one also runs head and loss; then the second term
+counts what the slowest stage really waits for. n is bounded from below
 by dual feasible functions, and packing nearly always reaches this bound; a pipeline may use more microbatches
 than necessary, so that none is long. So the seconds here are a proved lower bound for every packing. The
 seconds of an actual packing are in ``plait.planner.packed``.
@@ -23,7 +24,7 @@ import numpy.typing as npt
 
 from plait.core.checks import at_least, check
 from plait.core.errors import ConfigError
-from plait.cost.time import MicrobatchShape, TimeModel
+from plait.cost.time import MicrobatchShape, StageTime, TimeModel
 
 Float64 = npt.NDArray[np.float64]
 Int64 = npt.NDArray[np.int64]
@@ -76,7 +77,8 @@ class ReplicaCost:
         batch: b_j = ⌊M / s_j⌋ (R,); 0 if the bucket does not fit.
         fixed: seconds of every microbatch, independent of its size, by stage kind (K,).
         each: seconds of every sequence, by stage kind and bucket (K, R).
-        others: what the other stages take of a microbatch, relative to the slowest; None: all take as much.
+        waits: how long the slowest stage waits for the others, relative to what a microbatch takes it; None:
+            all stages are alike.
         drained: whether a pipeline drains after the step; else the next one fills it, and it has no ramp.
     """
 
@@ -85,7 +87,7 @@ class ReplicaCost:
     batch: Int64
     fixed: Float64
     each: Float64
-    others: float | None = None
+    waits: float | None = None
     drained: bool = True
 
     @classmethod
@@ -115,9 +117,17 @@ class ReplicaCost:
         each = np.array(
             [count * token_seconds + last * head.labelled * labelled_share * s for count, last in kinds]
         )
-        whole = sum(split) * token_seconds[-1] + head.labelled * labelled_share * s[-1]
-        others = float(whole / each[:, -1].max() - 1.0) if configuration.layer_split else None
-        return cls(configuration, s, configuration.max_tokens // s, fixed, each, others)
+        waits = None
+        if configuration.layer_split:
+            longest = MicrobatchShape.of([int(s[-1])], labelled=round(labelled_share * int(s[-1])))
+            last = len(split) - 1
+            waits = _waits(
+                [
+                    time.stage(longest, tp=configuration.tp, layers=count, last=stage == last)
+                    for stage, count in enumerate(split)
+                ]
+            )
+        return cls(configuration, s, configuration.max_tokens // s, fixed, each, waits)
 
     @cached_property
     def supported(self) -> int:
@@ -158,7 +168,7 @@ class ReplicaCost:
         all stages are alike."""
         if not self.drained:
             return 0.0
-        return self.configuration.pp - 1 if self.others is None else self.others
+        return self.configuration.pp - 1 if self.waits is None else self.waits
 
     def seconds(self, counts: Sequence[int] | Int64) -> float:
         """T for counts[j] sequences of bucket j (R,); inf if one of them does not fit."""
@@ -202,6 +212,24 @@ def _worst(kinds: list[tuple[int, bool]]) -> list[tuple[int, bool]]:
     last = next(kind for kind in kinds if kind[1])
     body = max(kind for kind in kinds if not kind[1])
     return [last] if last[0] >= body[0] else [body, last]
+
+
+def _waits(stages: Sequence[StageTime]) -> float:
+    """How long the slowest stage waits for the others in 1F1B order, by what a microbatch takes it, with at
+    least as many microbatches as stages, all alike.
+
+    The stages before it run once before it begins, and once after it ends. Those behind it run while it takes
+    up further microbatches and, at the end, while it gives them back; it waits for the rest.
+    """
+    slowest = max(each.total for each in stages)
+    seconds = []
+    for place, each in enumerate(stages):
+        before = sum(other.total for other in stages[:place])
+        behind = sum(other.total for other in stages[place + 1 :])
+        further = len(stages) - place - 1
+        filling, draining = behind - further * each.forward, behind - further * each.backward
+        seconds.append(len(stages) * each.total + before + max(0.0, filling) + max(0.0, draining))
+    return max(0.0, max(seconds) / slowest - len(stages)) if slowest else 0.0
 
 
 def balanced_split(
