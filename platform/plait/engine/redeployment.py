@@ -43,6 +43,7 @@ class Redeployment:
         self._settings, self._profile = settings, profile
         self._prefer = prefer if settings.cluster.redeploy else None
         self._capacities: dict[int, int] = {}  # of replicas, by their processes
+        self._splits: dict[int, tuple[int, ...]] = {}  # layers of their stages
         self._jobs = frozenset[str]()  # that were weighed last
         self._due = False  # to be weighed again
         self._expected = 0.0  # seconds of a step of theirs by the model
@@ -62,6 +63,7 @@ class Redeployment:
         self._capacities = {}
         for count in range(1, min(self._processes, facts.shape.layers) + 1):
             own = facts.of(cut(facts, self._settings, (count,), least)[0])
+            (self._splits[count],) = own.splits
             capacity, fits = (
                 (count * min(given), True) if given else fitting_capacity(own, self._settings, self._profile)
             )
@@ -108,7 +110,8 @@ class Redeployment:
         return False
 
     def _configuration(self, count: int) -> Configuration:
-        return Configuration(1, count, self._capacities.get(count) or self.widest)
+        capacity = self._capacities.get(count) or self.widest
+        return Configuration(1, count, capacity, layer_split=self._splits[count])
 
     def _mean_step(self, jobs: Sequence[LiveJob]) -> MeanStep:
         lengths = [job.demand.longest for job in jobs]  # which may come, whatever comes first

@@ -152,7 +152,7 @@ class WorkerFacts:
     def of(self, held: tuple[HeldPart, ...]) -> WorkerFacts:
         """The facts if there were one replica, with these parts."""
         least = min(part.memory_bytes for part in held)
-        return replace(self, memory_bytes=least, held=(held,), devices=self.devices[:1])
+        return replace(self, memory_bytes=least, held=(held,), devices=self.devices[:1], stages=(len(held),))
 
     def inputs_read(self, names: Collection[str]) -> float:
         """Share of all input features of the linears that these linears read."""
