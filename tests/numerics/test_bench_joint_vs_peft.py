@@ -174,9 +174,9 @@ def test_a_quantised_base_is_compared_with_the_dense_one():
     report = quantised_base(SETTINGS, make_jobs(steps=3)[:3], {"quantise": "nf4", "turns": 2})
     figures = {figure.name.removeprefix("nf4: "): figure for figure in report.figures}
     assert 0.1 < figures["base model"].target.difference(figures["base model"].ours) < 0.5
-    loss = figures["mean of the last losses"]
+    loss = figures["mean loss of the later steps"]
     assert 0 < abs(loss.target.difference(loss.ours) - 1) < 0.02
-    assert 0 < figures["largest difference of a job's last losses"].ours < 5
+    assert 0 < figures["largest difference of a job's later losses"].ours < 5
     assert figures["real tokens"].ours > 0
     assert figures["peak memory"].ours > 0
     with pytest.raises(ConfigError, match=r"bench\.options\.quantise='int4'"):
