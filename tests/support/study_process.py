@@ -8,10 +8,11 @@ from pathlib import Path
 from studies import space_of, study_of
 
 from plait.core.settings import SearchSettings, TrackingSettings
-from plait.search.locks import LifeLock, file_lock
+from plait.search.locks import LifeLock
 from plait.search.storage import open_storage
 from plait.search.study import StudyTrials
 from plait.tracking.connection import check_tracking, open_store
+from plait.utils.file_locks import file_lock
 
 
 def opened(root: Path, address: str | None = None, **settings: object) -> StudyTrials:

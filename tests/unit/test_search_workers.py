@@ -37,7 +37,7 @@ from study_process import opened
 
 from plait.core.errors import SearchError, StorageError
 from plait.core.settings import SearchSettings
-from plait.search.locks import LifeLock, advisory_lock, file_lock, holder_lives
+from plait.search.locks import LifeLock, advisory_lock, holder_lives
 from plait.search.ownership import (
     BEAT_SECONDS,
     BEATS,
@@ -59,6 +59,7 @@ from plait.search.storage import (
 )
 from plait.search.study import StudyTrials
 from plait.utils.addresses import with_driver
+from plait.utils.file_locks import file_lock
 
 
 class Other:

@@ -8,34 +8,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import sqlalchemy
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
-from plait.utils.file_locks import real_locks, waiting
+from plait.utils.file_locks import lock_of, real_locks
 
-POLL_SECONDS = 0.01
 WORKERS = "workers"  # folder of a search with a file for each of its processes on this host
-
-
-def _lock_of(path: Path, *, blocking: bool = True, thread_local: bool = True) -> FileLock:
-    return FileLock(
-        path, blocking=blocking, thread_local=thread_local, poll_interval=POLL_SECONDS, fallback_to_soft=False
-    )
-
-
-@contextmanager
-def file_lock(path: Path) -> Iterator[None]:
-    """Wait for and hold a lock that one thread of one process holds at a time. The file is kept.
-
-    Raises:
-        StorageError: the file cannot be written, or the file system has no locks.
-    """
-    lock = _lock_of(path)
-    with real_locks(path):
-        lock.acquire(cancel_check=waiting(path))
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 class LifeLock:
@@ -51,7 +28,7 @@ class LifeLock:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        self._lock = _lock_of(path, thread_local=False)
+        self._lock = lock_of(path, thread_local=False)
         with real_locks(path):
             self._lock.acquire()  # made again if another process took it for a dead one's file and removed it
 
@@ -72,7 +49,7 @@ def holder_lives(path: Path) -> bool:
     if not path.exists():
         raise FileNotFoundError(path)
     try:
-        with real_locks(path), _lock_of(path, blocking=False):
+        with real_locks(path), lock_of(path, blocking=False):
             return False
     except Timeout:
         return True
@@ -84,7 +61,7 @@ def remove_dead(path: Path) -> None:
     The file is removed under the lock, so a process that has made the same file and is about to lock it
     notices that it needs a new one.
     """
-    with suppress(Timeout, PermissionError), _lock_of(path, blocking=False):
+    with suppress(Timeout, PermissionError), lock_of(path, blocking=False):
         path.unlink()
 
 

@@ -100,6 +100,17 @@ class RuleRequest:
         return self.search.stopping.eta
 
 
+@dataclass(frozen=True, slots=True)
+class EqualRungs:
+    """What rules have in common by which all trials have the same rungs."""
+
+    steps: tuple[int, ...]
+
+    def rungs(self, _number: int, /) -> tuple[int, ...]:
+        """The same for all trials."""
+        return self.steps
+
+
 def _anything(_: SearchSettings) -> None:
     """Accept all settings."""
 
@@ -353,7 +364,7 @@ RULES.add("median", StoppingRule(_median, cohort=lambda search, _: search.parall
 
 
 @dataclass(frozen=True, slots=True)
-class AshaRule:
+class AshaRule(EqualRungs):
     """Asynchronous successive halving (Li et al., MLSys 2020): a trial continues as soon as it is among the
     best 1/eta of those that have reached the rung so far; the others wait.
 
@@ -361,13 +372,8 @@ class AshaRule:
     one of all continues, even if there are fewer than eta trials.
     """
 
-    steps: tuple[int, ...]
     eta: int
     metric: RungMetric
-
-    def rungs(self, _number: int, /) -> tuple[int, ...]:
-        """The same for all trials."""
-        return self.steps
 
     def decide(self, number: int, step: int, table: RungTable) -> Decision:
         """Decide by rank among the trials at this rung so far."""
@@ -396,16 +402,11 @@ RULES.add("asha", StoppingRule(_asha, asynchronous=True, geometric=True))
 
 
 @dataclass(frozen=True, slots=True)
-class OptunaPrunerRule:
+class OptunaPrunerRule(EqualRungs):
     """Applies a pruner of Optuna to one trial after another."""
 
-    steps: tuple[int, ...]
     prunes: Callable[[int], bool]
     name: str
-
-    def rungs(self, _number: int, /) -> tuple[int, ...]:
-        """The same for all trials."""
-        return self.steps
 
     def decide(self, number: int, step: int, table: RungTable) -> Decision:
         """Decide as the pruner does, which is called once at each rung."""
@@ -490,15 +491,10 @@ Stops = Callable[[list[float]], str | None]  # from the values at the rungs so f
 
 
 @dataclass(frozen=True, slots=True)
-class PerTrialRule:
+class PerTrialRule(EqualRungs):
     """Decides about each trial from its own values."""
 
-    steps: tuple[int, ...]
     stops: Stops
-
-    def rungs(self, _number: int, /) -> tuple[int, ...]:
-        """The same for all trials."""
-        return self.steps
 
     def decide(self, number: int, step: int, table: RungTable) -> Decision:
         """Decide from the trial's own record."""

@@ -24,9 +24,9 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, Operationa
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from plait.core.errors import StorageError
-from plait.search.locks import advisory_lock, file_lock
+from plait.search.locks import advisory_lock
 from plait.utils.addresses import check_login, foreign_tables, redact, with_driver
-from plait.utils.file_locks import NOT_OURS
+from plait.utils.file_locks import NOT_OURS, file_lock
 from plait.utils.files import disk_errors
 from plait.utils.line_log import LineLog, check_kind
 from plait.utils.paths import user_path

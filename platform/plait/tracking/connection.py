@@ -16,7 +16,6 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 import sqlalchemy
-from filelock import FileLock
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
@@ -25,7 +24,7 @@ from plait.core.settings import TrackingSettings
 from plait.tracking.location import Location, locate
 from plait.tracking.mlflow_store import Store
 from plait.utils.addresses import first_line, foreign_tables, redact
-from plait.utils.file_locks import real_locks, waiting
+from plait.utils.file_locks import file_lock
 from plait.utils.files import disk_errors
 
 ANSWER_SECONDS = 5
@@ -242,7 +241,7 @@ def _make_database(file: Path) -> None:
     if _has_content(file):
         return
     lock = file.with_name(f".{file.name}.lock")
-    with real_locks(lock), FileLock(lock, fallback_to_soft=False).acquire(cancel_check=waiting(lock)):
+    with file_lock(lock):
         if not _has_content(file):
             draft = file.with_name(f".{file.name}.new")
             for left in (draft, draft.with_name(f"{draft.name}-journal")):  # of a killed process

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable
 from importlib.metadata import entry_points
-from types import TracebackType
 from typing import Protocol, Self
 
 from plait.core.errors import PlaitError
@@ -62,9 +61,7 @@ class Figures:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self._over.set()
         if error is None:
             self._thread.join(PATIENCE)

@@ -1,4 +1,4 @@
-"""Words for a locked file that is waited for, and for one that cannot be locked."""
+"""Locks of files, with words for one that is waited for and for one that cannot be locked."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from filelock import FileLock
+
 from plait.core.errors import StorageError
 
+POLL_SECONDS = 0.01
 SILENT_SECONDS = 2.0  # of waiting before something is said
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # errors of a file system without locks
 NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -39,6 +42,29 @@ def real_locks(path: Path) -> Iterator[None]:
             "Choose a folder on a local disk, or on a file system with lock support: tracking.root=FOLDER, "
             "and search.storage=PATH if that was set.",
         ) from error
+
+
+def lock_of(path: Path, *, blocking: bool = True, thread_local: bool = True) -> FileLock:
+    """The lock of a file, which the system releases when its holder dies; never a mere file in its place."""
+    return FileLock(
+        path, blocking=blocking, thread_local=thread_local, poll_interval=POLL_SECONDS, fallback_to_soft=False
+    )
+
+
+@contextmanager
+def file_lock(path: Path) -> Iterator[None]:
+    """Wait for and hold a lock that one thread of one process holds at a time. The file is kept.
+
+    Raises:
+        StorageError: the file cannot be written, or the file system has no locks.
+    """
+    lock = lock_of(path)
+    with real_locks(path):
+        lock.acquire(cancel_check=waiting(path))
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def waiting(path: Path) -> Callable[[], bool]:
