@@ -14,9 +14,9 @@ from optuna.trial import FrozenTrial, TrialState
 from plait.cli.main import main
 from plait.core.settings import TrackingSettings
 from plait.search.storage import open_storage
-from plait.search.stored import read_importance
 from plait.tracking.results import load_search
 from plait_dashboards.costs import pareto, pareto_axes
+from plait_dashboards.importance import read_importance
 from plait_dashboards.reading import read_sweep
 
 Trials = Callable[..., list[FrozenTrial]]
