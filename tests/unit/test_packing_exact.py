@@ -176,6 +176,17 @@ def test_large_batches_and_capacities() -> None:
     assert (len(one.bins), proved(one)) == (1, True)
 
 
+def test_thousands_of_samples_are_not_packed_for_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Filling bins visits every sample for every bin, so its rounds are bounded by both."""
+    calls = []
+    monkeypatch.setattr(packing_exact, "fill_bins", lambda *_, **__: calls.append(1) or [])
+    lengths = [random.Random(0).choices(range(10, 60), k=12_000)]
+    packing = solve_packing(lengths, capacity=512)
+    assert packing.method == "greedy"
+    assert len(packing.bins) > 800
+    assert not calls
+
+
 def test_a_packing_says_how_far_it_may_be_from_the_optimum() -> None:
     turn = [global_batch("a", [51, 49, 48, 47, 46, 35, 34]), global_batch("b", [28, 27, 26, 25, 24, 23, 22])]
     packed = pack_all([turn], capacity=100, tile=8, limits=PackingLimits(rounds=0, exact_samples=0, nodes=0))

@@ -1,5 +1,6 @@
 """What a search puts through the model, and how its jobs are cut into waves."""
 
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -44,6 +45,14 @@ def test_the_first_steps_are_planned_and_represent_all() -> None:
     assert workload.longest == {"long": 10, "short": 10}
     assert workload.longest_is == dict.fromkeys(("long", "short"), "row 0 of its validation data")
     assert workload.labelled_share == 0.5
+
+
+def test_of_huge_batches_few_steps_are_planned() -> None:
+    jobs = [replace(job(name, steps=80), train=TrainSpec(steps=80, batch_size=10_000)) for name in "ab"]
+    workload = Workload.of(jobs, catalogue())
+    (phase,) = workload.phases(["a", "b"])
+    assert [len(batches) for batches in phase.batches.values()] == [3, 3]  # 60,000 samples
+    assert phase.scale == 80 / 3
 
 
 def test_a_phase_ends_with_each_job() -> None:

@@ -21,6 +21,7 @@ from plait.planner.solver import Limit, Limits, Program, Solution, solve
 from plait.planner.subset_sums import MOST_UNITS, bin_fill, bins_bound, fill_bins, fill_bound, least_fill
 
 MOST_FILLED = 1024  # samples times rounds of filling with tiles, if there is more than one round
+MOST_VISITED = 8_000_000  # samples times bins times rounds, without tiles: seconds
 Method = Literal["greedy", "subset sums", "milp"]
 
 
@@ -196,7 +197,8 @@ class _Search:
     def subset_sums(self) -> None:
         if self.tile > 1 and self.capacity // self.tile > MOST_UNITS:
             return
-        affordable = max(1, MOST_FILLED // self.samples) if self.tile > 1 else self.limits.rounds
+        visited = max(1, self.samples * len(self.bins))
+        affordable = max(1, MOST_FILLED // self.samples) if self.tile > 1 else MOST_VISITED // visited
         for turn in range(min(self.limits.rounds, affordable)):
             if self.settled():
                 return

@@ -16,6 +16,7 @@ from plait.engine.catalogue import DataCatalogue
 from plait.engine.steps import DataOrder, training_batch
 
 MOST_STEPS = 64  # optimiser steps of a wave's jobs that are planned sample by sample
+MOST_SAMPLES = 64_000  # of these steps, together: with huge batches, fewer steps are as alike
 LEAST_STEPS = 8  # least planned steps of each phase of a wave that has many
 
 
@@ -41,7 +42,7 @@ class Workload:
     """Jobs with the global batches that are planned.
 
     Attributes:
-        batches: each job's first global batches, at most ``MOST_STEPS``.
+        batches: each job's first global batches, at most ``most_steps``.
         longest: tokens of each job's longest sample, validation included.
         labelled_share: share of the planned tokens that count in the loss.
     """
@@ -52,6 +53,7 @@ class Workload:
     longest: Mapping[str, int]
     longest_is: Mapping[str, str]
     labelled_share: float
+    most_steps: int = MOST_STEPS
 
     @classmethod
     def of(cls, jobs: Sequence[JobSpec], data: DataCatalogue) -> Workload:
@@ -62,6 +64,8 @@ class Workload:
         """
         ordered = sorted(jobs, key=lambda job: -job.train.priority)
         batches, steps, longest, longest_is, tokens, labelled = {}, {}, {}, {}, 0, 0
+        affordable = MOST_SAMPLES // sum(job.train.global_batch for job in jobs)
+        most = max(1, min(MOST_STEPS, affordable))
         for job in ordered:
             sets = data.of(job.data)
             order = DataOrder.over(job.train, sets.train)
@@ -74,19 +78,19 @@ class Workload:
                 )
                 for place in ([int(np.argmax(split.lengths))] if len(split) else [])
             )
-            planned = range(1, min(order.steps, MOST_STEPS) + 1)
+            planned = range(1, min(order.steps, most) + 1)
             own = tuple(training_batch(job, order, sets.train, step) for step in planned)
             counted = sets.train.labelled
             tokens += sum(sum(batch.lengths) for batch in own)
             labelled += sum(int(counted[np.asarray(batch.samples)].sum()) for batch in own)
             batches[job.name] = own
-        return cls(tuple(ordered), batches, steps, longest, longest_is, labelled / tokens)
+        return cls(tuple(ordered), batches, steps, longest, longest_is, labelled / tokens, most)
 
     def phases(self, names: Sequence[str]) -> tuple[Phase, ...]:
         """The phases of these jobs training together: a phase ends when a job does, and the others
         continue."""
         ends = sorted({self.steps[name] for name in names})
-        most = max(LEAST_STEPS, MOST_STEPS // len(ends))
+        most = min(self.most_steps, max(LEAST_STEPS, MOST_STEPS // len(ends)))
         found = []
         for start, end in pairwise([0, *ends]):
             planned = min(end - start, most)
