@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from plait.core.errors import ConfigError, DataError, InputError, StorageError
 from plait.core.jobs import DataSpec
 from plait.core.samples import RowCounts, Sample, Split
+from plait.data import tokenising
 from plait.data.loading import check_data, describe_rows, generation_limit, load_data
 from plait.data.scoring import score
 from plait.data.sources import parse_options
@@ -351,6 +352,24 @@ def test_a_chat_template_that_is_missing_or_refuses_or_rewrites_history_is_named
     ]:
         with pytest.raises(DataError, match=words):
             load_data(spec, byte_tokeniser(template=template), max_length=100, cache=tmp_path)
+
+
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "assistant_only"),
+    [
+        (ENDLESS, False),
+        (ENDLESS + "{% generation %}{% endgeneration %}", True),
+        ("{{ 'x' * 10**15 }}", False),
+    ],
+)
+def test_a_chat_template_that_does_not_end_is_refused(template, assistant_only, tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenising, "TEMPLATE_SECONDS", 0.3)
+    rows = [{"messages": [USER, ANSWER]}]
+    with pytest.raises(DataError, match=r"line 1: the chat template is (not done after 0\.3 s|too large)"):
+        load_rows(rows, tmp_path, byte_tokeniser(template=template), assistant_only_loss=assistant_only)
 
 
 NO_PROMPT = CHATML[: CHATML.index("{% if add_generation_prompt %}")]

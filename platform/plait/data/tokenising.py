@@ -22,6 +22,7 @@ from plait.core.samples import Sample
 from plait.data.examples import Conversation, Example, Pair, Text, shortened
 from plait.data.sources import CommonOptions
 from plait.utils.paths import user_path
+from plait.utils.time_limit import time_limit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,6 +35,7 @@ PLAIN_NAMES = {
     "tool": "Tool",
 }
 ROWS_AT_ONCE = 1024  # bounds the memory of the offsets
+TEMPLATE_SECONDS = 5.0  # of the processor, for one row; a template that takes longer is wrong
 TEMPLATE_FILES = (".jinja", ".jinja2", ".j2")
 # Written in a template around the text that the model generates, so that only this can be counted.
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -247,16 +249,17 @@ class Renderer:
         """The text of the first ``count`` messages."""
         self._check_template(where)
         try:
-            return str(
-                self.tokeniser.apply_chat_template(
-                    [dict(message) for message in conversation.messages[:count]],
-                    tools=list(conversation.tools) or None,
-                    chat_template=self._explicit,
-                    tokenize=False,
-                    add_generation_prompt=generation,
-                    **conversation.settings,
+            with time_limit(TEMPLATE_SECONDS):
+                return str(
+                    self.tokeniser.apply_chat_template(
+                        [dict(message) for message in conversation.messages[:count]],
+                        tools=list(conversation.tools) or None,
+                        chat_template=self._explicit,
+                        tokenize=False,
+                        add_generation_prompt=generation,
+                        **conversation.settings,
+                    )
                 )
-            )
         except Exception as error:  # a template may raise any error of Jinja's
             raise _refused(where, error) from error
 
@@ -267,13 +270,14 @@ class Renderer:
         self._check_template(where)
         settings: Mapping[str, Any] = {**self.tokeniser.special_tokens_map, **conversation.settings}
         try:
-            rendered: Any = render_jinja_template(  # its annotation names only the texts
-                [[dict(message) for message in conversation.messages]],
-                tools=list(conversation.tools) or None,
-                chat_template=self._template_text(conversation),
-                return_assistant_tokens_mask=True,
-                **settings,
-            )
+            with time_limit(TEMPLATE_SECONDS):
+                rendered: Any = render_jinja_template(  # its annotation names only the texts
+                    [[dict(message) for message in conversation.messages]],
+                    tools=list(conversation.tools) or None,
+                    chat_template=self._template_text(conversation),
+                    return_assistant_tokens_mask=True,
+                    **settings,
+                )
             (text,), (spans,) = rendered
         except Exception as error:  # a template may raise any error of Jinja's
             raise _refused(where, error) from error
@@ -290,6 +294,12 @@ class Renderer:
 
 
 def _refused(where: str, error: Exception) -> DataError:
+    if isinstance(error, (TimeoutError, MemoryError)):
+        return DataError(
+            f"{where}: the chat template is {str(error) or 'too large for the memory'}",
+            f"A template must render a row within {TEMPLATE_SECONDS:g} s; this one may loop for ever.",
+            "Correct it, or set data.chat_template=FILE.jinja or data.template=plain.",
+        )
     return DataError(
         f"{where}: {error}",
         "The chat template rejects these messages.",

@@ -1,0 +1,33 @@
+"""A limit of processor time for code from outside, such as a template that loops for ever.
+
+A seam: it alone deals with signals of timers.
+"""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Interrupt Python code in this context that takes more processor time. There is no limit outside the
+    main thread, which alone receives signals, and within one call of C.
+
+    Raises:
+        TimeoutError: it has taken so long.
+    """
+
+    def end(*_: object) -> None:
+        raise TimeoutError(f"not done after {seconds:g} s of processor time")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGVTALRM, end)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
