@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from plait.core.errors import PlaitError
 from plait.models.blocks import (
     ATTENTION,
+    CHANGED,
     Observed,
     Parts,
     find_parts,
@@ -521,11 +522,12 @@ class BaseModel:
 
     def _check(self, layers: range, context: MicrobatchContext, observed: Observed, where: str = "") -> None:
         """Check that each block returns what it returned in the whole model, given the same input."""
-        self.compare(f"{where}embed", self.embed(context), observed.inputs[0].repeat(2, 1))
+        window = "a window or chunk that its attention function is not given" if where else ""
+        self.compare(f"{where}embed", self.embed(context), observed.inputs[0].repeat(2, 1), CHANGED)
         for index, given, returned in zip(layers, observed.inputs, observed.outputs, strict=True):
             hidden = self.layer(index, given.repeat(2, 1), context)
             added = hidden - given.repeat(2, 1)
-            self.compare(f"{where}layer {index}", added, (returned - given).repeat(2, 1))
+            self.compare(f"{where}layer {index}", added, (returned - given).repeat(2, 1), window)
         logits = self.head(observed.outputs[-1].repeat(2, 1))
         self.compare(f"{where}head", logits, observed.logits.repeat(2, 1))
 
@@ -544,8 +546,11 @@ class BaseModel:
                     if separate:
                         raise
 
-    def compare(self, block: str, found: Tensor, expected: Tensor) -> None:
+    def compare(self, block: str, found: Tensor, expected: Tensor, feature: str = "") -> None:
         """Check what a block makes.
+
+        Args:
+            feature: what is missing in Plait if it differs.
 
         Raises:
             ModelError: it differs by more than rounding.
@@ -553,7 +558,7 @@ class BaseModel:
         wanted = expected.float()
         error = float((found.float() - wanted).norm() / wanted.norm())
         if not error <= TOLERANCE[self.dtype]:
-            raise unusable(self._model, f"{block} differs from the whole model's (by {error:.1e})")
+            raise unusable(self._model, f"{block} differs from the whole model's (by {error:.1e})", feature)
 
 
 class _Trial:

@@ -20,6 +20,7 @@ from plait.models.flash import attend
 
 ATTENTION = "plait"  # the name under which transformers finds packed attention
 DECODERS = "Use a decoder-only model such as Llama, Qwen3, Mistral, Gemma, Phi-3, GPT-NeoX or GPT-2."
+CHANGED = "embeddings that its own code changes: normalised, or with computed positions"
 ONE_MODEL = "The model must consist of an embedding, one list of layers, a final norm and a linear head."
 
 
@@ -65,8 +66,13 @@ def find_parts(model: PreTrainedModel) -> Parts:
     tables = [
         child for child in children.values() if isinstance(child, nn.Embedding) and child is not embedding
     ]
-    if len(lists) != 1 or len(norms) != 1 or len(tables) > 1 or not isinstance(head, nn.Linear):
-        raise unusable(model, f"its parts are {', '.join(children)}")
+    wrong = [] if len(lists) == 1 else [f"{len(lists) or 'no'} lists of layers"]
+    wrong += [] if len(norms) == 1 else [f"{len(norms) or 'no'} final norms"]
+    wrong += [] if len(tables) <= 1 else [f"{len(tables)} tables of positions"]
+    if wrong or not isinstance(head, nn.Linear):
+        inside = next((words for name, words in _INSIDE.items() if name in children), "")
+        why = ", ".join(wrong) or "no linear head"
+        raise unusable(model, f"its parts are {', '.join(children)}: {why}", inside)
     if tables and type(tables[0]).forward is not nn.Embedding.forward:
         raise unusable(model, f"not supported: positions with code of their own ({type(tables[0]).__name__})")
     name, layers = next(iter(lists.items()))
@@ -86,6 +92,11 @@ def find_parts(model: PreTrainedModel) -> Parts:
     )
 
 
+_INSIDE = {  # features, by the name of the part that has the layers
+    "encoder": "layers in an encoder, as of BERT",
+    "decoder": "layers in a decoder of its own, as of an encoder-decoder model",
+    "embed_tokens_per_layer": "embeddings of each layer",
+}
 # Unsupported features, by the name of a module's class, of its parameters or of its forward's arguments.
 _UNSUPPORTED = (
     (
@@ -98,6 +109,7 @@ _UNSUPPORTED = (
     (r"position_bias", "position biases"),
     (r"\bsinks\b", "attention sinks"),
     (r"hyperconnection|hyper_connection", "hyper-connections"),
+    (r"\bdt_states\b", "attention masks that depend on the values"),
     (r"indexer", "sparse attention with an indexer"),
     (r"freqs_cis", "rotations as complex numbers"),
     (r"shared_kv_states", "keys and values of another layer or model"),
@@ -141,9 +153,13 @@ def not_separable(model: nn.Module, error: Exception) -> ModelError:
     return unusable(model, why)
 
 
-def unusable(model: nn.Module, why: str) -> ModelError:
-    """The error for a model that cannot be run as blocks."""
-    named = ", ".join(_unsupported(model))
+def unusable(model: nn.Module, why: str, feature: str = "") -> ModelError:
+    """The error for a model that cannot be run as blocks.
+
+    Args:
+        feature: what is missing in Plait where names reveal nothing.
+    """
+    named = ", ".join(_unsupported(model)) or feature
     return ModelError(
         f"{type(model).__name__}: {why}{f'; not supported: {named}' if named else ''}",
         ONE_MODEL,
