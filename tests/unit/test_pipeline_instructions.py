@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from plait.core.plans import GlobalBatch, Microbatch
-from plait.planner.instructions import Instruction, check_instructions, wrong_instructions
+from plait.planner.instructions import Instruction, raise_if, wrong_instructions
 from plait.planner.packing_exact import GREEDY
 from plait.planner.verify import ScheduleError
 from plait.simulate.events import OneFOneB, SimulationError
@@ -199,7 +199,7 @@ def test_contents_of_two_steps_swapped_are_found() -> None:
     swapped = [replace(first, segments=last.segments), noop, replace(last, segments=first.segments)]
     assert any("after 0 steps" in fault for fault in wrong_instructions(lists, swapped))
     with pytest.raises(ScheduleError, match="after 0 steps"):
-        check_instructions(lists, swapped)
+        raise_if(wrong_instructions(lists, swapped))
 
 
 def test_a_job_steps_as_soon_as_its_batch_is_back_and_its_norm_travels() -> None:

@@ -42,15 +42,6 @@ class Instruction(NamedTuple):
 Lists = Sequence[Sequence[Instruction]]  # by stage
 
 
-def check_instructions(lists: Lists, microbatches: Sequence[Microbatch]) -> None:
-    """Raise if the lists do not train these microbatches, on current weights, to their end.
-
-    Raises:
-        ScheduleError: with the faults that were found.
-    """
-    raise_if(wrong_instructions(lists, microbatches))
-
-
 def raise_if(faults: Sequence[str]) -> None:
     """Raise if there are faults.
 

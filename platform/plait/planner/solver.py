@@ -59,20 +59,17 @@ class Row:
 
 @dataclass(slots=True)
 class Program:
-    """minimise Σ cost · variable + offset, subject to rows and bounds; variables are numbered from 0."""
+    """minimise Σ cost · variable + offset, subject to rows and bounds; variables are at least 0, and numbered
+    from 0."""
 
     costs: list[float] = field(default_factory=list)
-    lower: list[float] = field(default_factory=list)
     upper: list[float] = field(default_factory=list)
     integer: list[bool] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
 
-    def variable(
-        self, *, lower: float = 0.0, upper: float = INFINITY, integer: bool = False, cost: float = 0.0
-    ) -> int:
-        """Add a variable and return its number."""
+    def variable(self, *, upper: float = INFINITY, integer: bool = False, cost: float = 0.0) -> int:
+        """Add a variable of at least 0 and return its number."""
         self.costs.append(cost)
-        self.lower.append(lower)
         self.upper.append(upper)
         self.integer.append(integer)
         return len(self.costs) - 1
@@ -89,8 +86,8 @@ class Program:
         A row's violation is relative to its largest term, if that is above 1, as is the solver's rounding.
         """
         worst = 0.0
-        for value, low, high, whole in zip(values, self.lower, self.upper, self.integer, strict=True):
-            worst = max(worst, (low - value) / max(1.0, abs(value)), (value - high) / max(1.0, abs(value)))
+        for value, high, whole in zip(values, self.upper, self.integer, strict=True):
+            worst = max(worst, -value / max(1.0, abs(value)), (value - high) / max(1.0, abs(value)))
             worst = max(worst, abs(value - round(value)) if whole else 0.0)
         for row in self.rows:
             parts = [values[index] * coefficient for index, coefficient in row.terms]
@@ -139,13 +136,11 @@ def solve(program: Program, limits: Limits | None = None, start: Sequence[float]
     variables = [
         model.addVar(
             vtype="I" if whole else "C",
-            lb=None if low == -INFINITY else low,
+            lb=0.0,
             ub=None if high == INFINITY else high,
             obj=cost,
         )
-        for cost, low, high, whole in zip(
-            program.costs, program.lower, program.upper, program.integer, strict=True
-        )
+        for cost, high, whole in zip(program.costs, program.upper, program.integer, strict=True)
     ]
     for row in program.rows:
         activity = quicksum(coefficient * variables[index] for index, coefficient in row.terms)

@@ -23,9 +23,9 @@ Reach = npt.NDArray[np.int64]  # (units + 1,): most tokens that fit into 0, 1, .
 MOST_COMPANIONS = 96  # this many samples fill a bin as well as more would
 
 
-def reachable_sums(lengths: Iterable[int], most: int, start: int = 0) -> int:
-    """Bit set of the sums ``start`` + (a subset of ``lengths``) that are at most ``most``."""
-    return _steps(lengths, start, most)[-1]
+def reachable_sums(lengths: Iterable[int], most: int) -> int:
+    """Bit set of the sums of subsets of ``lengths`` that are at most ``most``."""
+    return _steps(lengths, 0, most)[-1]
 
 
 def most_tokens(sums: int, units: int, tile: int) -> Reach:

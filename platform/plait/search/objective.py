@@ -14,20 +14,12 @@ from plait.core.objectives import Constraint
 from plait.core.settings import SearchSettings
 from plait.data.loading import each_evaluation, generation_limit
 from plait.data.sources import parse_options
-from plait.search.rungs import rung_metric
+from plait.search.rungs import RUNG_METRICS, rung_metric
+from plait.tracking import names
+from plait.tracking.values import step_values
 
-# Metrics that can be objectives (named in ``plait.tracking.names``); the last value counts.
-METRICS = (
-    "eval/loss",
-    "eval/accuracy",
-    "train/loss",
-    "train/grad_norm",
-    "train/tokens",
-    "throughput/tokens_per_s",
-    "cost/device_seconds",
-    "job/completion_seconds",
-)
-GROWING = ("train/tokens", "cost/device_seconds", "job/completion_seconds")
+METRICS = (*RUNG_METRICS, names.COMPLETION_SECONDS)  # can be objectives; the last value counts
+GROWING = (names.TRAIN_TOKENS, names.DEVICE_SECONDS, names.COMPLETION_SECONDS)
 
 
 def numbers(job: JobSpec) -> dict[str, float]:
@@ -182,34 +174,32 @@ class Observed:
     """The last value of every metric of every job, and the numbers that define the job."""
 
     def __init__(self) -> None:
-        self._values: dict[tuple[str, str], float] = {}
+        self._values: dict[str, dict[str, float]] = {}  # by job and metric
 
     def handle(self, event: Event) -> None:
         """Learn from an event."""
         match event:
             case JobAdmitted():
-                for key, number in numbers(event.job).items():
-                    self._set(event.job.name, key, number)
+                self._learn(event.job.name, numbers(event.job))
             case JobProgress():
-                self._set(event.job, "train/loss", event.loss)
-                self._set(event.job, "train/grad_norm", event.grad_norm)
-                self._set(event.job, "train/tokens", event.tokens)
-                self._set(event.job, "throughput/tokens_per_s", event.tokens_per_s)
-                self._set(event.job, "cost/device_seconds", event.device_seconds)
+                self._learn(event.job, step_values(event))
             case JobEvaluated():
-                self._set(event.job, "eval/loss", event.loss)
+                self._learn(event.job, {names.EVAL_LOSS: event.loss})
             case JobGenerated():
-                self._set(event.job, "eval/accuracy", event.accuracy)
+                self._learn(event.job, {names.EVAL_ACCURACY: event.accuracy})
             case JobResult():
-                self._set(event.job, "eval/loss", event.eval_loss)
+                if event.eval_loss is not None:
+                    self._learn(event.job, {names.EVAL_LOSS: event.eval_loss})
                 if event.completion_seconds is not None:  # otherwise it did not train here, and these are 0
-                    self._set(event.job, "train/tokens", event.tokens)
-                    self._set(event.job, "cost/device_seconds", event.device_seconds)
-                    self._set(event.job, "job/completion_seconds", event.completion_seconds)
+                    ended = {names.TRAIN_TOKENS: event.tokens, names.DEVICE_SECONDS: event.device_seconds}
+                    self._learn(event.job, ended | {names.COMPLETION_SECONDS: event.completion_seconds})
+
+    def _learn(self, job: str, values: Mapping[str, float]) -> None:
+        self._values.setdefault(job, {}).update((key, float(value)) for key, value in values.items())
 
     def value(self, job: str, metric: str) -> float | None:
         """The last value, or None if there is none."""
-        return self._values.get((job, metric))
+        return self._values.get(job, {}).get(metric)
 
     def score(self, job: str, search: SearchSettings) -> Score:
         """The score of a finished job by the search's objectives and constraints."""
@@ -233,7 +223,3 @@ class Observed:
             if (each.at_most or each.metric not in GROWING)
             and (value := self.value(job, each.metric)) is not None
         )
-
-    def _set(self, job: str, metric: str, value: float | None) -> None:
-        if value is not None:
-            self._values[job, metric] = float(value)

@@ -12,20 +12,21 @@ from itertools import accumulate
 
 from plait.core.errors import ConfigError, choices
 from plait.core.settings import SearchSettings, StoppingSettings
+from plait.tracking import names
 
 SHARE = 8  # the first rung, and the distance of evenly spaced ones, is 1/SHARE of the budget by default
 
 # Metrics that are measured at every rung, and whether less is better.
 RUNG_METRICS = {
-    "eval/loss": True,
-    "eval/accuracy": False,
-    "train/loss": True,
-    "train/grad_norm": True,
-    "train/tokens": True,
-    "throughput/tokens_per_s": False,
-    "cost/device_seconds": True,
+    names.EVAL_LOSS: True,
+    names.EVAL_ACCURACY: False,
+    names.TRAIN_LOSS: True,
+    names.TRAIN_GRAD_NORM: True,
+    names.TRAIN_TOKENS: True,
+    names.THROUGHPUT: False,
+    names.DEVICE_SECONDS: True,
 }
-LOSSES = ("eval/loss", "train/loss")
+LOSSES = (names.EVAL_LOSS, names.TRAIN_LOSS)
 
 
 @dataclass(frozen=True, slots=True)
