@@ -37,7 +37,7 @@ from study_process import opened
 
 from plait.core.errors import SearchError, StorageError
 from plait.core.settings import SearchSettings
-from plait.search.locks import LifeLock, advisory_lock, holder_lives
+from plait.search.locks import LifeLock, holder_lives
 from plait.search.ownership import (
     BEAT_SECONDS,
     BEATS,
@@ -53,6 +53,7 @@ from plait.search.storage import (
     LONGEST_DELAY,
     Journal,
     Patience,
+    advisory_lock,
     open_storage,
     passes,
     study_lock,

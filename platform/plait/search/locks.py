@@ -1,13 +1,13 @@
-"""Locks between processes, which the system releases when their holder dies, however it dies."""
+"""The files by whose locks processes of one host know which of them are alive.
+
+A seam: `plait control` asks by it alone, without the libraries that a study needs.
+"""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
-import sqlalchemy
 from filelock import Timeout
 
 from plait.utils.file_locks import lock_of, real_locks
@@ -78,12 +78,3 @@ def living(folder: Path) -> list[Path]:
 def trains_here(folder: Path) -> bool:
     """Whether a process of this host trains the search in a folder; must not be called by one that does."""
     return bool(living(folder / WORKERS))
-
-
-@contextmanager
-def advisory_lock(engine: sqlalchemy.Engine, name: str) -> Iterator[None]:
-    """A named lock of PostgreSQL, held until the context or its connection ends."""
-    key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big", signed=True)
-    with engine.begin() as connection:
-        connection.execute(sqlalchemy.text("SELECT pg_advisory_xact_lock(:key)"), {"key": key})
-        yield

@@ -4,6 +4,7 @@ down."""
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import optuna
+import sqlalchemy
 from optuna.exceptions import StorageInternalError
 from optuna.storages import BaseStorage, InMemoryStorage, JournalStorage, RDBStorage
 from optuna.storages._cached_storage import _CachedStorage
@@ -24,7 +26,6 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, Operationa
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from plait.core.errors import StorageError
-from plait.search.locks import advisory_lock
 from plait.utils.addresses import check_login, foreign_tables, redact, with_driver
 from plait.utils.file_locks import NOT_OURS, file_lock
 from plait.utils.files import disk_errors
@@ -151,6 +152,15 @@ def study_lock(storage: BaseStorage, name: str, what: str = "study") -> Abstract
         "So that two processes never take the same trial, Plait locks the study; this storage has no lock.",
         "Open it with plait.search.storage.open_storage.",
     )
+
+
+@contextmanager
+def advisory_lock(engine: sqlalchemy.Engine, name: str) -> Iterator[None]:
+    """A named lock of PostgreSQL, held until the context or its connection ends."""
+    key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big", signed=True)
+    with engine.begin() as connection:
+        connection.execute(sqlalchemy.text("SELECT pg_advisory_xact_lock(:key)"), {"key": key})
+        yield
 
 
 def _journal(path: Path) -> BaseStorage:
