@@ -20,7 +20,7 @@ class Tiles:
         depth: step of the loop over the summed dimension.
         splits: parts into which the summed dimension is cut, so that few rows still fill the device; for dA,
             the tiles that one program sums.
-            warps, stages: as in Triton.
+        warps, stages: as in Triton.
     """
 
     rows: int

@@ -44,8 +44,9 @@ class MemoryShape:
         padded: rows that attention works on, padding included.
         squares: Σℓ² of the padded lengths whose attention probabilities are kept for backward.
         rank_tokens: Σ rank·ℓ, with the rank of the sample's adapter; an adapter on only a share of the
-            model's linears counts by that share. inputs: Σℓ times the share of the linears' input features
-            that some adapter of the microbatch reads, because these are kept for the gradients of A.
+            model's linears counts by that share.
+        inputs: Σℓ times the share of the linears' input features that some adapter of the microbatch reads,
+            because these are kept for the gradients of A.
     """
 
     tokens: int

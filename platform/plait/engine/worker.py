@@ -166,9 +166,8 @@ class Worker(Protocol):
 
     ``tests/support/worker_contract.py`` holds every worker to this:
 
-    - A job is attached from ``Attached`` to ``Detach``. If ``Attach`` gives ``OutOfMemory``, nothing of the
-    job
-        is left; if it gives ``JobFailed``, the job is attached and must be detached.
+    - A job is attached from ``Attached`` to ``Detach``. If ``Attach`` gives ``OutOfMemory``, nothing of
+      the job is left; if it gives ``JobFailed``, the job is attached and must be detached.
     - ``RunSchedule`` adds gradients in the order given, with one ``MicrobatchDone`` for each microbatch; a
       step takes them and zeroes them, with one ``StepDone``. After ``OutOfMemory`` no gradient is left, and
       no further step was taken.

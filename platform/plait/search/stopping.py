@@ -238,7 +238,7 @@ def make_rule(
         budget: optimiser steps of the shortest job.
         keep_cohort: returns the size of a cohort that was first stored under a name, or else stores the given
             one: the default depends on settings that may change between starts and between workers.
-            prunes: returns whether a pruner of Optuna would end a trial now.
+        prunes: returns whether a pruner of Optuna would end a trial now.
 
     Raises:
         ConfigError, SearchError: the settings make no sense, or a rung is not within the budget.

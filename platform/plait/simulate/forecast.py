@@ -123,7 +123,7 @@ class Forecast:
         plan: replicas with their layers, groups with predictions, the verified schedule.
         alone: metrics of the same global batches trained job by job on the same devices, with equal numbers
             of layers in the stages and the pipeline drained after every step.
-            replica_bytes: peak bytes on any device of each replica; empty if memory is not known.
+        replica_bytes: peak bytes on any device of each replica; empty if memory is not known.
     """
 
     plan: Plan

@@ -24,8 +24,8 @@ class Bubble:
         total: 1 − busy / (devices · makespan).
         fill_and_drain: idle share of the same order if all microbatches and all stages were equal: filling,
             draining, and waiting for steps and no-ops.
-            imbalance: what stages of unequal cost, and replicas that end before the others, add to that.
-            raggedness: what unequal microbatches add to that.
+        imbalance: what stages of unequal cost, and replicas that end before the others, add to that.
+        raggedness: what unequal microbatches add to that.
     """
 
     total: float

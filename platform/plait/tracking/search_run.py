@@ -352,7 +352,7 @@ def conclude(settings: TrackingSettings, search: str, study: str, results: Seque
     not.
 
     Returns:
-            MLflow's id of the run; None if it is not in the store.
+        MLflow's id of the run; None if it is not in the store.
 
     Raises:
         StorageError: the store does not answer or refuses.
