@@ -13,8 +13,6 @@ from plait_kernels.routing import Routing, Span
 
 SiteColumns = str | int | None
 Placed = tuple[Site, slice]
-
-
 Owner = tuple[Span, tuple[Placed, ...]]
 Owners = tuple[Owner, ...]
 

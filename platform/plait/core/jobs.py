@@ -23,8 +23,6 @@ BETAS = Rule(
     "two numbers in [0, 1)",
     lambda betas: len(betas) == 2 and all(0 <= beta < 1 for beta in betas),
 )
-
-
 USUAL_STEPS = 40  # optimiser steps of a job if neither steps nor epochs are given
 
 

@@ -26,8 +26,6 @@ from plait_kernels import Routing, Site
 
 _NARROW = 8  # head size of the twin
 _INDEX_FIELDS = ("gather", "scatter", "gather_out", "scatter_out", "padding")
-
-
 FEW, MORE = 2, 3  # layers measured; a single layer has no neighbour, so it would hold fewer activations
 
 

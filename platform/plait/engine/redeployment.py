@@ -24,8 +24,6 @@ from plait.planner.weighing import MeanStep, weigh_change
 AHEAD = 32  # steps of each job whose lengths make the mean step
 MEASURED = 4  # iterations of the same jobs after which their seconds are known
 ASSUMED_SECONDS, ASSUMED_BYTES = 5.0, 1e9  # of a restart, and loaded in one second, before one was measured
-
-
 Prefer = Callable[[tuple[int, ...]], None]
 
 

@@ -25,8 +25,6 @@ from plait.planner.packing import Item, PackedBatches, microbatch, padded
 from plait.planner.subset_sums import fullest_subset
 
 Key = tuple[str, int]  # job and step
-
-
 ScheduleItem = Microbatch | OptimiserStep
 Turn = Mapping[int, PackedBatches]  # by replica: one global batch of one group
 NOTHING = PackedBatches((), ())

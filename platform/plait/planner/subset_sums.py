@@ -18,8 +18,6 @@ from plait.planner.packing import Bin, Item, padded
 
 MOST_UNITS = 4096  # with more tiles per bin, combining batches costs more than it saves
 Reach = npt.NDArray[np.int64]  # (units + 1,): most tokens that fit into 0, 1, ... units tiles
-
-
 MOST_COMPANIONS = 96  # this many samples fill a bin as well as more would
 
 

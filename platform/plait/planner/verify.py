@@ -17,8 +17,6 @@ from plait.core.errors import PlaitError, choices
 from plait.core.plans import GlobalBatch, Microbatch, OptimiserStep, Segment
 
 Entry = Microbatch | OptimiserStep
-
-
 Where = tuple[int, int]  # replica and stage
 
 

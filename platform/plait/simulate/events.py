@@ -19,8 +19,6 @@ from plait.core.errors import PlaitError
 from plait.cost.time import EMPTY, MicrobatchShape, StageTime
 
 Kind = Literal["forward", "backward"]
-
-
 Ready = Mapping[Kind, Collection[int]]  # microbatches whose inputs are available
 Key = tuple[str, int]  # a job and one of its steps
 

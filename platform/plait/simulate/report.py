@@ -11,8 +11,6 @@ from plait.cost.time import StageTime
 from plait.simulate.events import Pipeline, Run, Span, simulate
 
 VALUE_BYTES = 2  # bytes of an activation in a 16-bit dtype
-
-
 Held = dict[tuple[int, int], int]  # by replica and position in its schedule
 
 

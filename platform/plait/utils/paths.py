@@ -12,8 +12,6 @@ from urllib.parse import quote, unquote
 from plait.core.errors import StorageError
 
 PACKAGE = Path(__file__).resolve().parents[1]
-
-
 LONGEST_NAME = 255  # bytes of a file's name in common file systems
 
 
