@@ -11,9 +11,9 @@ from laboratory import random_data, random_texts
 from plait.core.jobs import AdapterSpec, JobSpec, TrainSpec
 from plait.core.plans import Replica
 from plait.core.settings import ClusterSettings, RunSettings
+from plait.engine import redeployment
 from plait.engine.admission import Demand
 from plait.engine.jobs import LiveJob
-from plait.engine import redeployment
 from plait.engine.redeployment import MEASURED, Redeployment
 from plait.engine.replicas import cut
 from plait.engine.steps import DataOrder
