@@ -6,8 +6,10 @@ import os
 import re
 import signal
 import struct
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from multiprocessing import AuthenticationError
@@ -25,6 +27,7 @@ from plait.core.errors import (
     GatheringInterruptedError,
     LostProcessError,
     ModelError,
+    PlaitError,
     ProcessError,
     ShortStageError,
 )
@@ -84,6 +87,7 @@ from plait.distributed.start import Start, Started
 from plait.distributed.waiting import Waiting
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.worker import ActivationShape, WorkerFacts
+from plait.planner.verify import ScheduleError
 
 KEY = b"k" * 32
 SETTINGS = RunSettings(
@@ -232,6 +236,39 @@ def test_a_process_that_ends_at_once_is_named_with_its_last_words(tmp_path: Path
     assert "what it said last" in caught.value.rule
 
 
+class Crashing(Silent):
+    """A process that joins, and ends with status 7 once it is to load the model."""
+
+    def __init__(self, address: Address, key: bytes, number: int, log: Path) -> None:
+        super().__init__(log)
+        self._status: int | None = None
+        channel = connect(address, key)
+        channel.send(Hello(number, "here", 1))
+        threading.Thread(target=self._crash, args=(channel,), daemon=True).start()
+
+    def _crash(self, channel: Channel) -> None:
+        with suppress(EOFError, OSError):
+            channel.receive()
+            self._status = 7
+        channel.close()
+
+    def poll(self) -> int | None:
+        return self._status
+
+
+def test_a_process_that_ends_by_itself_before_all_have_trained_is_not_started_again(tmp_path: Path) -> None:
+    started: list[int] = []
+
+    def start(address: Address, key: bytes, number: int, log: Path) -> Started:
+        started.append(number)
+        return (Crashing if number == 1 else ForkedProcess)(address, key, number, log)
+
+    named = pytest.raises(LostProcessError, match=r"process 1 .* died with status 7 while loading the model")
+    with named, launched(tmp_path, start):
+        pass
+    assert started == [0, 1]
+
+
 def test_a_process_killed_before_all_have_joined_is_restarted(tmp_path: Path) -> None:
     started: list[int] = []
     said: list[str] = []
@@ -352,6 +389,48 @@ def test_a_late_process_must_load_the_same_model(door: Door, waiting: Waiting) -
     ]
     assert waiting.take(lambda each: each.ready).keys() == {0}
     assert waiting.all == {}
+
+
+def test_processes_that_come_late_are_taken_together(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each change of the replicas takes time, so the first of a host's processes waits for its others."""
+    later, now = [0.0], time.monotonic
+    with closing(Launcher(SETTINGS.cluster, start=Silent)) as launcher:
+        launcher._waiting, launcher._processes = Waiting(door, 4), Processes(60.0, lambda _: None)
+        launcher._request, launcher._trained = Load(SETTINGS.model, "cpu"), "digest"
+        assert not launcher.grown()
+        ends = [connect(door.address, KEY) for _ in range(2)]
+        for number, end in enumerate(ends):
+            end.send(Hello(number, "host", number))
+        until_come(launcher._waiting, 0, 1)
+        monkeypatch.setattr(processes_module.time, "monotonic", lambda: now() + later[0])
+        assert not launcher.grown()
+        ends[0].send(Answer(model="digest"))
+        assert launcher._waiting.all[0].channel.connection.poll(10.0)
+        assert not launcher.grown()  # the other loads the model
+        later[0] += SETTINGS.cluster.join_seconds / 2
+        assert not launcher.grown()
+        later[0] += SETTINGS.cluster.join_seconds
+        assert launcher.grown()  # it takes too long
+        later[0] -= SETTINGS.cluster.join_seconds
+        ends[1].send(Answer(model="digest"))
+        assert launcher._waiting.all[1].channel.connection.poll(10.0)
+        assert launcher.grown()
+
+
+def test_a_sign_of_life_that_follows_an_answer_is_no_death(door: Door) -> None:
+    processes = Processes(60.0, lambda _: None)
+    end = connect(door.address, KEY)
+    processes.all.append(Process(Hello(0, "host", 0), came_in(door, end)))
+    end.send(Answer())
+    processes.ask_all(Measure())
+    end.send(Beat())
+    assert processes.all[0].channel.connection.poll(10.0)
+    with closing(Launcher(SETTINGS.cluster, start=Silent)) as launcher:
+        assert launcher._grow(processes) == processes.all
+        end.close()
+        assert processes.all[0].channel.connection.poll(10.0)
+        with pytest.raises(LostProcessError, match=r"^process 0 .* died"):
+            launcher._grow(processes)
 
 
 def test_a_model_that_cannot_be_loaded_is_the_error_of_the_run(tmp_path: Path) -> None:
@@ -793,13 +872,22 @@ def test_a_process_that_stops_in_the_middle_of_an_answer_is_lost() -> None:
             processes.ask_all(Measure())
 
 
-def test_a_process_that_cannot_read_its_part_ends_all_who_read_with_it(door: Door) -> None:
+@pytest.mark.parametrize(
+    ("request_", "error"),
+    [
+        (Build(SETTINGS.engine, tensor=2), ModelError("no such file", "A rule.", "A remedy.")),
+        (RunSchedule(()), ScheduleError("no such file", "A rule.", "A remedy.")),
+    ],
+)
+def test_a_process_that_cannot_do_its_part_ends_all_who_wait_for_it(
+    door: Door, request_: object, error: PlaitError
+) -> None:
     processes = Processes(60.0, lambda _: None)
     ends = [connect(door.address, KEY) for _ in range(2)]
     for number, end in enumerate(ends):
         processes.all.append(Process(Hello(number, "host", number), came_in(door, end, number)))
-    ends[1].send(Refusal(ModelError("no such file", "A rule.", "A remedy.")))
-    ends[0].send(Beat())  # it waits for the other's rows
-    with pytest.raises(ModelError, match=r"^process 1 .*: no such file"):
-        processes.ask_all(Build(SETTINGS.engine, tensor=2))
+    ends[1].send(Refusal(error))
+    ends[0].send(Beat())  # it waits for the other's rows, or gradients
+    with pytest.raises(type(error), match=r"^process 1 .*: no such file"):
+        processes.ask_all(request_)
     assert not processes.live

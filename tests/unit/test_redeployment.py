@@ -122,3 +122,13 @@ def test_what_a_replica_could_take_does_not_depend_on_the_replicas_there_are(mem
         use(made, stages, memory)
         could.append(dict(made._capacities))
     assert could == [could[0]] * 3
+
+
+def test_a_sample_that_only_the_replicas_there_are_take_leaves_them_as_they_are() -> None:
+    """Capacities add up, but which processes would make another replica is not known here."""
+    asked: list[tuple[int, ...]] = []
+    cluster = ClusterSettings(processes=2, capacities=(64, 128), deployment=(2,), redeploy=True)
+    made = Redeployment(RunSettings(cluster=cluster), None, asked.append)
+    made.use(of_four_layers((2,), 2**30), [Replica(0, pp=2, capacity=192)])
+    assert not made.change([job("long", 160, 180, 100)])
+    assert asked == []

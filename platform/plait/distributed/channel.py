@@ -234,13 +234,6 @@ class Channel:
             for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO) if seconds is not None else ():
                 link.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds or 0), 0))
 
-    @property
-    def idle(self) -> bool:
-        """Whether the other end is there and has said nothing; only its end makes it readable before."""
-        with suppress(OSError):
-            return not self.connection.poll(0)
-        return False
-
     def send(self, message: object) -> None:
         """Send a message.
 

@@ -25,7 +25,7 @@ from plait.distributed.channel import Door, Join, Load
 from plait.distributed.fleet import Fleet
 from plait.distributed.places import Meeting, Place, announce, random_key, retract, shared_key
 from plait.distributed.processes import Fate, Process, Processes
-from plait.distributed.start import Start, Started, start_process
+from plait.distributed.start import AGAIN, Start, Started, start_process
 from plait.distributed.waiting import Waiting
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.devices import Cores, choose_device, thread_shares
@@ -101,7 +101,7 @@ class Launcher:
             except GatheringInterruptedError:
                 raise
             except LostProcessError as error:
-                if self._trained or not self._restarts.another():
+                if self._trained or self._ended_by_itself or not self._restarts.another():
                     raise
                 self.say(f"{error.value}. Restarting with the processes that come back ...")
 
@@ -113,6 +113,12 @@ class Launcher:
     @say.setter
     def say(self, say: Callable[[str], None]) -> None:
         self._waiting.say = say
+
+    @property
+    def _ended_by_itself(self) -> bool:
+        """Whether the process that was lost has ended with an error of its own, as it would again."""
+        status = None if self._processes is None else self._processes.status
+        return status is not None and status > 0 and status != AGAIN
 
     def _together(self, folder: Path, settings: RunSettings, data: DataCatalogue) -> Fleet:
         """One attempt to bring the processes together; as :meth:`fleet`."""
@@ -136,13 +142,17 @@ class Launcher:
         return fleet
 
     def grown(self) -> bool:
-        """Whether a process has come, and loaded the model, that does not train yet."""
+        """Whether a process has come, and loaded the model, that does not train yet. Those that load it are
+        waited for, up to the limit for joining: each change takes time."""
         self._waiting.look()
         assert self._request is not None
         assert self._processes is not None
         new = self._waiting.all.keys() - {each.hello.process for each in self._processes.all}
         self._waiting.load(self._request, new, self._trained)
-        return any(self._waiting.all[number].ready for number in new & self._waiting.all.keys())
+        came = [self._waiting.all[number] for number in new & self._waiting.all.keys()]
+        late = time.monotonic() - self._cluster.join_seconds
+        loading = any(each.busy and each.asked > late for each in came)
+        return not loading and any(each.ready for each in came)
 
     def prefer(self, stages: tuple[int, ...]) -> None:
         """Let each replica of the next fleets have so many processes, as far as there are enough."""
@@ -177,9 +187,7 @@ class Launcher:
         Raises:
             LostProcessError: one that trained is gone.
         """
-        for each in processes.all:
-            if not each.channel.idle:
-                raise processes.lost(each, "died")
+        processes.look()
         there = {each.hello.process: each for each in processes.all}
         there |= self._waiting.take(lambda each: each.ready and each.hello.process not in there)
         return [there[number] for number in sorted(there)]

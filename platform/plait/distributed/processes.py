@@ -14,6 +14,7 @@ from multiprocessing.connection import wait
 from typing import NamedTuple, TypeVar
 
 from plait.core.errors import LostProcessError, PlaitError, ShortStageError
+from plait.core.messages import RunSchedule
 from plait.core.spans import ProcessState, ReplicaSpans, Span
 from plait.distributed.channel import Answer, Beat, Build, Channel, Goodbye, Hello, Refusal
 from plait.distributed.clocks import ClockOffset
@@ -150,6 +151,7 @@ class Processes:
         spent: device seconds of all requests so far, those that came to nothing, too.
         culprit: the number of the one that was lost; None if none was, or it is not known which.
         how: how it was lost, in words.
+        status: with which it has ended by itself, if it has and that is known.
         error: since one was lost: what was said then.
     """
 
@@ -169,6 +171,7 @@ class Processes:
         self.spent = 0.0
         self.culprit: int | None = None
         self.how = ""
+        self.status: int | None = None
         self.error: PlaitError | None = None
 
     @property
@@ -200,8 +203,7 @@ class Processes:
         """
         if self.error is not None:
             raise self.error
-        together = any(isinstance(each, Build) and each.together for each in requests.values())
-        asked = Asked(set(requests), together=together)
+        asked = Asked(set(requests), together=any(map(_together, requests.values())))
         for number, request in requests.items():
             process, sent = self.all[number], time.monotonic()
             try:
@@ -249,6 +251,16 @@ class Processes:
             error = asked.refused[first]
             raise self._named(first, error) if asked.answers else error
         return {number: asked.answers[number] for number in sorted(asked.answers)}
+
+    def look(self) -> None:
+        """See that all are there while nothing is asked of them; a sign of life may follow an answer.
+
+        Raises:
+            LostProcessError: one is gone.
+        """
+        for process in self.all:
+            while process.channel.connection.poll(0):
+                self._receive(process)
 
     def _broken(self, number: int, error: LostProcessError) -> LostProcessError:
         """End all processes where a link between two of them broke: the others may wait for ever, and say
@@ -342,6 +354,7 @@ class Processes:
         fate = fates[process]
         status = "" if fate.status is None else f" with status {fate.status}"
         self.culprit, self.how = process.hello.process, f"{how}{status} while {process.doing}"
+        self.status = fate.status
         self.close(lost=True)
         self.error = LostProcessError(
             f"{process} {self.how}",
@@ -349,6 +362,11 @@ class Processes:
             "The same command resumes the search.",
         )
         return self.error
+
+
+def _together(request: object) -> bool:
+    """Whether a process that carries it out may wait for the others that do."""
+    return isinstance(request, RunSchedule) or (isinstance(request, Build) and request.together)
 
 
 def _lives(fate: Fate | None) -> bool:

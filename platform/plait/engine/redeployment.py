@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from statistics import median
 
+from plait.core.errors import CapacityError
 from plait.core.plans import Replica
 from plait.core.settings import RunSettings
 from plait.cost.profile_store import Profile
@@ -96,7 +97,10 @@ class Redeployment:
         restart = self.restart_seconds
         if restart is None:
             restart = ASSUMED_SECONDS + self._weight_bytes / ASSUMED_BYTES
-        change = weigh_change(shape, step, restart / scale if scale else float("inf"))
+        try:
+            change = weigh_change(shape, step, restart / scale if scale else float("inf"))
+        except CapacityError:
+            return False  # a sample fits only into a replica that has more memory than each has for certain
         if change.pays and change.planned is not None:  # weighed again if it cannot be made now
             self._prefer(tuple(sorted(each.pp for each in change.planned.single)))
             return True
