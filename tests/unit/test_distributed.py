@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import struct
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from multiprocessing import AuthenticationError
@@ -30,6 +31,7 @@ from plait.core.errors import (
     PlaitError,
     ProcessError,
     ShortStageError,
+    StorageError,
 )
 from plait.core.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
 from plait.core.messages import (
@@ -64,6 +66,7 @@ from plait.distributed.channel import (
     Measure,
     Provide,
     Refusal,
+    See,
     Share,
     VersionError,
     connect,
@@ -415,6 +418,54 @@ def test_processes_that_come_late_are_taken_together(door: Door, monkeypatch: py
         ends[1].send(Answer(model="digest"))
         assert launcher._waiting.all[1].channel.connection.poll(10.0)
         assert launcher.grown()
+
+
+class Far(threading.Thread):
+    """A process on another host, whose folder is that of the coordinator or not."""
+
+    def __init__(self, channel: Channel, *, shared: bool) -> None:
+        super().__init__(daemon=True)
+        self._channel, self._shared = channel, shared
+        self.asked: list[object] = []
+
+    def run(self) -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                self.asked.append(request := self._channel.receive())
+                assert isinstance(request, See)
+                try:
+                    process._see(request.file if self._shared else request.file.parent / "other")
+                    self._channel.send(Answer())
+                except StorageError as error:
+                    self._channel.send(Refusal(error))
+
+
+@pytest.mark.parametrize("hosts", [("", "far"), ("far", "")])
+@pytest.mark.parametrize("given", [{}, {"pipeline": 2}, {"redeploy": True}])
+def test_who_reads_the_searchs_files_on_another_host_must_have_its_folder(
+    door: Door,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    hosts: tuple[str, ...],
+    given: dict[str, Any],
+) -> None:
+    """Replicas take what they resume from the first process; each stage reads its own part."""
+    monkeypatch.setattr(process, "SEEN_SECONDS", 0.2)
+    cluster = replace(SETTINGS.cluster, **given)
+    for shared in (True, False):
+        processes, fars = Processes(60.0, lambda _: None), []
+        for number, host in enumerate(hosts):
+            fars.append(Far(connect(door.address, KEY), shared=shared))
+            near = came_in(door, fars[-1]._channel, number)
+            processes.all.append(Process(Hello(number, host or socket.gethostname(), number), near))
+            fars[-1].start()
+        wanted = [number for number, host in enumerate(hosts) if host and (given or number == 0)]
+        with closing(Launcher(cluster, start=Silent)) as launcher:
+            refused = pytest.raises(StorageError, match="is not the folder that the coordinator has")
+            with nullcontext() if shared or not wanted else refused:
+                launcher._check_folder(processes, tmp_path)
+        assert [number for number, far in enumerate(fars) if far.asked] == wanted
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_a_sign_of_life_that_follows_an_answer_is_no_death(door: Door) -> None:

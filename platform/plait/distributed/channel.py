@@ -23,6 +23,7 @@ from multiprocessing.connection import (
     answer_challenge,
     deliver_challenge,
 )
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,6 +48,14 @@ class Load:
 
     model: ModelSettings
     device: str
+
+
+@dataclass(frozen=True, slots=True)
+class See:
+    """See that a file of the search's folder is there: asked of those on other hosts that read and write
+    it."""
+
+    file: Path
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from plait.core.errors import ConfigError, GatheringInterruptedError, LostProcessError, ProcessError
 from plait.core.settings import ClusterSettings, RunSettings
-from plait.distributed.channel import Door, Join, Load
+from plait.distributed.channel import Door, Join, Load, See
 from plait.distributed.fleet import Fleet
 from plait.distributed.places import Meeting, Place, announce, random_key, retract, shared_key
 from plait.distributed.processes import Fate, Process, Processes
@@ -30,6 +30,7 @@ from plait.distributed.waiting import Waiting
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.devices import Cores, choose_device, thread_shares
 from plait.engine.restarts import Restarts
+from plait.utils.files import disk_errors
 
 HERE, ANYWHERE = "127.0.0.1", "0.0.0.0"
 LOG_LINES = 5  # of a process that died, shown
@@ -132,6 +133,7 @@ class Launcher:
             processes = self._processes = Processes(self._cluster.silence_seconds, here.fate, here.end)
         try:
             processes.all = self._grow(processes) if processes.all else self._gather(processes)
+            self._check_folder(processes, folder)
             fleet = self._load(processes, settings, data)
         except BaseException as error:
             if isinstance(error, LostProcessError):
@@ -299,6 +301,26 @@ class Launcher:
         fleet = Fleet(processes, data, replace(engine, threads=threads), memory, cluster)
         self._layers = fleet.facts.shape.layers
         return fleet
+
+    def _check_folder(self, processes: Processes, folder: Path) -> None:
+        """See that those who read or write the search's files have its folder: the first process, and all
+        that may be stages.
+
+        Raises:
+            StorageError: one on another host has not.
+        """
+        cluster, here = self._cluster, socket.gethostname()
+        reading = processes.all if cluster.staged or cluster.redeploy else processes.all[:1]
+        far = [number for number, each in enumerate(reading) if each.hello.host != here]
+        if not far:
+            return
+        file = folder / f".{secrets.token_hex(8)}"
+        with disk_errors(file, "The search's files are there."):
+            file.touch()
+        try:
+            processes.ask(dict.fromkeys(far, See(file)))
+        finally:
+            file.unlink(missing_ok=True)
 
     def _join(self, number: int, processes: Sequence[Process]) -> Join:
         outward = next((each.channel.near for each in processes if each.channel.far != HERE), "")

@@ -15,11 +15,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing import AuthenticationError
+from pathlib import Path
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from plait.core.errors import EXIT_BAD_INPUT, EXIT_DONE, ConfigError, LostProcessError, PlaitError, choices
+from plait.core.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_DONE,
+    ConfigError,
+    LostProcessError,
+    PlaitError,
+    StorageError,
+    choices,
+)
 from plait.core.jobs import DataSpec
 from plait.core.messages import Attach, Command, SaveCheckpoint
 from plait.core.samples import TokenisedData
@@ -36,6 +45,7 @@ from plait.distributed.channel import (
     Measure,
     Provide,
     Refusal,
+    See,
     Share,
     VersionError,
     connect,
@@ -58,9 +68,10 @@ from plait.models.parts import Part
 from plait.utils.paths import cache_dir
 
 BEATS = 1.0  # seconds between two signs of life
+SEEN_SECONDS = 5.0  # after which a file that another host has made is there, if the folder is shared
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
-Request = Load | Join | Choose | Build | Measure | Provide | Share | Command
+Request = Load | See | Join | Choose | Build | Measure | Provide | Share | Command
 
 
 class Replica:
@@ -128,6 +139,9 @@ class Replica:
                 self.close()
                 self.number, self._worker = request.number, None
                 self._made_exchange = self._join(request)
+                return Answer()
+            case See(file):
+                _see(file)
                 return Answer()
             case Choose(kernels):
                 return Answer(kernels=choose_kernels(kernels, self._device, self._dtype))
@@ -297,6 +311,23 @@ def serve(address: Address, key: bytes, number: int, local: int | None = None) -
     if replica is not None:
         replica.close()
     return status
+
+
+def _see(file: Path) -> None:
+    """Wait until a file is there, which another host has just made.
+
+    Raises:
+        StorageError: it is not.
+    """
+    end = time.monotonic() + SEEN_SECONDS
+    while not file.exists():
+        if time.monotonic() > end:
+            raise StorageError(
+                f"{file.parent} on {socket.gethostname()} is not the folder that the coordinator has",
+                "The first process writes checkpoints and adapters, and each stage reads them.",
+                "Put tracking.root where all hosts see the same files.",
+            )
+        time.sleep(0.1)
 
 
 def _end(number: int, goodbye: Goodbye) -> int:

@@ -24,6 +24,7 @@ TURN = 1.0  # seconds of one wait
 # What a process does by its request, in words.
 DOING = {
     "Load": "loading the model",
+    "See": "looking for the search's folder",
     "Join": "joining the others",
     "Choose": "choosing kernels",
     "Build": "taking its part of the model",
