@@ -42,18 +42,18 @@ def profile(capacity: int, token: float = 1.0) -> Profile:
 
 def test_a_given_value_precedes_recorded_and_profiled_ones() -> None:
     given = replace(OPEN, engine=EngineSettings(capacity=96))
-    assert choose_capacity(given, facts(), profile(512), {(ADAPTER, 50)}, recorded=64) == 96
+    assert choose_capacity(given, facts(), profile(512), {(ADAPTER, 50, 1)}, recorded=64) == 96
 
 
 def test_a_recorded_capacity_precedes_a_profiled_one_and_the_default() -> None:
-    jobs = {(ADAPTER, 50)}
+    jobs = {(ADAPTER, 50, 1)}
     assert choose_capacity(OPEN, facts(), profile(512), jobs, recorded=64) == 64
     assert choose_capacity(OPEN, facts(), profile(512), jobs) == 512
     assert choose_capacity(OPEN, facts(), None, jobs) == USUAL_CAPACITY
 
 
 def test_on_a_gpu_the_usual_capacity_follows_its_memory() -> None:
-    jobs = {(ADAPTER, 50)}
+    jobs = {(ADAPTER, 50, 1)}
     found = [
         choose_capacity(OPEN, facts(memory), None, jobs, on_gpu=True) for memory in (10**12, 10**6, 10**4)
     ]
@@ -65,7 +65,7 @@ def test_on_a_gpu_the_usual_capacity_follows_its_memory() -> None:
 
 
 def test_the_longest_sample_fits() -> None:
-    jobs = {(ADAPTER, 50), (ADAPTER, 3001)}
+    jobs = {(ADAPTER, 50, 1), (ADAPTER, 3001, 1)}
     assert choose_capacity(OPEN, facts(), None, jobs) == 3001
     assert choose_capacity(OPEN, facts(), None, jobs, recorded=64) == 3001
 
@@ -73,9 +73,11 @@ def test_the_longest_sample_fits() -> None:
 def test_halved_until_each_job_fits_into_memory() -> None:
     # Weights and adapter take 1,512 bytes; 80 % of memory may be used; a token takes 100.
     room = int((1_512 + 100 * 300) / 0.8) + 1
-    assert choose_capacity(OPEN, facts(room), profile(2048, token=100.0), {(ADAPTER, 50)}) == 256
-    assert choose_capacity(OPEN, facts(room), profile(2048, token=100.0), {(ADAPTER, 290)}) == 290
-    assert choose_capacity(OPEN, facts(10), None, {(ADAPTER, 50)}) == LEAST_CAPACITY  # admission says why not
+    assert choose_capacity(OPEN, facts(room), profile(2048, token=100.0), {(ADAPTER, 50, 1)}) == 256
+    assert choose_capacity(OPEN, facts(room), profile(2048, token=100.0), {(ADAPTER, 290, 1)}) == 290
+    assert (
+        choose_capacity(OPEN, facts(10), None, {(ADAPTER, 50, 1)}) == LEAST_CAPACITY
+    )  # admission says why not
 
 
 def test_a_stored_profile_says_what_it_changes() -> None:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from plait.core.samples import Sample, Split, TokenisedData
 from plait.core.settings import EngineSettings, RunSettings
 from plait.core.spans import ReplicaTime
 from plait.cost.memory import KEPT
+from plait.cost.profile_store import Profile, ProfileKey
 from plait.engine.admission import Admission
 from plait.engine.jobs import LiveJob
 from plait.engine.ledger import Outcome
@@ -29,6 +31,7 @@ from plait.engine.predictions import (
     FIRST_SECONDS,
     PEAKS_FILE,
     TERMS,
+    Around,
     Expected,
     Predictions,
 )
@@ -51,11 +54,13 @@ def admission(memory_bytes: int = 10**9) -> Admission:
     return Admission(facts(memory_bytes), RunSettings(engine=EngineSettings(capacity=CAPACITY)))
 
 
-def live(name: str, rank: int, lengths: Sequence[int], admit: Admission) -> LiveJob:
+def live(
+    name: str, rank: int, lengths: Sequence[int], admit: Admission, targets: tuple[str, ...] = ("q_proj",)
+) -> LiveJob:
     labels = [np.arange(length) >= length // 2 for length in lengths]
     split = Split.of([Sample(np.ones(len(each), np.int32), each) for each in labels])
     data = TokenisedData(name, split, split)
-    adapter = AdapterSpec(rank=rank, target_modules=("q_proj",))
+    adapter = AdapterSpec(rank=rank, target_modules=targets)
     train = TrainSpec(steps=400, batch_size=4, seed=rank)
     spec = JobSpec(name, adapter, train, DataSpec.of("none"))
     demand = admit.demand(adapter, max(lengths))
@@ -330,48 +335,135 @@ def test_a_fit_that_says_nothing_of_tokens_is_shared_out_by_them(tmp_path: Path)
     assert expected.busy_seconds == pytest.approx({0: 0.6, 1: 0.2})
 
 
-def test_of_a_pipeline_each_stage_is_predicted_by_what_was_observed_of_it(tmp_path: Path) -> None:
-    """Of uneven stages: how long each is busy, and what it keeps of microbatches that are in flight."""
-    shape, kept, passing = replace(SHAPE, layers=4), (3000, 700), (900, 5000)
-    held = (HeldPart(range(3), 40_000, 10**9), HeldPart(range(3, 4), 10_000, 10**9))
-    linears = tuple(LinearInfo(f"layers.{layer}.q_proj", 8, 8) for layer in range(4))
-    own = replace(facts(), shape=shape, linears=linears, stages=(2,), held=(held,))
-    admit = Admission(own, RunSettings(engine=EngineSettings(capacity=CAPACITY)))
-    predictions = Predictions(own, admit, None, tmp_path)
-    jobs = {"a": live("a", 4, [20, 30], admit)}
-    adapter = jobs["a"].demand
-    statics = [part.weight_bytes + adapter.bytes_on(part.layers) for part in held]
-    assert sum(statics) == 50_000 + adapter.adapter_bytes
-    lengths = (30, 20, 20)
-    microbatches = [
-        Microbatch(0, at, (Segment("a", 0, (at % 2,), (0,), (count,), 1.0),))
-        for at, count in enumerate(lengths)
-    ]
+class Stages:
+    """A pipeline of uneven stages, whose bytes follow a rule that is not given to anything.
 
-    def peak(static: int, keeps: int, more: int, count: int) -> ObservedPeak:
+    Attributes:
+        statics: bytes of each stage without microbatches.
+        peaks: of microbatches of so many tokens: what each stage keeps of a token, and what passes.
+    """
+
+    def __init__(
+        self, folder: Path, *, kept: tuple[int, int], passing: tuple[int, int], **options: Any
+    ) -> None:
+        shape = replace(SHAPE, layers=4)
+        held = (HeldPart(range(3), 40_000, 10**9), HeldPart(range(3, 4), 10_000, 10**9))
+        linears = tuple(LinearInfo(f"layers.{layer}.q_proj", 8, 8) for layer in range(4))
+        self.facts = replace(facts(), shape=shape, linears=linears, stages=(2,), held=(held,))
+        self.folder, self.kept, self.passing = folder, kept, passing
+        self.admission = self.admit()
+        self.predictions = Predictions(self.facts, self.admission, None, folder)
+        self.jobs = {"a": live("a", 4, [20, 30], self.admission, **options)}
+        self.demand = self.jobs["a"].demand
+        self.statics = [part.weight_bytes + self.demand.bytes_on(part.layers) for part in held]
+
+    def admit(self, schedule: Any = "plait") -> Admission:
+        """Admission of a process that starts now."""
+        run = RunSettings(engine=EngineSettings(capacity=CAPACITY, schedule=schedule))
+        return Admission(self.facts, run)
+
+    def again(self, schedule: Any = "plait") -> Admission:
+        """The same with the peaks that are stored."""
+        admit = self.admit(schedule)
+        Predictions(self.facts, admit, None, self.folder)
+        return admit
+
+    def peak(self, stage: int, count: int) -> ObservedPeak:
+        static, keeps, more = self.statics[stage], self.kept[stage], self.passing[stage]
         highest = static + (keeps + more) * count
         return ObservedPeak(static, (("backward", highest), (KEPT, static + keeps * count)))
 
-    stages = list(zip(statics, kept, passing, strict=True))
-    peaks = {at: tuple(peak(*stage, count) for stage in stages) for at, count in enumerate(lengths)}
-    for number in range(20):
-        expected = predictions.expect(microbatches, jobs)
+    def learn(self, *lengths: int) -> tuple[Expected, Outcome, tuple[ReplicaTime, ...]]:
+        """The last of iterations of such microbatches."""
         times = (ReplicaTime(0, 0.1, 0.4, 20, 0), ReplicaTime(1, 0.3, 0.2, 20, 0))
-        outcome = Outcome(microbatches=3, peaks=peaks)
-        predictions.learn(expected, outcome, 0.5, number, times, jobs)
+        peaks = {at: tuple(self.peak(stage, count) for stage in range(2)) for at, count in enumerate(lengths)}
+        outcome = Outcome(microbatches=len(lengths), peaks=peaks)
+        for number in range(20):
+            expected = self.predictions.expect(filled(*lengths), self.jobs)
+            self.predictions.learn(expected, outcome, 0.5, number, times, self.jobs)
+        return expected, outcome, times
+
+
+def filled(*lengths: int) -> list[Microbatch]:
+    """Microbatches of job a; those of no tokens are no-ops."""
+    return [
+        Microbatch(0, at, (Segment("a", 0, (at % 2,), (0,), (count,), 1.0),) if count else ())
+        for at, count in enumerate(lengths)
+    ]
+
+
+def test_of_a_pipeline_each_stage_is_predicted_by_what_was_observed_of_it(tmp_path: Path) -> None:
+    """Of uneven stages: how long each is busy, and what it keeps of microbatches that are in flight."""
+    stages = Stages(tmp_path, kept=(3000, 700), passing=(900, 5000))
+    assert sum(stages.statics) == 50_000 + stages.demand.adapter_bytes
+    expected, outcome, times = stages.learn(30, 20, 20)
     assert expected.seconds == pytest.approx(0.5, rel=1e-3)
     first, last = expected.with_predictions(times, outcome)
     assert first.predicted_waited_share == pytest.approx(0.8, rel=1e-3)
     assert last.predicted_busy_seconds == pytest.approx(0.3, rel=1e-3)
     # The first has two in flight, the last one; without what passes, the longest two are those before.
-    assert first.predicted_bytes == pytest.approx(statics[0] + 50 * 3000 + 30 * 900, rel=1e-3)
-    assert last.predicted_bytes == pytest.approx(statics[1] + 30 * 5700, rel=1e-3)
-    full = statics[0] + CAPACITY * (2 * 3000 + 900) + 4 * CAPACITY * shape.hidden * 4
-    assert full <= admit.predicted([adapter]) < 1.05 * full  # the fullest stage, with a margin and messages
+    assert first.predicted_bytes == pytest.approx(stages.statics[0] + 50 * 3000 + 30 * 900, rel=1e-3)
+    assert last.predicted_bytes == pytest.approx(stages.statics[1] + 30 * 5700, rel=1e-3)
+    full = stages.statics[0] + CAPACITY * (2 * 3000 + 900) + 4 * CAPACITY * SHAPE.hidden * 4
+    many = [replace(stages.demand, samples=16)]
+    admit = stages.admission
+    assert full <= admit.predicted(many) < 1.05 * full  # the fullest stage, with a margin and messages
+    assert stages.again().predicted(many) == admit.predicted(many) > admit.predicted([stages.demand])
+    every = stages.again("gpipe")
+    assert every.predicted(many) > 3 * every.predicted([stages.demand])  # it keeps all of an iteration
+
+
+def test_what_a_pipeline_has_in_flight_beside_a_window_is_predicted_with_it(tmp_path: Path) -> None:
+    stages = Stages(tmp_path, kept=(3000, 700), passing=(900, 5000))
+    stages.learn(30, 20, 20)
+
+    def first(before: Sequence[int], own: Sequence[int], after: Sequence[int]) -> float:
+        around = Around(filled(*before), filled(*after))
+        expected = stages.predictions.expect(filled(*own), stages.jobs, around)
+        assert expected.process_bytes[0][1] == pytest.approx(stages.statics[1] + 20 * 5700, rel=1e-3)
+        return expected.process_bytes[0][0] - stages.statics[0]
+
+    assert first([], [20], []) == pytest.approx(20 * 3900, rel=1e-3)
+    assert first([10, 30], [20], []) == pytest.approx(50 * 3000 + 30 * 900, rel=1e-3)  # it holds two
+    assert first([30, 10], [20], [30]) == pytest.approx(50 * 3000 + 30 * 900, rel=1e-3)
+    assert first([30], [0, 20, 0], [30]) == pytest.approx(30 * 3900, rel=1e-3)  # no-ops lie between
+
+
+def test_a_stage_that_keeps_nothing_is_predicted_until_a_job_has_adapters_there(tmp_path: Path) -> None:
+    stages = Stages(tmp_path, kept=(0, 700), passing=(900, 100), targets=("layers.3.q_proj",))
+    expected, _, _ = stages.learn(30, 20, 20)
+    assert stages.demand.bytes_on(range(3)) == 0
+    assert not expected.by_rule
+    assert expected.process_bytes[0][0] == pytest.approx(40_000 + 30 * 900, rel=1e-3)
+    other = replace(live("b", 4, [20, 30], stages.admission).demand, samples=16)
+    assert other.bytes_on(range(3)) > 0
+    fresh = stages.admit()
+    assert stages.admission.predicted([other]) == fresh.predicted([other])
+
+
+def test_slices_of_layers_and_whole_ones_are_different_portions(tmp_path: Path) -> None:
+    """A profile says what whole layers take, and so do peaks of a run before."""
+    whole = Machine(tmp_path)
+    whole.run(40)
+    model = whole.admission.model_for([whole.jobs["a"].demand])
+    assert model is not None
+    key = ProfileKey("m", "cpu", "float32", "auto", False, 1)
+    profile = Profile(key, "m", model, None, CAPACITY, (), ("q_proj",), "measured", 0.0, None)
+    part = HeldPart(range(1), WEIGHTS, 10**9, tensor=2)
+    own = replace(facts(), stages=(2,), tensor=2, held=((part, part),))
+    admit = Admission(own, RunSettings(engine=EngineSettings(capacity=CAPACITY)), profile)
+    sliced = Predictions(own, admit, profile, tmp_path)
+    jobs = {"a": live("a", 4, [20, 30], admit)}
+    static = WEIGHTS + jobs["a"].demand.adapter_bytes
+    for number in range(20):
+        expected = sliced.expect(filled(30, 20), jobs)
+        peaks = {
+            at: (ObservedPeak(static, (("backward", static + 500 * count), (KEPT, static + 100 * count))),)
+            * 2
+            for at, count in enumerate((30, 20))
+        }
+        sliced.learn(expected, Outcome(microbatches=2, peaks=peaks), 0.5, number, (), jobs)
+    assert expected.bytes == pytest.approx(static + 500 * 30, rel=1e-3)
     again = Admission(own, RunSettings(engine=EngineSettings(capacity=CAPACITY)))
     Predictions(own, again, None, tmp_path)
-    assert again.predicted([adapter]) == admit.predicted([adapter])
-    every = Admission(own, RunSettings(engine=EngineSettings(capacity=CAPACITY, schedule="gpipe")))
-    Predictions(own, every, None, tmp_path)
-    many = replace(adapter, samples=16)
-    assert every.predicted([many]) > 3 * every.predicted([adapter])  # it keeps all of an iteration
+    assert again.predicted([jobs["a"].demand]) == admit.predicted([jobs["a"].demand])

@@ -31,9 +31,11 @@ from plait.core.messages import (
     StepJob,
     WorkerEvent,
 )
+from plait.core.plans import Microbatch
 from plait.core.settings import EngineSettings, PlannerSettings, RunSettings
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
+from plait.engine.predictions import Around, Expected
 from plait.engine.worker import WorkerFacts
 from plait.simulate.lowering import Lowering
 
@@ -228,6 +230,38 @@ def test_a_job_of_higher_priority_takes_the_slot_of_one_in_flight_at_once(make: 
     assert at["urgent"] < at["a"]
     assert len([e for e in events[: at["urgent"]] if isinstance(e, JobProgress) and e.job == "a"]) < 12
     assert steps(events, "b") == list(range(1, 21))
+
+
+def jobs_of(microbatches: Sequence[Microbatch]) -> list[list[str]]:
+    return [[each.job for each in own.segments] for own in microbatches]
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_what_is_in_flight_beside_a_window_is_foreseen(make: Any, batch: int) -> None:
+    """Jobs whose batches fill one microbatch, or several: what was sent before, and what will follow."""
+    coordinator, _ = make()
+    sent: list[tuple[Sequence[Microbatch], Around]] = []
+    expect = coordinator._flights._expect
+
+    def noting(window: Sequence[Microbatch], jobs: Any, around: Around) -> Expected:
+        assert list(jobs) == ["a", "b"]  # all that are attached take memory
+        sent.append((window, around))
+        return expect(window, jobs, around)
+
+    coordinator._flights._expect = noting
+    data = lengths_data((8, 8, 8, 8))
+    for name in "ab":
+        coordinator.submit(replace(job(name, 6), data=data, train=TrainSpec(steps=6, batch_size=batch)))
+    drain(coordinator)
+    assert len(sent) == 6
+    every = [own for window, _ in sent for own in jobs_of(window)]
+    begin = 0
+    for window, around in sent:
+        end, beside = begin + len(window), STAGES - 1
+        assert jobs_of(around.before) == every[max(0, begin - beside) : begin]
+        follow = every[end : end + beside]
+        assert jobs_of(around.after) == follow + [[]] * (beside - len(follow))
+        begin = end
 
 
 LIVES = st.tuples(st.integers(1, 9), st.integers(0, 12), st.integers(0, 2))  # steps, turn, priority

@@ -11,7 +11,7 @@ from plait.core.errors import CapacityError, ConfigError, DataError, ProcessErro
 from plait.core.settings import ClusterSettings, EngineSettings, RunSettings
 from plait.cost.time import MicrobatchShape
 from plait.data.overlong import LengthLimit
-from plait.engine.admission import Admission
+from plait.engine.admission import Admission, choose_capacity
 from plait.engine.build import check_engine
 from plait.engine.replicas import cut, dispatch_time, replicas_of
 from plait.engine.worker import WorkerFacts
@@ -78,7 +78,7 @@ def test_the_fullest_stage_decides_who_is_admitted() -> None:
     end = SHAPE.vocabulary * SHAPE.hidden * SHAPE.element_bytes
     assert [part.layers for part in held] == [range(1), range(1, 2)]
     admission = Admission(known, settings)
-    job = admission.demand(ADAPTER, 40)
+    job = admission.demand(ADAPTER, 40, samples=16)
     one = Admission(CurveWorker().facts, settings).demand(ADAPTER, 40)
     assert [job.bytes_on(part.layers) for part in held] == [one.adapter_bytes // 2] * 2
     rows = 4 * 256 * SHAPE.hidden * SHAPE.element_bytes
@@ -93,6 +93,59 @@ def test_the_fullest_stage_decides_who_is_admitted() -> None:
     assert needs.predicted([job]) == (
         needs.static([job], wide.parts[0][1]) + needs.estimate(256, 40, wide.parts[0][1]) + rows
     )
+
+
+def deep(schedule: str = "plait") -> tuple[RunSettings, WorkerFacts]:
+    """Two stages of a model, with microbatches of up to 256 tokens."""
+    settings = RunSettings(
+        engine=EngineSettings(capacity=256, schedule=schedule),  # type: ignore[arg-type]
+        cluster=ClusterSettings(processes=2, pipeline=2),
+    )
+    known = replace(CurveWorker().facts, stages=(2,), devices=("cpu + cpu",))
+    return settings, replace(known, held=cut(known, settings, (2,), ROOM))
+
+
+def test_stages_keep_no_more_than_the_batches_of_the_jobs_fill() -> None:
+    settings, known = deep()
+    (held,) = known.parts
+    admission = Admission(known, settings)
+    rows = 4 * 256 * SHAPE.hidden * SHAPE.element_bytes
+
+    def kept(samples: int, jobs: int = 1) -> float:
+        """Microbatches that the first stage is predicted to keep."""
+        group = [admission.demand(ADAPTER, 32, samples)] * jobs
+        bytes_ = admission.predicted(group) - admission.static(group, held[0]) - rows
+        return bytes_ / admission.estimate(256, 32, held[0])
+
+    assert [kept(samples) for samples in (12, 16, 99)] == [1.5, 2.0, 2.0]
+    one = [admission.demand(ADAPTER, 32)]  # the stage with the head needs the most
+    assert (
+        admission.predicted(one)
+        == admission.static(one, held[1]) + admission.estimate(256, 32, held[1]) + rows
+    )
+    assert kept(8, jobs=2) == 2.0  # each has a batch in flight
+    usual = [admission.usual]
+    full = admission.static(usual, held[0]) + rows + admission.estimate(256, 256, held[0], 2)
+    assert admission.predicted(usual) == full
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "mlora"])
+def test_orders_that_keep_all_microbatches_get_a_capacity_for_all(schedule: str) -> None:
+    settings, known = deep(schedule)
+    (held,) = known.parts
+    admission = Admission(known, settings)
+    usual = admission.usual
+    assert admission.predicted([usual]) >= admission.static([usual]) / 2 + 2 * admission.estimate(
+        256, 256, held[0]
+    )  # whose batches fill both stages
+    open_ = replace(settings, engine=replace(settings.engine, capacity=None))
+    batch = 64
+    alone = Admission(known, replace(settings, engine=replace(settings.engine, capacity=2048)))
+    needed = alone.predicted([alone.demand(ADAPTER, 64, batch)])
+    room = replace(known, memory_bytes=int(needed / 0.8) + 1)
+    room = replace(room, held=cut(room, settings, (2,), room.memory_bytes))
+    assert choose_capacity(open_, room, None, {(ADAPTER, 64, batch)}) == 2048
+    assert choose_capacity(open_, room, None, {(ADAPTER, 64, 2 * batch)}) < 2048  # twice as many are kept
 
 
 def test_what_is_made_for_a_product_is_no_static_memory() -> None:

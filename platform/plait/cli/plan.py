@@ -211,7 +211,7 @@ def _plan_local(command: SearchCommand) -> Outlook:
     # For a new search; `plait sweep` resumes an earlier one of this name with its own capacity.
     stored = stored_profile(settings, shape.digest)
     facts = worker_facts(settings, shape, free_memory(settings))
-    asked = {(job.adapter, data.longest(job.data)) for job in jobs}
+    asked = {(job.adapter, data.longest(job.data), job.train.global_batch) for job in jobs}
     capacity = choose_capacity(settings, facts, stored, asked, on_gpu=on_gpu(settings))
     settings = replace(settings, engine=replace(settings.engine, capacity=capacity))
     workload = Workload.of(jobs, data)

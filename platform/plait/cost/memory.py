@@ -286,21 +286,26 @@ class MemoryModel:
         Args:
             flights: most that are between forward and backward; None: all may be.
         """
-        if not shapes:  # a replica may have nothing to do in an iteration
-            return 0.0
-        most = min(flights or len(shapes), len(shapes))
+        most = flights or len(shapes)
         held = [self._kept(each) for each in shapes]
-        passing = [self.dynamic(each) - kept for each, kept in zip(shapes, held, strict=True)]
-        runs = (range(begin, begin + most) for begin in range(len(shapes) - most + 1))
-        return max(sum(held[each] for each in run) + max(passing[each] for each in run) for run in runs)
+        found = [0.0]  # a replica may have nothing to do in an iteration
+        for at, shape in enumerate(shapes):  # its forward, after those before it; its backward, before others
+            beside = max(sum(held[max(0, at - most + 1) : at]), sum(held[at + 1 : at + most]))
+            found.append(beside + self.dynamic(shape))
+        return max(found)
 
     def safe_in_flight(self, shape: MemoryShape, flights: float) -> float:
         """The same of so many alike, with margins."""
-        margin = self.phases[KEPT].margin if KEPT in self.phases else 0.0
+        margin = self.phases[KEPT].margin if self.keeps else 0.0
         return self.safe_peak(shape, static=0.0) + (flights - 1) * (1.0 + margin) * self._kept(shape)
 
+    @property
+    def keeps(self) -> bool:
+        """Whether it knows what is kept of a microbatch between forward and backward."""
+        return KEPT in self.phases
+
     def _kept(self, shape: MemoryShape) -> float:
-        return self._bytes(self.phases[KEPT], shape) if KEPT in self.phases else 0.0
+        return self._bytes(self.phases[KEPT], shape) if self.keeps else 0.0
 
     def _bytes(self, phase: Phase, shape: MemoryShape) -> float:
         if shape.tokens == 0:

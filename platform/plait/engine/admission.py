@@ -17,7 +17,7 @@ from plait.core.plans import Replica
 from plait.core.settings import GPU_CAPACITIES, USUAL_CAPACITY, RunSettings
 from plait.cost.memory import FEATURES, MemoryModel, MemoryShape
 from plait.cost.profile_store import Profile
-from plait.engine.worker import ActivationShape, HeldPart, WorkerFacts
+from plait.engine.worker import ActivationShape, HeldPart, Portion, WorkerFacts
 from plait.models.targets import LinearInfo, layer_of, resolve_targets
 
 GIB = 2**30
@@ -36,7 +36,7 @@ class Demand:
 
     Attributes:
         adapter_bytes: exact bytes of weights, gradients, moments and copies.
-        longest: tokens of its longest sample; samples: of its global batch.
+        longest: tokens of its longest sample; 0: not known. samples: of its global batch.
         names: linears that it targets, by the last parts of their names.
         linears: the same linears, by their full names.
         up_to: ``adapter_bytes`` of the layers before each layer, and of all; empty: not known by layers.
@@ -53,6 +53,9 @@ class Demand:
     def bytes_on(self, layers: range) -> int:
         """``adapter_bytes`` of some layers; all, where they are not known by layers."""
         return self.up_to[layers.stop] - self.up_to[layers.start] if self.up_to else self.adapter_bytes
+
+
+Sized = tuple[MemoryShape, int]  # a microbatch, with the tokens of its longest sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +90,10 @@ class Admission:
         self._memory_share = settings.planner.memory_share
         self._sharded = settings.cluster.optimiser == "sharded"
         self._profile = profile
-        self._learnt: dict[range, MemoryModel] = {}  # by layers
-        self._overhead: dict[range, float] = {}  # static bytes for each byte of the adapters themselves
-        # By process, whether fitted, longest sample, rank, microbatches in flight.
-        self._activations: dict[tuple[_Room, bool, int, int, float], int] = {}
+        self._learnt: dict[Portion, MemoryModel] = {}
+        self._overhead: dict[Portion, float] = {}  # static bytes for each byte of the adapters themselves
+        # By process, models that there are not, longest sample, rank, microbatches in flight.
+        self._activations: dict[tuple[_Room, bool, bool, int, int, float], int] = {}
         self._replicas = [self._rooms_of(own, self._capacity) for own in facts.parts]
         self._rooms = frozenset(room for own in self._replicas for room in own)
 
@@ -194,11 +197,13 @@ class Admission:
 
     @property
     def usual(self) -> Demand:
-        """The demand assumed if no job is known yet: rank 16 on every linear layer."""
+        """The demand assumed if no job is known yet: rank 16 on every linear layer, and batches that fill a
+        microbatch for each stage."""
         linears, adapter = self._facts.linears, AdapterSpec(USUAL_RANK)
         up_to = self._up_to(adapter, linears) if self._facts.staged else ()
         size = self._adapter_bytes(adapter, linears)
-        return Demand(size, 0, USUAL_RANK, _last_parts(linears), up_to=up_to)
+        stages = max(self._facts.stages, default=1) // self._facts.tensor
+        return Demand(size, 0, USUAL_RANK, _last_parts(linears), up_to=up_to, samples=stages)
 
     @property
     def budget(self) -> int:
@@ -226,12 +231,13 @@ class Admission:
     def _need(self, room: _Room, demands: Sequence[Demand]) -> int:
         longest = min(max((demand.longest for demand in demands), default=0) or room.capacity, room.capacity)
         rank = max((demand.rank for demand in demands), default=0)
-        model = self.model_for(demands)
-        every = sum(demand.samples * demand.longest for demand in demands) / room.capacity
-        flights = float(room.flights or max(1.0, every))
-        key = (room, model is None, longest, rank, flights)
+        own, model = self._learnt_for(room, demands), self.model_for(demands)
+        # Whatever the order, at most one global batch of each job is between forward and backward.
+        every = sum(each.samples * min(each.longest or longest, longest) for each in demands) / room.capacity
+        flights = max(1.0, every if room.flights is None else min(every, room.flights))
+        key = (room, own is None, model is None, longest, rank, flights)
         if key not in self._activations:  # asked again for every slot
-            self._activations[key] = self._activation(room, model, longest, rank, flights)
+            self._activations[key] = self._activation(room, own, model, longest, rank, flights)
         return self.static(demands, room.part) + self._activations[key]
 
     def static(self, demands: Iterable[Demand], part: HeldPart | None = None) -> int:
@@ -239,16 +245,21 @@ class Admission:
         (whole,) = self._facts.whole(0)
         held = part or whole
         adapters = sum(demand.bytes_on(held.layers) for demand in demands)
-        return held.weight_bytes + int(self._overhead.get(held.layers, 1.0) * adapters)
+        return held.weight_bytes + int(self._overhead.get(held.portion, 1.0) * adapters)
 
     def _activation(
-        self, room: _Room, model: MemoryModel | None, longest: int, rank: int, flights: float
+        self,
+        room: _Room,
+        own: MemoryModel | None,
+        model: MemoryModel | None,
+        longest: int,
+        rank: int,
+        flights: float,
     ) -> int:
         """The most bytes that microbatches take: full, all labelled, of the largest rank, with the longest
         samples that still keep their attention probabilities; and the rows that neighbours exchange."""
         shape, capacity = self._facts.shape, room.capacity
         rows = ROWS_AHEAD * room.neighbours * capacity * shape.hidden * shape.element_bytes
-        own = self._learnt.get(room.part.layers)
         if own is None and model is None:
             return rows + self.estimate(capacity, longest, room.part, flights)
         length = min(longest, shape.keep_up_to)
@@ -261,32 +272,49 @@ class Admission:
         share, last = self._share(room.part)
         return rows + int(model.part(heaviest, share=share, flights=flights, last=last, safe=True))
 
+    def _learnt_for(self, room: _Room, demands: Iterable[Demand]) -> MemoryModel | None:
+        """The model that was fitted to this stage's peaks; not one of a time when no job had adapters on its
+        layers, so that it kept nothing, if these have."""
+        own = self._learnt.get(room.part.portion)
+        if own is None or own.keeps or room.flights == 1:
+            return own
+        return None if any(demand.bytes_on(room.part.layers) for demand in demands) else own
+
     def _share(self, part: HeldPart) -> tuple[float, bool]:
         """Its share of the layers, and whether it has the head."""
         layers = self._facts.shape.layers
         return len(part.layers) / layers, part.layers.stop == layers
 
     def expected(
-        self, replica: int, microbatches: Sequence[tuple[MemoryShape, int]], demands: Sequence[Demand]
+        self,
+        replica: int,
+        microbatches: Sequence[Sized],
+        demands: Sequence[Demand],
+        before: Sequence[Sized] = (),
+        after: Sequence[Sized] = (),
     ) -> list[int]:
         """Bytes of each process of a replica at the highest moment of these microbatches, without margins.
 
         Args:
-            microbatches: in their order, each with its longest sample.
+            microbatches: in their order, no-ops included.
+            before, after: what a pipeline that is not drained works on before they are done.
         """
         found, model = [], self.model_for(demands)
-        shapes = [shape for shape, _ in microbatches]
         for room in self._replicas[replica]:
+            beside = (room.flights or 1) - 1
+            sizes = [*before[max(0, len(before) - beside) :], *microbatches, *after[:beside]]
+            shapes = [shape for shape, _ in sizes]
             share, last = self._share(room.part)
-            flights = min(room.flights or len(shapes), len(shapes))
-            if own := self._learnt.get(room.part.layers):
+            filled = sum(shape.tokens > 0 for shape in shapes)
+            flights = min(room.flights or filled, filled)
+            if own := self._learnt_for(room, demands):
                 passing = own.in_flight(shapes, room.flights)
             elif model is not None:
                 parts = (model.part(each, share=share, flights=flights, last=last) for each in shapes)
                 passing = max(parts, default=0.0)
             else:
-                sizes = [(shape.tokens, longest) for shape, longest in microbatches]
-                passing = max((self.estimate(*each, room.part, flights) for each in sizes), default=0)
+                tokens = ((shape.tokens, longest) for shape, longest in sizes)
+                passing = max((self.estimate(*each, room.part, flights) for each in tokens), default=0)
             found.append(self.static(demands, room.part) + int(passing))
         return found
 
@@ -305,25 +333,29 @@ class Admission:
     def model_for(self, demands: Sequence[Demand]) -> MemoryModel | None:
         """The fitted model of these jobs' microbatches through the whole model, if there is one: learnt in
         training, else from the profile if its adapters targeted all linears that these target."""
-        if learnt := self._learnt.get(range(self._facts.shape.layers)):
+        if learnt := self._learnt.get(self._whole):
             return learnt
         names = {name for demand in demands for name in demand.names}
         return self._profile.memory if self._profile is not None and self._profile.covers(names) else None
 
     def learnt_of(self, replica: int) -> bool:
         """Whether there is a model of each process of a replica."""
-        return all(room.part.layers in self._learnt for room in self._replicas[replica])
+        return all(room.part.portion in self._learnt for room in self._replicas[replica])
 
-    def learn(self, model: MemoryModel, layers: range | None = None) -> None:
-        """Predict with this model from now on what passes through these layers, or through all."""
-        self._learnt[layers or range(self._facts.shape.layers)] = model
+    def learn(self, model: MemoryModel, portion: Portion | None = None) -> None:
+        """Predict with this model from now on what passes through a portion of the model, or through all."""
+        self._learnt[portion or self._whole] = model
         self._activations.clear()
 
     def learn_overhead(self, static: int, part: HeldPart, demands: Iterable[Demand]) -> None:
         """Learn from the static bytes that were observed with these jobs in a process: kernels may keep more
         than the adapters' own."""
         if adapters := sum(demand.bytes_on(part.layers) for demand in demands):
-            self._overhead[part.layers] = max(1.0, (static - part.weight_bytes) / adapters)
+            self._overhead[part.portion] = max(1.0, (static - part.weight_bytes) / adapters)
+
+    @property
+    def _whole(self) -> Portion:
+        return range(self._facts.shape.layers), 1
 
     def _adapter_bytes(self, adapter: AdapterSpec, sites: Iterable[LinearInfo]) -> int:
         from plait.adapters.variants import adapter_bytes  # imports torch, which the coordinator does not
@@ -361,7 +393,7 @@ def choose_capacity(
     settings: RunSettings,
     facts: WorkerFacts,
     profile: Profile | None,
-    jobs: Collection[tuple[AdapterSpec, int]],
+    jobs: Collection[tuple[AdapterSpec, int, int]],
     recorded: int | None = None,
     *,
     on_gpu: bool = False,
@@ -373,12 +405,12 @@ def choose_capacity(
     Unless given, it is at least the longest sample, and is halved while a job does not fit into memory.
 
     Args:
-        jobs: each adapter with the tokens of its longest sample.
+        jobs: each adapter with the tokens of its longest sample, and the samples of its global batch.
         recorded: the capacity with which the search was started.
     """
     if settings.engine.capacity is not None:
         return settings.engine.capacity
-    longest = max((length for _, length in jobs), default=0)
+    longest = max((length for _, length, _ in jobs), default=0)
     if recorded is not None:
         return max(recorded, longest)
     least = max(longest, LEAST_CAPACITY)
@@ -399,14 +431,14 @@ def _each_fits(
     settings: RunSettings,
     facts: WorkerFacts,
     profile: Profile | None,
-    jobs: Collection[tuple[AdapterSpec, int]],
+    jobs: Collection[tuple[AdapterSpec, int, int]],
 ) -> bool:
     """Whether each job fits into memory alone."""
     engine = replace(settings.engine, capacity=capacity)
     admission = Admission(facts, replace(settings, engine=engine), profile)
     try:
-        for adapter, longest in jobs:
-            admission.demand(adapter, longest)
+        for each in jobs:
+            admission.demand(*each)
     except CapacityError:
         return False
     return True

@@ -186,7 +186,7 @@ def settle_engine(
         settings,
         facts,
         profile,
-        {(job.adapter, data.longest(job.data)) for job in jobs},
+        {(job.adapter, data.longest(job.data), job.train.global_batch) for job in jobs},
         recorded if isinstance(recorded, int) else None,
         on_gpu=on_gpu(settings),
     )

@@ -121,6 +121,7 @@ class LocalWorker:
             made_bytes=max((group.made_bytes for group in model.groups), default=0),
         )
         memory_bytes = device_bytes(model.device)
+        slices = 1 if model.slicing is None else model.slicing.count
         return WorkerFacts(
             shape,
             model.linears,
@@ -138,7 +139,7 @@ class LocalWorker:
             devices=(str(model.device),),
             kinds=(device_kind(model.device.type),),
             model=model.identity.digest,
-            held=((HeldPart(model.own, shape.weight_bytes, memory_bytes, shape.made_bytes),),),
+            held=((HeldPart(model.own, shape.weight_bytes, memory_bytes, shape.made_bytes, slices),),),
         )
 
     def execute(self, command: Command) -> Sequence[WorkerEvent]:

@@ -30,10 +30,10 @@ from plait.cost.fitting import Fit, fit_undisturbed
 from plait.cost.memory import FEATURES, KEPT_OBSERVATIONS, MemoryModel, MemoryObservation, MemoryShape
 from plait.cost.profile_store import Profile
 from plait.cost.time import EMPTY, MicrobatchShape
-from plait.engine.admission import Admission, Demand
+from plait.engine.admission import Admission, Sized
 from plait.engine.jobs import LiveJob
 from plait.engine.ledger import Outcome
-from plait.engine.worker import HeldPart, WorkerFacts
+from plait.engine.worker import HeldPart, Portion, WorkerFacts
 from plait.utils.files import write_text
 
 TERMS = ("microbatch", "token", "square", "labelled", "rank_token", "adapter_byte")
@@ -96,6 +96,19 @@ class Expected:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Around:
+    """What a pipeline that is not drained has in flight beside a window; no-ops included.
+
+    Attributes:
+        before: sent before it, oldest first.
+        after: what will probably follow it.
+    """
+
+    before: Sequence[Microbatch] = ()
+    after: Sequence[Microbatch] = ()
+
+
 class Predictions:
     """Predicts iterations of one worker's group, and learns from them.
 
@@ -119,21 +132,29 @@ class Predictions:
         self._beyond: list[
             tuple[float, float]
         ] = []  # waiting of all replicas, and of the mean one, over the plan
-        self._peaks: dict[range, list[MemoryObservation]] = {}  # by layers
+        self._peaks: dict[Portion, list[MemoryObservation]] = {}
         self._seen = {"seconds": -1, "bytes": 0}  # a process's first iteration includes one-time costs
         self._due = {"seconds": FIRST_SECONDS, "bytes": FIRST_PEAKS}
         self._ahead: dict[str, list[float]] = {"seconds": [], "bytes": []}
         if kept := _read_peaks(self._path, admission.valid_for, facts.shape.layers):
-            for layers, own in kept.items():
+            for portion, own in kept.items():
                 for each in own:
-                    self._take_peak(layers, each)
+                    self._take_peak(portion, each)
             self._fit_bytes()
             self._wait("bytes")
 
     # ---- before an iteration ---------------------------------------------------------------------------
 
-    def expect(self, microbatches: Sequence[Microbatch], jobs: Mapping[str, LiveJob]) -> Expected:
-        """Predict the seconds and bytes of an iteration."""
+    def expect(
+        self, given: Sequence[Microbatch], jobs: Mapping[str, LiveJob], around: Around | None = None
+    ) -> Expected:
+        """Predict the seconds and bytes of an iteration of these attached jobs.
+
+        Args:
+            given: its microbatches; a pipeline's have no-ops among them.
+            around: what a pipeline works on beside it.
+        """
+        microbatches = [each for each in given if each.segments]
         adapters = float(sum(job.demand.adapter_bytes for job in jobs.values()))
         parts = {
             replica: [_time_shape(each, jobs) for each in part]
@@ -147,7 +168,7 @@ class Predictions:
         longest = max(known.values(), default=0.0)
         lag, idle = (median(each) for each in zip(*self._beyond, strict=True)) if self._beyond else (0.0, 0.0)
         memory = {each.index: self._memory_shape(each, jobs) for each in microbatches}
-        held, by_rule = self._expect_bytes(microbatches, memory, [job.demand for job in jobs.values()])
+        held, by_rule = self._expect_bytes(given, jobs, around or Around())
         whole = longest * (1.0 + lag)
         return Expected(
             whole if known else None,
@@ -180,17 +201,20 @@ class Predictions:
         return next(n for n, end in enumerate(accumulate(map(len, self._facts.parts))) if process < end)
 
     def _expect_bytes(
-        self,
-        microbatches: Sequence[Microbatch],
-        shapes: Mapping[int, MemoryShape],
-        demands: Sequence[Demand],
+        self, microbatches: Sequence[Microbatch], jobs: Mapping[str, LiveJob], around: Around
     ) -> tuple[dict[int, tuple[int, ...]], bool]:
         """Bytes of each process of each replica, and whether they are an upper bound for want of a model."""
         held: dict[int, tuple[int, ...]] = {}
+        demands = [job.demand for job in jobs.values()]
         known = self._admission.model_for(demands) is not None
+
+        def sized(these: Sequence[Microbatch], replica: int) -> list[Sized]:
+            own = (each for each in these if each.replica == replica)
+            return [(self._memory_shape(each, jobs), _longest(each)) for each in own]
+
         for replica in range(len(self._facts.devices)):
-            own = [(shapes[e.index], _longest(e)) for e in microbatches if e.replica == replica]
-            held[replica] = tuple(self._admission.expected(replica, own, demands))
+            before, own, after = (sized(e, replica) for e in (around.before, microbatches, around.after))
+            held[replica] = tuple(self._admission.expected(replica, own, demands, before, after))
             known = known or self._admission.learnt_of(replica)
         return held, not known
 
@@ -271,14 +295,14 @@ class Predictions:
         for index, peaks in outcome.peaks.items():
             parts, shape = self._facts.parts[expected.replicas[index]], expected.shapes[index]
             for part, peak in zip(parts, peaks, strict=True):
-                self._take_peak(part.layers, MemoryObservation(shape, dict(peak.phases), peak.static))
+                self._take_peak(part.portion, MemoryObservation(shape, dict(peak.phases), peak.static))
         fitted = []
         if self._is_due("seconds"):
             fitted.append(self._fit_seconds(iteration))
         if self._is_due("bytes"):
             models = self._fit_bytes()
             _write_peaks(self._path, self._admission.valid_for, self._peaks)
-            fitted += [self._fitted_bytes(layers, model, iteration) for layers, model in models.items()]
+            fitted += [self._fitted_bytes(portion, model, iteration) for portion, model in models.items()]
         return fitted
 
     def _take_stages(self, expected: Expected, busy: Sequence[float]) -> None:
@@ -323,9 +347,12 @@ class Predictions:
             self._admission.learn_overhead(static, part, demands)
         return max(found.values())
 
-    def _take_peak(self, layers: range, new: MemoryObservation) -> None:
-        if min(new.peaks.values()) > new.static:
-            self._peaks[layers] = [*self._peaks.get(layers, ()), new][-KEPT_OBSERVATIONS:]
+    def _take_peak(self, portion: Portion, new: MemoryObservation) -> None:
+        """Note what a microbatch took; a stage without adapters keeps nothing of it for its backward."""
+        taken = {phase: peak for phase, peak in new.peaks.items() if peak > new.static}
+        if taken:
+            own = replace(new, peaks=taken)
+            self._peaks[portion] = [*self._peaks.get(portion, ()), own][-KEPT_OBSERVATIONS:]
             self._seen["bytes"] += 1
 
     def _is_due(self, target: str) -> bool:
@@ -354,19 +381,21 @@ class Predictions:
             margin=self._time.margin,
         )
 
-    def _fit_bytes(self) -> dict[range, MemoryModel]:
-        """A model of each part of the layers that was observed."""
-        whole, found = range(self._facts.shape.layers), dict[range, MemoryModel]()
-        for layers, own in self._peaks.items():
-            before = self._profile.memory.observations if self._profile and layers == whole else ()
-            if len(before) + len(own) < FIRST_PEAKS:  # a part that was observed too little yet
+    def _fit_bytes(self) -> dict[Portion, MemoryModel]:
+        """A model of each portion that was observed."""
+        whole, found = (range(self._facts.shape.layers), 1), dict[Portion, MemoryModel]()
+        for portion, own in self._peaks.items():
+            before = self._profile.memory.observations if self._profile and portion == whole else ()
+            if len(before) + len(own) < FIRST_PEAKS:  # a portion that was observed too little yet
                 continue
-            found[layers] = MemoryModel.fitted([*before, *own], logit_rows=self._logit_rows)
-            self._admission.learn(found[layers], layers)
+            found[portion] = MemoryModel.fitted([*before, *own], logit_rows=self._logit_rows)
+            self._admission.learn(found[portion], portion)
         return found
 
-    def _fitted_bytes(self, layers: range, model: MemoryModel, iteration: int) -> ModelFitted:
+    def _fitted_bytes(self, portion: Portion, model: MemoryModel, iteration: int) -> ModelFitted:
+        layers, tensor = portion
         part = "" if len(layers) == self._facts.shape.layers else f"layers {layers.start}-{layers[-1]}."
+        part += f"slice of {tensor}." if tensor > 1 else ""
         errors = [abs(error) for error in model.errors(model.observations)]
         return ModelFitted(
             target="bytes",
@@ -420,10 +449,11 @@ def _labelled(microbatch: Microbatch, jobs: Mapping[str, LiveJob]) -> int:
 
 
 def _longest(microbatch: Microbatch) -> int:
-    return max(length for segment in microbatch.segments for length in segment.lengths)
+    """Tokens of its longest sample; 0 of a no-op."""
+    return max((length for segment in microbatch.segments for length in segment.lengths), default=0)
 
 
-def _write_peaks(path: Path, of: str, observations: Mapping[range, Sequence[MemoryObservation]]) -> None:
+def _write_peaks(path: Path, of: str, observations: Mapping[Portion, Sequence[MemoryObservation]]) -> None:
     """Write observations for the next process, which starts from them. Unwritten peaks are observed again.
 
     Args:
@@ -432,30 +462,32 @@ def _write_peaks(path: Path, of: str, observations: Mapping[range, Sequence[Memo
     rows = [
         {
             "layers": [layers.start, layers.stop],
+            "tensor": tensor,
             "shape": asdict(each.shape),
             "peaks": dict(each.peaks),
             "static": each.static,
         }
-        for layers, own in observations.items()
+        for (layers, tensor), own in observations.items()
         for each in own
     ]
     with suppress(OSError):
         write_text(path, json.dumps({"of": of, "observations": rows}), durable=False)
 
 
-def _read_peaks(path: Path, of: str, layers: int) -> dict[range, list[MemoryObservation]]:
-    """The stored observations by layers, oldest first; none if the file is missing or of another model. A row
-    without layers is of the whole model.
+def _read_peaks(path: Path, of: str, layers: int) -> dict[Portion, list[MemoryObservation]]:
+    """The stored observations by portion, oldest first; none if the file is missing or of another model. A
+    row without layers is of the whole model.
 
     Raises:
         StorageError: the file was not written by :func:`_write_peaks`.
     """
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
-        found: dict[range, list[MemoryObservation]] = {}
+        found: dict[Portion, list[MemoryObservation]] = {}
         for each in kept["observations"] if kept["of"] == of else ():
             observed = MemoryObservation(MemoryShape(**each["shape"]), each["peaks"], each["static"])
-            found.setdefault(range(*each.get("layers", (layers,))), []).append(observed)
+            portion = range(*each.get("layers", (layers,))), each.get("tensor", 1)
+            found.setdefault(portion, []).append(observed)
         return found
     except FileNotFoundError:
         return {}

@@ -120,7 +120,7 @@ def cut(
         for layers in stage_layers(time, stages, split, settings.engine.capacity_or_usual):
             own = sum(weights[layer] + rest for layer in layers)
             own += end * ((layers.start == 0) + (layers.stop == shape.layers))
-            part = HeldPart(layers, int(own / tensor), memory_bytes, shape.made_bytes)
+            part = HeldPart(layers, int(own / tensor), memory_bytes, shape.made_bytes, tensor)
             parts += [part] * tensor
         found.append(tuple(parts))
     return tuple(found)

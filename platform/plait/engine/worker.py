@@ -70,6 +70,9 @@ class ActivationShape:
         )
 
 
+Portion = tuple[range, int]  # layers, and how many slices they are cut into
+
+
 @dataclass(frozen=True, slots=True)
 class HeldPart:
     """What one process of a replica holds of the base model, and the memory that it has for it.
@@ -77,12 +80,19 @@ class HeldPart:
     Attributes:
         layers: all of the model's, or those of its stage.
         weight_bytes, made_bytes: as in :class:`ActivationShape`, of these layers and what is beside them.
+        tensor: how many processes hold these layers together, each a slice of every one.
     """
 
     layers: range
     weight_bytes: int
     memory_bytes: int
     made_bytes: int = 0
+    tensor: int = 1
+
+    @property
+    def portion(self) -> Portion:
+        """What it holds of the model: processes that hold as much need as much memory."""
+        return self.layers, self.tensor
 
 
 @dataclass(frozen=True, slots=True)

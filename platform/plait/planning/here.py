@@ -76,7 +76,10 @@ def plan_here(
         CapacityError: a job does not fit even alone.
         ModelError: the model does not have a target or rank.
     """
-    demands = {job.name: admission.demand(job.adapter, workload.longest[job.name]) for job in workload.jobs}
+    demands = {
+        job.name: admission.demand(job.adapter, workload.longest[job.name], job.train.global_batch)
+        for job in workload.jobs
+    }
     waves = _waves(demands, settings, admission)
     capacity, time = settings.engine.capacity_or_usual, None if profile is None else profile.time
     packer, speeds = Packer(here.replicas, here.dispatch), tuple(each.speed for each in here.replicas)
