@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from plait.core.errors import DataError, StorageError
 from plait.utils import files
-from plait.utils.files import OWNER_ONLY, new_file, new_folder, write_text
+from plait.utils.files import OWNER_ONLY, disk_errors, new_file, new_folder, write_text
 
 
 def names(folder: Path) -> list[str]:
@@ -92,3 +93,15 @@ def test_a_failed_folder_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
         (folder / "new").touch()
     assert names(path) == ["old"]
     assert names(tmp_path) == ["folder"]
+
+
+def test_an_error_of_the_system_says_path_rule_and_remedy_and_others_pass(tmp_path: Path) -> None:
+    with pytest.raises(StorageError) as caught, disk_errors(tmp_path, "It is read.", "Make it readable."):
+        (tmp_path / "missing").read_bytes()
+    found = caught.value
+    assert (found.value, found.rule) == (f"{tmp_path}: No such file or directory", "It is read.")
+    assert found.remedy == "Make it readable."
+    with pytest.raises(StorageError, match="key=x: torn"), disk_errors("key=x", ""):
+        raise OSError("torn")  # without a number, and so without the system's words
+    with pytest.raises(DataError, match="its own"), disk_errors(tmp_path, ""):
+        raise DataError("its own")

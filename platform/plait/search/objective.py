@@ -112,7 +112,7 @@ def check_measured(search: SearchSettings, data: Iterable[DataSpec]) -> None:
         if search.stopping.active:
             metric = rung_metric(search).metric
             _check_measured(metric, spec)
-            if metric == "eval/accuracy" and not each_evaluation(spec):
+            if metric == names.EVAL_ACCURACY and not each_evaluation(spec):
                 raise ConfigError(
                     "rungs by eval/accuracy with data.generate_at=end",
                     "Trials are compared at rungs by answers that are generated there.",
@@ -132,7 +132,7 @@ def _check_measured(metric: str, spec: DataSpec) -> None:
             "This metric needs validation rows.",
             "Set data.validation=0.1 or search.metric=train/loss.",
         )
-    if metric == "eval/accuracy" and generation_limit(spec) is None:
+    if metric == names.EVAL_ACCURACY and generation_limit(spec) is None:
         raise ConfigError(
             f"search.metric=eval/accuracy with data.source={spec.source}",
             "Accuracy needs generated answers and a verifier that scores them.",

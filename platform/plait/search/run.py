@@ -29,6 +29,7 @@ from plait.search.results import SearchEnd, failure_limit
 from plait.search.stopper import Stopper
 from plait.search.study import StudyTrials
 from plait.search.trials import Trial
+from plait.tracking.names import EVAL_ACCURACY
 
 WAIT_SECONDS = 0.2  # interval of checks while no trial runs
 LOOK_SECONDS = 1.0  # interval of checks of what other workers suggested, decided at a rung or adopted
@@ -452,7 +453,7 @@ class SearchLoop:
         for each; accuracies when they are known."""
         running = self._trials.get(event.job)
         metric = self._settings.objectives[0].metric
-        if (metric == "eval/accuracy") != isinstance(event, JobGenerated):
+        if (metric == EVAL_ACCURACY) != isinstance(event, JobGenerated):
             return
         value = self._observed.value(event.job, metric)
         if running is not None and value is not None and math.isfinite(value):

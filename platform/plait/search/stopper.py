@@ -35,6 +35,7 @@ from plait.search.rungs import RungMetric, RungRecord, RungTable, rung_metric
 from plait.search.stopping import CONTINUE, RULES, CohortRule, Decision, Divergence, Rule, make_rule
 from plait.search.storage import SharedStudy
 from plait.search.trials import Trial
+from plait.tracking import names
 from plait.tracking.leaderboard import TrialRungs
 
 VIOLATES = "plait.violates"  # trial: steps of the rungs at which it broke a constraint
@@ -171,9 +172,9 @@ class Stopper:
                 self._reach(event.job, event.step)
                 if not self.measured:
                     self._measure(event.job, event.step, observed)
-            case JobEvaluated() if self._metric == "eval/loss":
+            case JobEvaluated() if self._metric == names.EVAL_LOSS:
                 self._measure(event.job, event.step, observed)
-            case JobGenerated() if self._metric == "eval/accuracy":
+            case JobGenerated() if self._metric == names.EVAL_ACCURACY:
                 self._measure(event.job, event.step, observed)
             case JobResult():
                 self._trials.pop(event.job, None)
