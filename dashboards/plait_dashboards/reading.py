@@ -53,13 +53,14 @@ def sweep_of(result: SearchResult, client: MlflowClient, storage: str | None) ->
     """The same for a search that has been found."""
     run = client.get_run(result.run_id)
     storage = storage or run.data.params.get("search.storage")
-    metrics = dict.fromkeys((*CURVES, result.metric) if result.metric else CURVES)
+    first = result.objectives[0]
+    metrics = dict.fromkeys((*CURVES, first.metric) if first.metric else CURVES)
     curves = {metric: read_curves(client, result, metric) for metric in metrics}
     return Sweep(
         name=result.name,
         state=result.state,
-        direction=result.direction,
-        metric=result.metric,
+        direction=first.direction,
+        metric=first.metric,
         records=result.records,
         curves={metric: found for metric, found in curves.items() if found},
         steps=read_steps(client, result),
@@ -107,14 +108,10 @@ def _kind(stopping: str) -> str:
 
 def objectives_of(result: SearchResult) -> tuple[SweepObjective, ...]:
     """The objectives of a search, from its jobs' runs."""
-    done = [item for item in result.records if item.state == JobState.FINISHED and item.objective is not None]
-    whole = [item for item in done if len(item.others) == len(result.others)]
+    finished = [item for item in result.records if item.state == JobState.FINISHED]
+    whole = [item for item in finished if len(item.values) == len(result.objectives)]
     return tuple(
-        SweepObjective(
-            each.metric,
-            each.direction,
-            {item.trial: (item.objective or 0.0, *item.others)[at] for item in whole},
-        )
+        SweepObjective(each.metric, each.direction, {item.trial: item.values[at] for item in whole})
         for at, each in enumerate(result.objectives)
     )
 

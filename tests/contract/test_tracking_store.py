@@ -255,7 +255,7 @@ class TestWholeSearch:
     ) -> None:
         whole_search(tracking)
         result = load_search(tracking)
-        assert (result.name, result.state, result.metric) == ("demo", "finished", "eval/loss")
+        assert (result.name, result.state, result.objectives[0].metric) == ("demo", "finished", "eval/loss")
         assert [item.trial for item in result.records] == [1, 0, 2, 3]
         best = result.best
         assert best is not None

@@ -22,6 +22,7 @@ from plait.cli.main import main
 from plait.config.overrides import read_request
 from plait.core.errors import ConfigError, PlaitError, StorageError
 from plait.core.lifecycle import JobState
+from plait.core.objectives import Objective
 from plait.core.settings import TrackingSettings
 from plait.tracking.leaderboard import JobRecord
 from plait.tracking.location import Location
@@ -176,7 +177,7 @@ def _result(folder: Path, run_id: str) -> api.Result:
     """A search whose trial 0 left an adapter in ``folder``."""
     record = JobRecord("trial-0000", 0, state=JobState.FINISHED, adapter=str(folder), run_id=run_id)
     where = Location("sqlite:///none.db", folder, None)
-    found = SearchResult("mine", JobState.FINISHED, "minimize", "eval/loss", run_id, "1", where, (record,))
+    found = SearchResult("mine", JobState.FINISHED, (Objective("eval/loss"),), run_id, "1", where, (record,))
     return api.Result(found, TrackingSettings())
 
 

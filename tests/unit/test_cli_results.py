@@ -10,6 +10,7 @@ from plait.cli.leaderboard import print_leaderboard, show, sort_records
 from plait.cli.results import store_parser, store_settings
 from plait.core.errors import ConfigError
 from plait.core.lifecycle import JobState
+from plait.core.objectives import Objective
 from plait.core.settings import TrackingSettings
 from plait.tracking.leaderboard import JobRecord
 from plait.tracking.location import Location
@@ -50,7 +51,9 @@ def test_records_are_sorted_by_a_column(column: str, names: str) -> None:
 
 def test_the_title_says_how_it_is_sorted() -> None:
     place = Location("sqlite:///x.db", Path("x"), None)
-    result = SearchResult("mine", "finished", "maximize", "eval/loss", "r", "0", place, tuple(RECORDS))
+    result = SearchResult(
+        "mine", "finished", (Objective("eval/loss", "maximize"),), "r", "0", place, tuple(RECORDS)
+    )
     titles = {}
     for order in (None, "by train.lr, smallest first"):
         text = io.StringIO()
@@ -69,7 +72,7 @@ def test_a_trial_whose_process_was_killed_is_orphaned_whatever_the_store_says(
 
     def result(state: JobState) -> SearchResult:
         records = (JobRecord("a", 0, state=JobState.FINISHED, objective=1.0), JobRecord("b", 1, state=state))
-        return SearchResult("mine", JobState.RUNNING, "minimize", "eval/loss", "r", "0", place, records)
+        return SearchResult("mine", JobState.RUNNING, (Objective("eval/loss"),), "r", "0", place, records)
 
     monkeypatch.setattr("plait.cli.leaderboard.read_search", lambda *_: result(JobState.RUNNING))
     for known, title in ((JobState.ORPHANED, "mine (orphaned)"), (JobState.RUNNING, "mine (running)")):

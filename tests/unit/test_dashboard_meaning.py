@@ -277,13 +277,11 @@ def test_the_objectives_of_a_search_are_those_of_its_finished_jobs(tmp_path: Pat
     found = SearchResult(
         name="s",
         state=JobState.FINISHED,
-        direction="minimize",
-        metric="eval/loss",
+        objectives=(Objective("eval/loss"), Objective("eval/accuracy", "maximize")),
         run_id="",
         experiment_id="",
         location=Location("sqlite:///x", tmp_path, None),
         records=records,
-        others=(Objective("eval/accuracy", "maximize"),),
     )
     assert objectives_of(found) == (
         SweepObjective("eval/loss", "minimize", {0: 0.5, 1: 0.25}),

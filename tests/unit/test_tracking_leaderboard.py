@@ -17,6 +17,7 @@ from plait.core.errors import ConfigError
 from plait.core.jobs import AdapterSpec, JobSpec
 from plait.core.lifecycle import JobResult, JobState
 from plait.core.messages import GroupStep, JobAdmitted, JobEvaluated, JobProgress
+from plait.core.objectives import Objective
 from plait.core.settings import ModelSettings, RunSettings, SearchSettings, TrackingSettings
 from plait.tracking.facts import run_parameters
 from plait.tracking.leaderboard import (
@@ -237,8 +238,7 @@ def test_an_unknown_form_lists_the_right_ones() -> None:
     result = SearchResult(
         "demo",
         JobState.FINISHED,
-        "minimize",
-        "eval/loss",
+        (Objective("eval/loss"),),
         "",
         "1",
         Location("", TrackingSettings().root, None),

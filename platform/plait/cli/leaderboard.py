@@ -116,7 +116,7 @@ def print_leaderboard(result: SearchResult, form: str, console: Console, *, orde
     if form == "table":
         if order is None:
             named = " and ".join(map(str, result.objectives))
-            order = f"Pareto front of {named} first" if result.others else f"{named} first"
+            order = f"Pareto front of {named} first" if result.objectives[1:] else f"{named} first"
         title = f"{result.name} ({result.state}), {order}"
         console.print(to_table(result.records, title, console.width))
         return

@@ -219,11 +219,9 @@ def board_of_study(settings: TrackingSettings, name: str) -> SearchResult | None
     return SearchResult(
         name=name,
         state=JobState.FINISHED if recorded.finished else JobState.PAUSED,
-        direction=first.direction,
-        metric=first.metric,
+        objectives=standing.objectives,
         run_id="",
         experiment_id="",
         location=location,
         records=tuple(board.ordered()),
-        others=tuple(others),
     )

@@ -33,30 +33,22 @@ class SearchResult:
     """A search as read from the store.
 
     Attributes:
+        objectives: the first one counts for the order of its jobs.
         records: its jobs, best objective first.
-        direction, metric: direction and metric of the objective, or of the first of several.
-        others: the other objectives.
     """
 
     name: str
     state: JobState
-    direction: str
-    metric: str
+    objectives: tuple[Objective, ...]
     run_id: str
     experiment_id: str
     location: Location
     records: tuple[JobRecord, ...]
-    others: tuple[Objective, ...] = ()
 
     @property
     def best(self) -> JobRecord | None:
         """The best finished job; None if there is none, and of several objectives, which have a front."""
-        return None if self.others else best_of(self.records, self.objectives[0])
-
-    @property
-    def objectives(self) -> tuple[Objective, ...]:
-        """All objectives."""
-        return Objective(self.metric, self.direction), *self.others
+        return None if self.objectives[1:] else best_of(self.records, self.objectives[0])
 
 
 def search_names(settings: TrackingSettings) -> list[str]:
@@ -108,13 +100,11 @@ def _result(store: Store, run: Run) -> SearchResult:
     return SearchResult(
         name=tags[names.TAG_SEARCH],
         state=JobState(tags[names.TAG_STATE]),
-        direction=board.direction,
-        metric=tags.get(names.TAG_METRIC, ""),
+        objectives=(Objective(tags.get(names.TAG_METRIC, ""), board.direction), *board.others),
         run_id=run.info.run_id,
         experiment_id=store.experiment_id,
         location=store.location,
         records=tuple(board.ordered()),
-        others=board.others,
     )
 
 
