@@ -109,5 +109,28 @@ static inline uint16_t store_bf16(float value) {
         return failed;                                                                                          \
     }
 
+/* Write an adapter's vectors into the pool. sites (m, 6): addresses of the layer's pages, of A (rank, in) and of B
+ * (out, rank), in, out, and the site's index in the table (sites, 2, rank). B's columns are copied in blocks of its
+ * rows, which then lie in the cache. */
+#define DEFINE_PLACE(NAME, TYPE)                                                                                \
+    void place_##NAME(const int64_t *sites, int64_t m, const int64_t *table, int64_t rank) {                    \
+        for (const int64_t *site = sites; site < sites + 6 * m; site += 6) {                                    \
+            TYPE *pool = (TYPE *)site[0];                                                                       \
+            const TYPE *a = (const TYPE *)site[1], *b = (const TYPE *)site[2];                                  \
+            const int64_t in = site[3], out = site[4], *at = table + 2 * rank * site[5];                        \
+            for (int64_t k = 0; k < rank; k++) memcpy(pool + at[k], a + k * in, in * sizeof(TYPE));             \
+            for (int64_t first = 0; first < out; first += LANES) {                                              \
+                int64_t count = out - first < LANES ? out - first : LANES;                                      \
+                for (int64_t k = 0; k < rank; k++) {                                                            \
+                    TYPE *to = pool + at[rank + k] + first;                                                     \
+                    const TYPE *from = b + first * rank + k;                                                    \
+                    for (int64_t i = 0; i < count; i++) to[i] = from[i * rank];                                 \
+                }                                                                                               \
+            }                                                                                                   \
+        }                                                                                                       \
+    }
+
+DEFINE_PLACE(f32, float)
+DEFINE_PLACE(bf16, uint16_t)
 DEFINE_ROWS(f32, float)
 DEFINE_ROWS(bf16, uint16_t)

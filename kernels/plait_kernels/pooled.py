@@ -13,7 +13,7 @@ import functools
 import itertools
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -191,6 +191,37 @@ def add_by_products(
             out[first:stop, end - size : end].addmm_(s, b, alpha=adapter.scale)
 
 
+def place_vectors(pool: AdapterPool, adapter: PooledAdapter, weights: Mapping[str, Sequence[Tensor]]) -> None:
+    """Write an adapter's A (rank, in) and B (out, rank) to where its table says, by compiled code on a CPU.
+
+    Args:
+        weights: by site, contiguous and in the storage's dtype.
+    """
+    library = pooled_library()
+    dtype = pool.storage[0].dtype
+    if library is None or not places(pool.storage[0]):
+        raise KernelError("place_vectors", "it needs compiled code, a CPU, and float32 or bfloat16")
+    rows = []
+    for name, (a, b) in weights.items():
+        number = pool.index[name]
+        given = (a.shape, b.shape) == ((adapter.rank, a.shape[1]), (b.shape[0], adapter.rank))
+        if not (given and all(each.dtype == dtype and each.is_contiguous() for each in (a, b))):
+            raise KernelError(
+                f"weights of {name}", f"A and B are contiguous, of rank {adapter.rank}, in {dtype}"
+            )
+        addresses = pool.storage[number].data_ptr(), a.data_ptr(), b.data_ptr()
+        rows.append((*addresses, a.shape[1], b.shape[0], number))
+    sites = torch.tensor(rows, dtype=torch.int64)
+    function = library.place_f32 if dtype == torch.float32 else library.place_bf16
+    function(sites.data_ptr(), len(rows), adapter.offsets.data_ptr(), adapter.rank)
+
+
+def places(storage: Tensor) -> bool:
+    """Whether :func:`place_vectors` runs for such a storage here."""
+    known = storage.device.type == "cpu" and storage.dtype in (torch.float32, torch.bfloat16)
+    return known and pooled_library() is not None
+
+
 def _add_rows(out: Tensor, x: Tensor, names: tuple[str, ...], rows: PooledRows) -> bool:
     """Add the single rows' adapters by a kernel; whether one runs here."""
     storage = rows.pool.storage[rows.pool.index[names[0]]]
@@ -267,4 +298,7 @@ def pooled_library() -> ctypes.CDLL | None:
             *(pointer, pointer, pointer, long, pointer, long, ctypes.c_int),
         ]
         function.restype = ctypes.c_int
+    for function in (library.place_f32, library.place_bf16):
+        function.argtypes = [pointer, long, pointer, long]
+        function.restype = None
     return library

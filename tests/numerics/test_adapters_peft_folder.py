@@ -9,10 +9,12 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft_folders import stored_pairs
+from safetensors.torch import save_file
 from torch import Tensor
 
 from plait.adapters import variants as adapters
 from plait.adapters.peft_folder import CONFIG, export_adapter, read_adapter
+from plait.adapters.tensor_file import read_tensors
 from plait.core.errors import ModelError, StorageError
 from plait.core.jobs import AdapterSpec
 from plait.core.settings import ModelSettings
@@ -168,3 +170,50 @@ def test_a_folder_is_loaded_as_it_was_exported_and_others_are_refused(tmp_path: 
         read_adapter(folder, {site.name: (site.in_features, site.out_features) for site in other.sites})
     with pytest.raises(StorageError, match="none"):
         read_adapter(tmp_path / "none", sizes)
+
+
+def test_a_file_s_tensors_are_the_library_s_and_what_is_not_its_format_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tensors"
+    made = {
+        "a": torch.randn(3, 5),
+        "b": torch.randn(7, 2).bfloat16(),
+        "c": torch.randn(5).half(),
+        "d": torch.zeros(0, 4),
+        "e": torch.tensor(2.0, dtype=torch.float64),
+    }
+    save_file(made, path, metadata={"format": "pt"})
+    found, shapes = read_tensors(path), read_tensors(path, values=False)
+    assert found.keys() == shapes.keys() == made.keys()
+    for name, tensor in made.items():
+        assert torch.equal(found[name], tensor)
+        assert (shapes[name].shape, shapes[name].dtype) == (tensor.shape, tensor.dtype)
+    whole = path.read_bytes()
+    length = int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8 : 8 + length])
+
+    def written(**told: object) -> bytes:
+        text = json.dumps(header | {"a": header["a"] | told}).encode()
+        return len(text).to_bytes(8, "little") + text + whole[8 + length :]
+
+    path.write_bytes(written())  # of another length, so that nothing is aligned
+    assert all(torch.equal(tensor, made[name]) for name, tensor in read_tensors(path).items())
+    for broken in (
+        b"",
+        whole[:6],
+        whole[: 8 + length // 2],
+        whole[:-1],
+        (1 << 60).to_bytes(8, "little") + whole[8:],
+        (4).to_bytes(8, "little") + b"[{}]",
+        written(shape=[-3, -5]),
+        written(shape=[3, 6]),
+        written(shape=[3, 5.0]),
+        written(dtype="F9"),
+        written(data_offsets=[-60, 0]),
+        written(data_offsets=[0]),
+        written(data_offsets=[len(whole), len(whole) + 60]),
+        written(shape=None),
+    ):
+        path.write_bytes(broken)
+        for values in (True, False):
+            with pytest.raises((ValueError, TypeError, KeyError, AttributeError)):
+                read_tensors(path, values=values)

@@ -26,7 +26,7 @@ from plait.serve.cells import BankAdapters
 from plait.serve.driver import Driver, Pace
 from plait.serve.engine import Engine, complete
 from plait.serve.folders import FolderAdapters
-from plait.serve.requests import Request, Sampling
+from plait.serve.requests import Completion, Request, Sampling, Update
 from plait.serve.server import Endpoint, Limits, Models, make_app
 from plait_kernels import Bank
 
@@ -171,6 +171,9 @@ def test_a_chat_goes_through_the_template_streamed_or_not(served: Served) -> Non
     tokens = served.base.tokeniser(prompt, add_special_tokens=False)["input_ids"]
     assert found["usage"]["prompt_tokens"] == len(tokens)
     assert len(choice["logprobs"]["content"]) == found["usage"]["completion_tokens"]
+    for each in choice["logprobs"]["content"]:  # a part of a character has no bytes of its own text
+        part = "\N{REPLACEMENT CHARACTER}" in each["token"]
+        assert each["bytes"] == (None if part else list(each["token"].encode()))
     chunks = stream(served, "/v1/chat/completions", body)
     assert "".join(each["choices"][0]["delta"]["content"] for each in chunks) == choice["message"]["content"]
 
@@ -193,6 +196,10 @@ GOOD = {"model": "best", "prompt": "a", "max_tokens": 1}
         (GOOD | {"unknown": True}, 422),
         (GOOD | {"prompt": ""}, 422),
         (GOOD | {"prompt": "a" * 1100}, 422),
+        (GOOD | {"stream_options": {"include_usage": True}}, 422),
+        (b'{"model": "best", "max_tokens": 1, "prompt": "\\ud800"}', 422),  # half of a surrogate pair
+        (b'{"model": "best", "max_tokens": 1, "prompt": "a", "n": "\\ud800"}', 422),
+        (b'{"model": "best", "max_tokens": 1, "prompt": "a", "\\ud800": 1}', 422),
         (b"{", 422),
         (b"[" * 2000, 400),
     ],
@@ -358,7 +365,8 @@ def test_a_request_that_cannot_be_added_for_any_reason_ends_alone(
 
     with monkeypatch.context() as broken:
         broken.setattr(served.driver.engine, "add", fail)
-        assert served.ask("/v1/completions", GOOD)[0] == 500
+        status, answer = served.ask("/v1/completions", GOOD)
+        assert (status, answer["error"]["type"]) == (500, "server_error")
     assert served.ask("/v1/completions", GOOD)[0] == 200
 
 
@@ -377,3 +385,127 @@ def test_a_request_that_has_waited_for_too_long_is_refused(
     assert found == [503]
     monkeypatch.setattr(served.driver, "_most_seconds", 100.0)
     assert served.ask("/v1/completions", GOOD)[0] == 200
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_client_that_leaves_the_queue_gives_up_its_place(
+    served: Served, streamed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(served, monkeypatch)
+    found: list[int] = []
+    client = threading.Thread(
+        target=lambda: found.append(served.ask("/v1/completions", LONG)[0]), daemon=True
+    )
+    client.start()
+    assert gate.entered.wait(60)
+    connection = served.connect()
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json", "Host": "localhost"}
+    connection.request("POST", "/v1/completions", json.dumps(LONG | {"stream": streamed}), headers)
+    scheduler = served.driver.engine.scheduler
+    while not served.driver._new:
+        time.sleep(0.001)
+    gate.permits.release(2)
+    while not (scheduler.running and scheduler.waiting == 1):
+        time.sleep(0.001)
+    assert connection.sock is not None
+    connection.sock.close()
+    for _ in range(100):  # fewer than the tokens of the one that runs: the pool has no room for both
+        gate.permits.release()
+        time.sleep(0.02)
+        if scheduler.waiting == 0:
+            break
+    assert (scheduler.waiting, len(scheduler.running), gate.steps < 100) == (0, 1, True)
+    gate.open()
+    client.join(60)
+    assert found == [200]
+    assert served.free()
+
+
+def test_a_stream_that_fails_halfway_says_so(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, steps = served.driver.engine.step, []
+
+    def third_fails() -> Any:
+        steps.append(step())
+        if len(steps) == 3:
+            raise RuntimeError("as of a device")
+        return steps[-1]
+
+    monkeypatch.setattr(served.driver.engine, "step", third_fails)
+    connection, response = served.send("/v1/completions", LONG | {"stream": True})
+    assert response.status == 200
+    events = [json.loads(line[6:]) for line in response.read().decode().split("\n\n") if line]
+    connection.close()
+    assert [("choices" in each, "error" in each) for each in events] == [(True, False)] * 2 + [(False, True)]
+    assert events[-1]["error"]["type"] == "server_error"
+    assert served.free()
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+@pytest.mark.parametrize("pieces", [0, 2])
+def test_logits_that_are_not_finite_are_an_error(
+    served: Served, streamed: bool, pieces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, step, steps = served.driver.engine, served.driver.engine.step, []
+
+    def not_finite() -> Any:
+        steps.extend(step())
+        if len(steps) <= pieces:
+            return steps[-1:]
+        engine.cancel(steps[-1].request)
+        return [Update(steps[-1].request, "", Completion((), "", "not finite"))]
+
+    monkeypatch.setattr(engine, "step", not_finite)
+    connection, response = served.send("/v1/completions", LONG | {"stream": streamed})
+    last = json.loads(response.read().decode().strip().rpartition("\n\n")[2].removeprefix("data: "))
+    connection.close()
+    assert response.status == (200 if streamed and pieces else 500)
+    assert "not finite" in last["error"]["message"]
+
+
+def test_null_is_an_options_default_and_a_stream_may_end_with_its_usage(served: Served) -> None:
+    asked = GOOD | {"max_tokens": 5, "temperature": 0}
+    nulls = dict.fromkeys(("top_p", "seed", "stop", "stream", "logprobs", "n", "stream_options", "made_up"))
+    status, whole = served.ask("/v1/completions", asked | nulls)
+    assert status == 200
+    *chunks, last = stream(served, "/v1/completions", asked | {"stream_options": {"include_usage": True}})
+    assert "".join(each["choices"][0]["text"] for each in chunks) == whole["choices"][0]["text"]
+    assert {each["usage"] for each in chunks} == {None}
+    assert (last["choices"], last["usage"]) == ([], whole["usage"])
+    without = served.ask("/v1/completions", asked | {"max_tokens": None})[1]
+    assert without["usage"]["completion_tokens"] <= 16, "OpenAI's default"
+
+
+def test_answers_without_a_seed_differ_and_with_one_they_do_not(served: Served) -> None:
+    asked = GOOD | {"max_tokens": 20, "temperature": 2}
+    texts = [
+        [served.ask("/v1/completions", asked | seed)[1]["choices"][0]["text"] for _ in range(3)]
+        for seed in ({}, {"seed": 7})
+    ]
+    assert [len(set(each)) for each in texts] == [3, 1]
+
+
+def test_a_long_prompt_does_not_keep_others_waiting(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, read = threading.Event(), threading.Event()
+    tokenise = type(served.base.tokeniser).__call__
+
+    def slow(*given: Any, **options: Any) -> Any:
+        reading.set()
+        assert read.wait(60)
+        return tokenise(*given, **options)
+
+    monkeypatch.setattr(type(served.base.tokeniser), "__call__", slow)
+    found: list[int] = []
+    client = threading.Thread(
+        target=lambda: found.append(served.ask("/v1/completions", GOOD)[0]), daemon=True
+    )
+    client.start()
+    assert reading.wait(60)
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=10)
+    connection.request("GET", "/v1/models", headers={"Authorization": f"Bearer {KEY}", "Host": "localhost"})
+    try:
+        assert connection.getresponse().status == 200
+    finally:
+        read.set()
+    client.join(60)
+    assert found == [200]
+    connection.close()

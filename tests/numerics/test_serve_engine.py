@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 
 from plait.adapters.peft_folder import export_adapter
 from plait.adapters.variants import attach
@@ -284,6 +285,13 @@ def test_an_adapter_that_cannot_be_read_any_more_ends_its_own_requests(
     assert one.tokens == two.tokens
     config = folders["rank1"] / "adapter_config.json"
     config.write_text(config.read_text().replace('"lora_alpha": ', '"lora_alpha": 1'))
+    with pytest.raises(InputError, match="has changed"):
+        adapters.find("rank1").weights()
+    weights = tmp_path / "rank1" / "adapter_model.safetensors"
+    adapters.remove("rank1")
+    adapters.add("rank1", folders["rank1"])
+    tensors = {name: tensor + 1 for name, tensor in load_file(weights).items()}
+    save_file(tensors, weights)  # of the same settings; the pool may have keys and values of the old ones
     with pytest.raises(InputError, match="has changed"):
         adapters.find("rank1").weights()
 

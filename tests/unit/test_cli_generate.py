@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from plait.cli import generate
 from plait.cli.main import main
+from plait.cli.serve import _bound
+from plait.core.errors import ConfigError
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -45,6 +48,17 @@ def test_a_row_without_a_prompt_is_named(
     path = tmp_path / "prompts.jsonl"
     path.write_text(json.dumps({"prompt": "a"}) + f"\n\n{row}\n")
     assert f"{path}, row 3" in refused(["--file", str(path)], capsys)
+
+
+def test_rows_of_prompts_end_where_lines_do_and_are_in_utf8(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    rows = [json.dumps({"prompt": text}, ensure_ascii=False) for text in ("a\u2028b", "\x85", "c")]
+    path.write_text("\ufeff" + "\r\n".join(rows), encoding="utf-8")
+    assert generate._file_prompts(path) == ["a\u2028b", "\x85", "c"]
+    path.write_bytes(b"ab\xff")
+    assert f"{path}, byte 2" in refused(["--file", str(path)], capsys)
 
 
 @pytest.mark.parametrize(
@@ -95,3 +109,10 @@ def test_an_unknown_search_is_named(
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     said = refused(["nothing", "--prompt", "a", "--root", str(tmp_path)], capsys)
     assert "nothing" in said
+
+
+def test_an_address_is_taken_while_the_model_still_loads() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+    with _bound("127.0.0.1", port), pytest.raises(ConfigError, match="no other program uses"):
+        _bound("127.0.0.1", port)

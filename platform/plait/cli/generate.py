@@ -108,7 +108,10 @@ def _file_prompts(path: Path) -> list[str]:
     file = user_path(path)
     if not file.is_file():
         raise ConfigError(f"--file {path}", f"There is no file {file.resolve()}.", "Give an existing one.")
-    lines = file.read_text(encoding="utf-8").splitlines()
+    try:
+        lines = file.read_text(encoding="utf-8-sig").split("\n")  # other separators may be part of a text
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}, byte {error.start}", "A file of prompts is text in UTF-8.") from error
     kept = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     if path.suffix != ".jsonl":
         return [line for _, line in kept]

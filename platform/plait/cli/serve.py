@@ -71,7 +71,8 @@ def main(arguments: Sequence[str]) -> int:
     shown = ", ".join(models.names[:SHOWN]) + (
         f" and {len(models.names) - SHOWN} more" * (len(models.names) > SHOWN)
     )
-    print(f"http://{known.host}:{known.port}/v1 serves {shown}; Ctrl-C stops it.", flush=True)
+    shown_host = f"[{known.host}]" if ":" in known.host else known.host
+    print(f"http://{shown_host}:{known.port}/v1 serves {shown}; Ctrl-C stops it.", flush=True)
     run(app, address)
     return EXIT_DONE
 
@@ -226,6 +227,7 @@ def _bound(host: str, port: int) -> socket.socket:
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one that has just ended is no obstacle
     try:
         bound.bind((host, port))
+        bound.listen()  # else a second program could bind it, too; clients that come early wait
     except OSError as error:
         bound.close()
         raise ConfigError(

@@ -5,15 +5,17 @@ A seam: pure data, without a server.
 
 from __future__ import annotations
 
+import json
+import secrets
 import time
 from collections.abc import Sequence
 from typing import Any, Literal
 from uuid import uuid4
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from plait.core.errors import InputError
-from plait.serve.requests import MOST_LOG_PROBABILITIES, Completion, Sampling
+from plait.serve.requests import MOST_LOG_PROBABILITIES, REPLACEMENT, Completion, Sampling
 
 # Options that change nothing with these values; a client may send them.
 NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -28,6 +30,12 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 IGNORED = ("user", "metadata", "store", "safety_identifier")
 
 
+class StreamOptions(BaseModel):
+    """What a stream has besides its pieces."""
+
+    include_usage: bool = False
+
+
 class _Body(BaseModel):
     model_config = ConfigDict(extra="allow")
 
@@ -35,9 +43,22 @@ class _Body(BaseModel):
     max_tokens: int | None = None
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
-    seed: int = Field(0, ge=0, lt=2**63)
+    seed: int | None = Field(None, ge=0, lt=2**63)
     stop: str | list[str] | None = None
     stream: bool = False
+    stream_options: StreamOptions | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, values: Any) -> Any:
+        """Null leaves an option out. JSON's escapes can name what no UTF-8 has, which is refused."""
+        try:
+            json.dumps(values, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError("half of a surrogate pair is no character") from error
+        if not isinstance(values, dict):
+            return values
+        return {name: value for name, value in values.items() if value is not None}
 
     @property
     def new_tokens(self) -> int | None:
@@ -50,25 +71,26 @@ class _Body(BaseModel):
         return None
 
     def sampling(self, most_new_tokens: int) -> Sampling:
-        """How tokens are chosen.
+        """How tokens are chosen; without a seed by one of its own, so that a prompt has several answers.
 
         Raises:
             InputError: an option that is not supported, or out of range.
         """
         for name, value in (self.model_extra or {}).items():
-            if value is not None and name not in IGNORED and value not in NEUTRAL.get(name, ()):
+            if name not in IGNORED and value not in NEUTRAL.get(name, ()):
                 raise InputError(f"{name}={str(value)[:100]}", "This server does not support it.")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if len(stop) > 4:
             raise InputError(f"{len(stop)} stop texts", "There may be four.")
         if self.stream and self.scored is not None:
             raise InputError("log-probabilities with stream", "They are given without stream alone.")
+        if self.stream_options is not None and not self.stream:
+            raise InputError("stream_options without stream", "They are options of a stream.")
         wanted = most_new_tokens if self.new_tokens is None else self.new_tokens
         if wanted > most_new_tokens:
             raise InputError(f"{wanted} new tokens", f"At most {most_new_tokens} may be asked for.")
-        return Sampling(
-            wanted, self.temperature, self.top_p, self.seed, stop=stop, log_probabilities=self.scored
-        )
+        seed = secrets.randbits(63) if self.seed is None else self.seed
+        return Sampling(wanted, self.temperature, self.top_p, seed, stop=stop, log_probabilities=self.scored)
 
 
 class TextBody(_Body):
@@ -133,19 +155,25 @@ class AdapterBody(BaseModel):
 
 
 class Answer:
-    """Forms of one answer: whole, or piece by piece."""
+    """Forms of one answer: whole, or piece by piece.
 
-    def __init__(self, model: str, *, chat: bool) -> None:
+    Args:
+        prompt: tokens of the prompt.
+        counted: whether a stream ends with its usage.
+    """
+
+    def __init__(self, model: str, prompt: int, *, chat: bool, counted: bool = False) -> None:
         self._chat = chat
         self._model = model
+        self._prompt = prompt
+        self.counted = counted
         self._id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid4().hex}"
         self._created = int(time.time())
 
-    def whole(self, ended: Completion, prompt: int, tokens: Sequence[str], tops: Sequence[Any]) -> Any:
+    def whole(self, ended: Completion, tokens: Sequence[str], tops: Sequence[Any]) -> Any:
         """The answer with its usage.
 
         Args:
-            prompt: tokens of the prompt.
             tokens: each new token's text.
             tops: for each new token, pairs of text and log-probability.
         """
@@ -153,19 +181,29 @@ class Answer:
         part = {"message": message} if self._chat else {"text": ended.text}
         scores = _scores(ended, tokens, tops, chat=self._chat) if ended.scores else None
         choice = {"index": 0, "finish_reason": ended.reason, "logprobs": scores} | part
-        new = len(ended.tokens)
-        usage = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
-        return self._frame("chat.completion" if self._chat else "text_completion", choice) | {"usage": usage}
+        return self._frame("chat.completion" if self._chat else "text_completion", choice) | self._used(ended)
 
     def piece(self, text: str, reason: str | None) -> Any:
         """One chunk of a stream."""
         part = {"delta": {"role": "assistant", "content": text}} if self._chat else {"text": text}
         choice = {"index": 0, "finish_reason": reason, "logprobs": None} | part
-        return self._frame("chat.completion.chunk" if self._chat else "text_completion", choice)
+        return self._chunk(choice) | ({"usage": None} if self.counted else {})
 
-    def _frame(self, kind: str, choice: dict[str, Any]) -> dict[str, Any]:
+    def usage(self, ended: Completion) -> Any:
+        """The chunk of a stream that has its usage alone."""
+        return self._chunk() | self._used(ended)
+
+    def _used(self, ended: Completion) -> dict[str, Any]:
+        new = len(ended.tokens)
+        counts = {"prompt_tokens": self._prompt, "completion_tokens": new, "total_tokens": self._prompt + new}
+        return {"usage": counts}
+
+    def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
+        return self._frame("chat.completion.chunk" if self._chat else "text_completion", *choices)
+
+    def _frame(self, kind: str, *choices: dict[str, Any]) -> dict[str, Any]:
         head = {"id": self._id, "object": kind, "created": self._created, "model": self._model}
-        return head | {"choices": [choice]}
+        return head | {"choices": list(choices)}
 
 
 def _scores(ended: Completion, tokens: Sequence[str], tops: Sequence[Any], *, chat: bool) -> dict[str, Any]:
@@ -182,4 +220,5 @@ def _scores(ended: Completion, tokens: Sequence[str], tops: Sequence[Any], *, ch
 
 
 def _score(token: str, value: float) -> dict[str, Any]:
-    return {"token": token, "logprob": value, "bytes": list(token.encode())}
+    """A token with its bytes; those of one that is a part of a character are not known by its text."""
+    return {"token": token, "logprob": value, "bytes": None if REPLACEMENT in token else list(token.encode())}

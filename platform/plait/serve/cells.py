@@ -17,7 +17,7 @@ from torch import Tensor
 from plait.core.errors import InputError, PlaitError, StorageError
 from plait_kernels import Bank, Site
 from plait_kernels.bank import WEIGHTS
-from plait_kernels.pooled import PooledAdapter
+from plait_kernels.pooled import AdapterPool, PooledAdapter, place_vectors, places
 
 LEAST_PAGE, MOST_PAGE = 16, 64  # tokens of a page
 Weights = Mapping[str, tuple[Tensor, ...]]
@@ -266,17 +266,22 @@ def page_tokens(token_elements: int, cells: Sequence[tuple[int, int]], least: in
 
 
 class CellStore:
-    """Adapters in host memory, as their pages will hold them: loaded when first needed, kept up to a limit.
+    """Adapters in host memory, in the pool's dtype: loaded when first needed, kept up to a limit.
 
     Args:
         layout: where cells lie.
         pool: each layer's pages, (pages, elements).
+        sites: the same pages for each site.
         most_bytes: of what is kept on the host; the least recently needed goes first. 0: nothing is kept.
     """
 
-    def __init__(self, layout: CellLayout, pool: Sequence[Tensor], *, most_bytes: int = 0) -> None:
+    def __init__(
+        self, layout: CellLayout, pool: Sequence[Tensor], sites: AdapterPool, *, most_bytes: int = 0
+    ) -> None:
         self.layout = layout
         self._pool = pool
+        self._sites = sites
+        self._direct = places(pool[0])  # the file's tensors are kept, and written into their pages at once
         self._most_bytes = most_bytes
         self._kept: dict[Hashable, list[Tensor]] = {}
         self._bytes = 0
@@ -300,7 +305,11 @@ class CellStore:
                 self._coming[key] = self._reader.submit(self._loaded, each)
 
     def _loaded(self, adapter: Adapter) -> list[Tensor]:
-        found = self.layout.pack(adapter, _read(adapter), self._pool[0])
+        weights = _read(adapter)
+        if self._direct:
+            dtype = self._pool[0].dtype
+            return [side.to(dtype).contiguous() for name in sorted(weights) for side in weights[name]]
+        found = self.layout.pack(adapter, weights, self._pool[0])
         pinned = self._most_bytes and self._pool[0].device.type == "cuda"
         return [each.cpu().pin_memory() for each in found] if pinned else found
 
@@ -310,8 +319,20 @@ class CellStore:
         Raises:
             StorageError: its weights cannot be read.
         """
-        packed = self._packed(adapter)
+        found = self._found(adapter)
         placement = self.layout.placement(adapter)
+        page, inside = placement.page, placement.inside
+        at = torch.tensor(pages)[page.clamp(min=0)] * self.layout.elements + inside
+        offsets = torch.where(page < 0, -1, at).to(self._pool[0].device)
+        placed = PooledAdapter(adapter.rank, adapter.scale, adapter.sites, offsets)
+        if self._direct:
+            sides = zip(found[::2], found[1::2], strict=True)
+            place_vectors(self._sites, placed, dict(zip(sorted(adapter.sites), sides, strict=True)))
+        else:
+            self._place_packed(found, placement, pages)
+        return placed
+
+    def _place_packed(self, packed: Sequence[Tensor], placement: Placement, pages: Sequence[int]) -> None:
         device = self._pool[0].device
         own = torch.tensor(pages, device=device)
         left = iter(packed)
@@ -319,12 +340,8 @@ class CellStore:
             for piece in pieces:
                 values = next(left).to(device, non_blocking=True)
                 layer[own[piece.first : piece.first + piece.pages], : values.shape[1]] = values
-        page, inside = placement.page, placement.inside
-        at = torch.tensor(pages)[page.clamp(min=0)] * self.layout.elements + inside
-        offsets = torch.where(page < 0, -1, at).to(device)
-        return PooledAdapter(adapter.rank, adapter.scale, adapter.sites, offsets)
 
-    def _packed(self, adapter: Adapter) -> list[Tensor]:
+    def _found(self, adapter: Adapter) -> list[Tensor]:
         found = self._kept.pop(adapter.key, None)
         if found is None:
             coming = self._coming.pop(adapter.key, None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -82,7 +82,7 @@ class Driver:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
-    async def stream(self, request: Request) -> AsyncIterator[Update]:
+    async def stream(self, request: Request) -> AsyncGenerator[Update]:
         """The updates of a request, to its end. Closing the iterator earlier frees its pages.
 
         Raises:
@@ -127,18 +127,26 @@ class Driver:
             self._changed.notify()
 
     def _run(self) -> None:
-        while True:
+        try:
+            while not self._stopping:
+                self._iterate()
+        finally:  # whatever ends this thread, no request waits for it
             with self._changed:
-                self._changed.wait_for(lambda: self._new or self._active or self._stopping)
-                new, self._new = self._new, []
-                if self._stopping:
-                    break
-            for ticket in new:
-                self._add(ticket)
-            self._leave()
-            self._step()
-        for ticket in [*new, *self._active.values()]:
-            ticket.deliver(BusyError())
+                self._stopping = True
+                left = [*self._new, *self._active.values()]
+            for ticket in left:
+                ticket.deliver(BusyError())
+
+    def _iterate(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._new or self._active or self._stopping)
+            if self._stopping:
+                return
+            new, self._new = self._new, []
+        for ticket in new:
+            self._add(ticket)
+        self._leave()
+        self._step()
 
     def _leave(self) -> None:
         """Cancel requests whose clients have left, and those that have waited for too long."""

@@ -38,6 +38,7 @@ class _Running:
         demand: what it needs of the pool.
         stored: tokens whose keys and values are in the cache.
         placed: its adapter in the pool, once it runs.
+        pages: those of its tokens, once it runs.
     """
 
     request: Request
@@ -47,6 +48,7 @@ class _Running:
     ending: frozenset[int]
     stored: int = 0
     placed: PooledAdapter | None = None
+    pages: tuple[int, ...] = ()
     new: list[int] = field(default_factory=list)
     scores: list[Score] = field(default_factory=list)
 
@@ -99,9 +101,9 @@ class Engine:
         shape = pages, self._layout.elements
         pool = [torch.zeros(shape, dtype=base.dtype, device=base.device) for _ in layers]
         self._cache = PagedCache(pool, self.page_tokens)
-        self.store = CellStore(self._layout, pool, most_bytes=host_bytes)
         storage = [pool[index].view(-1) for index, own in enumerate(layers) for _ in own]
         self._pool = AdapterPool(base.sites, tuple(storage))
+        self.store = CellStore(self._layout, pool, self._pool, most_bytes=host_bytes)
         self._requests: dict[int, _Running] = {}
         self._next = 0
 
@@ -202,7 +204,7 @@ class Engine:
         if not numbers:
             return updates
         batch = [self._requests[number] for number in numbers]
-        hidden, ends = self._hidden(numbers, batch)
+        hidden, ends = self._hidden(batch)
         for each in beginnings:
             each.value = True
         rows = list(zip(numbers, batch, ends, strict=True))
@@ -245,6 +247,7 @@ class Engine:
         beginnings: list[Shared] = []
         for number in self.scheduler.admit():
             each = self._requests[number]
+            each.pages = self._pages(number)
             entries = {need.key: self.scheduler.pool.shared[need.key] for need in each.demand.needs}
             try:
                 for key, entry in entries.items():
@@ -277,7 +280,7 @@ class Engine:
         each = self._requests[number]
         return (not each.stored, each.request.adapter or "", number)
 
-    def _hidden(self, numbers: Sequence[int], batch: Sequence[_Running]) -> tuple[Tensor, Sequence[int]]:
+    def _hidden(self, batch: Sequence[_Running]) -> tuple[Tensor, Sequence[int]]:
         """Hidden rows of all requests, and where each one's end; their keys and values are stored."""
         rows = [each.rows for each in batch]
         lengths = [len(each) for each in rows]
@@ -294,7 +297,7 @@ class Engine:
             cache=self._cache,
         )
         self._cache.place(
-            [self._pages(number) for number in numbers], starts, lengths, sum(1 for start in starts if start)
+            [each.pages for each in batch], starts, lengths, sum(1 for start in starts if start)
         )
         hidden = self._base.hidden(context)
         for each, length in zip(batch, lengths, strict=True):
@@ -357,7 +360,11 @@ class Engine:
         return Update(number, piece, Completion(tuple(each.new), each.text.text, reason, tuple(each.scores)))
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        return str(self._base.tokeniser.decode(list(tokens), skip_special_tokens=True))
+        options = {
+            "skip_special_tokens": True,
+            "clean_up_tokenization_spaces": False,
+        }  # later tokens change nothing
+        return str(self._base.tokeniser.decode(list(tokens), **options))
 
 
 def needed_tokens(request: Request, max_length: int) -> int:

@@ -11,8 +11,8 @@ from pathlib import Path
 from threading import Lock
 from types import MappingProxyType
 
-from plait.adapters.peft_folder import quantised_base, read_adapter
-from plait.core.errors import InputError, ModelError
+from plait.adapters.peft_folder import CONFIG, WEIGHTS, quantised_base, read_adapter
+from plait.core.errors import InputError, ModelError, StorageError
 from plait.core.settings import WHOLE
 from plait.models.base import BaseModel
 from plait.models.quiet import say
@@ -20,6 +20,7 @@ from plait.serve.cells import Adapter, Weights
 
 HOST_BYTES = 1 << 30  # of adapters that are kept in memory beside the pool
 Sizes = Mapping[str, tuple[int, int]]
+Stamp = tuple[tuple[int, int, int], ...]  # of each file: its number, bytes, and when it changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class FolderAdapter:
     scale: float
     sites: frozenset[str]
     sizes: Sizes
+    stamp: Stamp
     pooled: bool = True
 
     @property
@@ -47,13 +49,28 @@ class FolderAdapter:
             StorageError, ModelError: it is not what it was.
         """
         stored = read_adapter(self.folder, self.sizes)
-        if (stored.rank, stored.scale, frozenset(stored.weights)) != (self.rank, self.scale, self.sites):
+        if _stamp(self.folder) != self.stamp:  # keys and values in the pool are those of the old weights
             raise InputError(
                 f"{self.folder} has changed",
-                "An adapter's settings are those with which it was added.",
+                "An adapter is the one that was in its folder when it was added.",
                 "Remove the adapter, and add it again.",
             )
         return stored.weights
+
+
+def _stamp(folder: Path) -> Stamp:
+    """What changes when one of its files does.
+
+    Raises:
+        StorageError: there is no such file.
+    """
+    try:
+        files = [(folder / name).stat() for name in (CONFIG, WEIGHTS)]
+    except OSError as error:
+        raise StorageError(
+            f"{folder}: {error.strerror}", f"An adapter's folder has {CONFIG} and {WEIGHTS}."
+        ) from error
+    return tuple((each.st_ino, each.st_size, each.st_mtime_ns) for each in files)
 
 
 class FolderAdapters:
@@ -77,6 +94,11 @@ class FolderAdapters:
         with self._lock:
             return tuple(self._adapters)
 
+    def __contains__(self, name: str) -> bool:
+        """Whether there is an adapter with this name."""
+        with self._lock:
+            return name in self._adapters
+
     def add(self, name: str, folder: Path) -> None:
         """Add an adapter.
 
@@ -84,7 +106,8 @@ class FolderAdapters:
             InputError: the name is taken.
             StorageError, ModelError: the folder has none for this base model.
         """
-        stored = read_adapter(folder, self._sizes)
+        stamp = _stamp(folder)
+        stored = read_adapter(folder, self._sizes, values=False)
         self._check_base(folder, quantised_base(folder))
         with self._lock:
             if name in self._adapters:
@@ -93,7 +116,14 @@ class FolderAdapters:
                 )
             self._added += 1
             self._adapters[name] = FolderAdapter(
-                name, folder, self._added, stored.rank, stored.scale, frozenset(stored.weights), self._sizes
+                name,
+                folder,
+                self._added,
+                stored.rank,
+                stored.scale,
+                frozenset(stored.weights),
+                self._sizes,
+                stamp,
             )
 
     def _check_base(self, folder: Path, trained: str | None) -> None:

@@ -11,6 +11,7 @@ from plait.core.errors import InputError, PlaitError
 
 Reason = Literal["stop", "length", "scored", "not finite"]
 MOST_LOG_PROBABILITIES = 20  # as OpenAI's
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # in place of a character of which bytes are missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,25 +122,33 @@ class Update:
 class GrowingText:
     """The text of a growing list of tokens, given out in pieces that later tokens cannot change.
 
-    Held back are a character of which bytes are missing, and what may become a stop text.
+    Held back are a character of which bytes are missing, and what may become a stop text. Only the newest
+    tokens are decoded, beside those just before them, on which their text may depend.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stop: tuple[str, ...]) -> None:
         self._decode = decode
         self._stop = stop
         self._given = 0
+        self._settled = ""  # the text of all tokens before the last ones
+        self._before, self._settling = 0, 0  # tokens decoded beside the last ones, and where these begin
         self.text = ""
 
     def extend(self, tokens: Sequence[int]) -> bool:
         """Take all tokens so far; whether a stop text ends them."""
-        whole = self._decode(tokens)
-        ends = [at for at in map(whole.find, self._stop) if at >= 0]
+        before = self._decode(tokens[self._before : self._settling])
+        last = self._decode(tokens[self._before :])[len(before) :]
+        whole = self._settled + last
+        # what has been given out holds no stop text, and none's beginning
+        ends = [at for at in (whole.find(stop, self._given) for stop in self._stop) if at >= 0]
+        if last and not last.endswith(REPLACEMENT):
+            self._settled, self._before, self._settling = whole, self._settling, len(tokens)
         self.text = whole[: min(ends)] if ends else whole
         return bool(ends)
 
     def piece(self, *, last: bool) -> str:
         """The next piece; the last one has all that is left."""
-        safe = self.text if last else self.text.rstrip("\N{REPLACEMENT CHARACTER}")
+        safe = self.text if last else self.text.rstrip(REPLACEMENT)
         if not last:
             safe = safe[: len(safe) - max((_begun(safe, stop) for stop in self._stop), default=0)]
         piece = safe[self._given :]
@@ -149,4 +158,5 @@ class GrowingText:
 
 def _begun(text: str, stop: str) -> int:
     """Characters at the end of a text with which a stop text begins."""
-    return next((size for size in range(len(stop) - 1, 0, -1) if text.endswith(stop[:size])), 0)
+    most = min(len(stop) - 1, len(text))
+    return next((size for size in range(most, 0, -1) if text.endswith(stop[:size])), 0)

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from plait.serve.requests import Sampling, Score
 
+SORTED = 1024  # likeliest tokens, which mostly have enough of the probability
+
 
 def choose_tokens(logits: Tensor, samplings: Sequence[Sampling], counts: Sequence[int]) -> list[int]:
     """One token for each row of ``logits``; ``counts`` are the new tokens that its request has already."""
@@ -33,23 +35,40 @@ def _uniform(seed: int, count: int) -> float:
 
 
 def _draw(logits: Tensor, samplings: Sequence[Sampling], values: Sequence[float]) -> list[int]:
-    """The token at each value of the distribution function over the likeliest tokens, in float64."""
-
-    def column(numbers: Sequence[float]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.float64, device=logits.device).unsqueeze(1)
-
-    temperature = column([each.temperature for each in samplings])
-    top_p = column([each.top_p for each in samplings])
+    """The token at each value of the distribution function, in float64: over the vocabulary in its order, or
+    over the likeliest tokens, for which it is sorted."""
+    temperature = _column([each.temperature for each in samplings], logits)
     scaled = (logits.double() - logits.amax(-1, keepdim=True).double()) / temperature
-    ordered, tokens = torch.softmax(scaled, dim=-1).sort(dim=-1, descending=True, stable=True)
+    shares = torch.softmax(scaled, dim=-1)
+    drawn = [0] * len(samplings)
+    for likeliest in (False, True):
+        rows = [row for row, each in enumerate(samplings) if (each.top_p < 1) == likeliest]
+        if rows:
+            own, wanted = shares[rows], _column([values[row] for row in rows], logits)
+            top_p = _column([samplings[row].top_p for row in rows], logits)
+            tokens = _likeliest(own, top_p, wanted) if likeliest else _place(own.cumsum(-1), wanted)
+            for row, token in zip(rows, tokens.squeeze(1).tolist(), strict=True):
+                drawn[row] = token
+    return drawn
+
+
+def _column(numbers: Sequence[float], logits: Tensor) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64, device=logits.device).unsqueeze(1)
+
+
+def _place(sums: Tensor, wanted: Tensor) -> Tensor:
+    """Where sums exceed a share of the last one; the last place if none does."""
+    return (sums <= wanted * sums[:, -1:]).sum(-1, keepdim=True).clamp(max=sums.shape[-1] - 1)
+
+
+def _likeliest(shares: Tensor, top_p: Tensor, wanted: Tensor) -> Tensor:
+    """The tokens drawn of the likeliest ones that together have at least ``top_p``."""
+    ordered, tokens = shares.topk(min(SORTED, shares.shape[-1]))
+    if bool((ordered.sum(-1, keepdim=True) < top_p).any()):
+        ordered, tokens = shares.sort(dim=-1, descending=True, stable=True)
     sums = ordered.cumsum(-1)
     kept = (sums - ordered) < top_p  # the first is always kept
-    mass = (ordered * kept).sum(-1, keepdim=True)
-    wanted = column(values) * mass
-    last = (kept.sum(-1, keepdim=True) - 1).clamp(min=0)  # none is kept of logits that are not finite
-    place = torch.minimum((sums <= wanted).sum(-1, keepdim=True), last)
-    found: list[int] = tokens.gather(1, place).squeeze(1).tolist()
-    return found
+    return tokens.gather(1, _place((ordered * kept).cumsum(-1), wanted))
 
 
 def score_tokens(logits: Tensor, samplings: Sequence[Sampling], tokens: Sequence[int]) -> list[Score | None]:

@@ -5,21 +5,24 @@ A seam: only `plait serve` needs the server's libraries.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
+import logging
 import math
 import socket
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.background import BackgroundTask
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -32,12 +35,16 @@ from plait.serve import metrics, requests
 from plait.serve.bodies import AdapterBody, Answer, ChatBody, TextBody
 from plait.serve.driver import BusyError, Driver
 from plait.serve.folders import FolderAdapters
-from plait.serve.requests import Completion
+from plait.serve.requests import Completion, Update
 from plait.utils.paths import user_path
 
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 JSON = "application/json"
 STOPPING_SECONDS = 30
+LOG = logging.getLogger("uvicorn.error")
+FAILED = "The server failed; its log says why."
+STOPPED = "The server is stopping."
+Made = TypeVar("Made")
 WORDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -84,7 +91,8 @@ class Models:
     def adapter(self, model: str) -> str | None:
         """The adapter of a model; HTTPException if there is no such model."""
         found = self.named.get(model, model)
-        if model not in self.names or (self.adapters and found not in (None, *self.adapters.names)):
+        known = model in self.named if self.adapters is None else found is None or found in self.adapters
+        if not known:
             raise HTTPException(404, f"There is no model {model[:100]!r}; /v1/models lists them.")
         return found
 
@@ -153,22 +161,29 @@ class Endpoint:
 
     async def text(self, body: TextBody, request: Request) -> Response:
         """Continue a text."""
-        tokens = self._base.tokeniser(body.prompt)["input_ids"]
-        return await self._answer(body, tuple(tokens), request, chat=False)
+        self._models.adapter(body.model)
+        tokens = await run_in_threadpool(self._tokens, body.prompt)  # a long one takes a while
+        return await self._answer(body, tokens, request, chat=False)
+
+    def _tokens(self, text: str, **options: bool) -> tuple[int, ...]:
+        return tuple(self._base.tokeniser(text, **options)["input_ids"])
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
         """Answer a chat."""
-        tokeniser = self._base.tokeniser
         self._models.adapter(body.model)
-        if not tokeniser.chat_template:
+        if not self._base.tokeniser.chat_template:
             raise HTTPException(422, "The model's tokeniser has no chat template: use /v1/completions.")
+        tokens = await run_in_threadpool(self._chat_tokens, body)
+        return await self._answer(body, tokens, request, chat=True)
+
+    def _chat_tokens(self, body: ChatBody) -> tuple[int, ...]:
+        tokeniser = self._base.tokeniser
         messages = [message.plain() for message in body.messages]
         try:
             text = tokeniser.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # a template may raise any error of Jinja's
             raise HTTPException(422, f"The chat template refuses the messages: {error}") from error
-        tokens = tokeniser(text, add_special_tokens=False)["input_ids"]
-        return await self._answer(body, tuple(tokens), request, chat=True)
+        return self._tokens(str(text), add_special_tokens=False)
 
     async def _answer(
         self, body: TextBody | ChatBody, tokens: tuple[int, ...], request: Request, *, chat: bool
@@ -176,42 +191,91 @@ class Endpoint:
         adapter = self._models.adapter(body.model)
         sampling = body.sampling(self._limits.new_tokens)
         updates = self._driver.stream(requests.Request(tokens, adapter, sampling))
-        answer = Answer(body.model, chat=chat)
+        counted = body.stream_options is not None and body.stream_options.include_usage
+        answer = Answer(body.model, len(tokens), chat=chat, counted=counted)
         if body.stream:
-            first = await anext(updates)  # an error still has a status of its own
-            return StreamingResponse(_events(answer, first, updates), media_type="text/event-stream")
-        async with aclosing(updates):  # type: ignore[type-var]
-            async for update in updates:
-                if update.ended is not None:
-                    return JSONResponse(self._whole(answer, update.ended, len(tokens)))
-                if await request.is_disconnected():
-                    break
-        return Response(status_code=499)  # the client has left
+            first = await _unless_left(request, _first(updates))  # an error still has a status of its own
+            return StreamingResponse(
+                _events(answer, first, updates),
+                media_type="text/event-stream",
+                background=BackgroundTask(updates.aclose),  # of a client that has left before the first piece
+            )
+        return JSONResponse(self._whole(answer, await _unless_left(request, _ended(updates))))
 
-    def _whole(self, answer: Answer, ended: Completion, prompt: int) -> Any:
-        if ended.reason == "not finite":
-            raise HTTPException(500, "The adapter's logits are not finite.")
+    def _whole(self, answer: Answer, ended: Completion) -> Any:
         scored = ended.tokens if ended.scores else ()
         tops = [[(self._word(token), value) for token, value in score.top] for score in ended.scores]
-        return answer.whole(ended, prompt, [self._word(token) for token in scored], tops)
+        return answer.whole(ended, [self._word(token) for token in scored], tops)
 
     def _word(self, token: int) -> str:
         return str(self._base.tokeniser.decode([token]))
 
 
-async def _events(answer: Answer, first: requests.Update, updates: Any) -> AsyncIterator[str]:
-    """A stream's server-sent events; when the client leaves, the iterator is closed and pages are freed."""
+async def _unless_left(request: Request, work: Coroutine[Any, Any, Made]) -> Made:
+    """What comes of some work for a client; once the client has left, the work is cancelled."""
+    made = asyncio.ensure_future(work)
+    left = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait((made, left), return_when=asyncio.FIRST_COMPLETED)
+        if made.done():
+            return made.result()
+        raise HTTPException(499, "The client has left.")
+    finally:
+        for each in (made, left):
+            each.cancel()
+        await asyncio.gather(made, left, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _first(updates: AsyncIterator[Update]) -> Update:
+    return _finite(await anext(updates))
+
+
+async def _ended(updates: AsyncGenerator[Update]) -> Completion:
     async with aclosing(updates):
-        yield _event(answer, first)
-        if first.ended is None:
-            async for update in updates:
-                yield _event(answer, update)
-    yield "data: [DONE]\n\n"
+        *_, last = [_finite(update) async for update in updates]
+    assert last.ended is not None
+    return last.ended
 
 
-def _event(answer: Answer, update: requests.Update) -> str:
-    reason = None if update.ended is None else update.ended.reason
-    return f"data: {json.dumps(answer.piece(update.text, reason))}\n\n"
+def _finite(update: Update) -> Update:
+    if update.ended is not None and update.ended.reason == "not finite":
+        raise HTTPException(500, "The adapter's logits are not finite.")
+    return update
+
+
+async def _events(answer: Answer, first: Update, updates: AsyncGenerator[Update]) -> AsyncIterator[str]:
+    """A stream's server-sent events, the last of which may be an error. When the client leaves, the iterator
+    is closed and pages are freed."""
+    try:
+        async with aclosing(updates):
+            last = first
+            yield _event(answer, first)
+            if first.ended is None:
+                async for last in updates:
+                    yield _event(answer, _finite(last))
+        if answer.counted and last.ended is not None:
+            yield _data(answer.usage(last.ended))
+        yield "data: [DONE]\n\n"
+    except HTTPException as error:
+        yield _data(_error_body(error.status_code, str(error.detail)))
+    except BusyError:
+        yield _data(_error_body(503, STOPPED))
+    except Exception:
+        LOG.exception("An answer failed.")
+        yield _data(_error_body(500, FAILED))
+
+
+def _event(answer: Answer, update: Update) -> str:
+    return _data(answer.piece(update.text, None if update.ended is None else update.ended.reason))
+
+
+def _data(value: Any) -> str:
+    return f"data: {json.dumps(value)}\n\n"
 
 
 class Guard:
@@ -280,8 +344,8 @@ def _add_errors(app: FastAPI) -> None:
         return _error(error.status_code, str(error.detail))
 
     async def wrong(_: Request, error: Any) -> Response:
-        said = [f"{'.'.join(map(str, each['loc'][1:]))}: {each['msg']}" for each in error.errors()]
-        return _error(422, "; ".join(said)[:1000])
+        places = [(".".join(map(str, each["loc"][1:])), each["msg"]) for each in error.errors()]
+        return _error(422, "; ".join(f"{place or 'body'}: {said}" for place, said in places)[:1000])
 
     async def unusable(_: Request, error: Any) -> Response:
         return _error(422, str(error)[:1000])
@@ -289,6 +353,10 @@ def _add_errors(app: FastAPI) -> None:
     async def busy(_: Request, error: Any) -> Response:
         return _error(503, "The server is busy.", {"Retry-After": str(math.ceil(error.seconds))})
 
+    async def failed(_: Request, __: Any) -> Response:
+        return _error(500, FAILED)
+
+    app.add_exception_handler(Exception, failed)
     app.add_exception_handler(HTTPException, refused)
     app.add_exception_handler(RequestValidationError, wrong)
     app.add_exception_handler(PlaitError, unusable)
@@ -296,9 +364,13 @@ def _add_errors(app: FastAPI) -> None:
 
 
 def _error(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
+    return JSONResponse(_error_body(status, message), status_code=status, headers=dict(headers or {}))
+
+
+def _error_body(status: int, message: str) -> Any:
     kind = WORDS.get(status, "invalid_request_error")
-    body = {"error": {"message": message, "type": kind, "param": None, "code": status}}
-    return JSONResponse(body, status_code=status, headers=dict(headers or {}))
+    shown = message.encode(errors="backslashreplace").decode()  # it may quote half of a surrogate pair
+    return {"error": {"message": shown, "type": kind, "param": None, "code": status}}
 
 
 def run(app: FastAPI, address: socket.socket) -> None:

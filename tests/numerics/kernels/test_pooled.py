@@ -12,6 +12,8 @@ from plait_kernels.pooled import (
     PooledRows,
     add_by_products,
     add_by_triton,
+    place_vectors,
+    places,
     pooled_library,
     pooled_linear,
 )
@@ -118,3 +120,20 @@ def test_an_unknown_site_is_refused() -> None:
     made = Pooled(torch.float32)
     with pytest.raises(KernelError, match="nobody"):
         pooled_linear(made.x, made.weight, None, ("nobody",), made.rows())
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="compiled code is a CPU's")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_vectors_are_written_where_the_tables_say_and_nowhere_else(dtype: torch.dtype) -> None:
+    made = Pooled(dtype)
+    wanted = made.pool.storage[0].clone()
+    made.pool.storage[0].fill_(torch.nan)
+    assert places(made.pool.storage[0])
+    for adapter, weights in zip(made.adapters, made.weights, strict=True):
+        place_vectors(made.pool, adapter, weights)
+    assert torch.equal(made.pool.storage[0].nan_to_num(9.0), wanted.nan_to_num(9.0))
+    weights = {name: (a.T, b) for name, (a, b) in made.weights[0].items()}
+    with pytest.raises(KernelError, match="of rank 1"):
+        place_vectors(made.pool, made.adapters[0], weights)
+    with pytest.raises(KernelError, match="compiled code"):
+        place_vectors(AdapterPool(SITES, (torch.zeros(9).half(),) * 4), made.adapters[0], {})

@@ -1,0 +1,72 @@
+"""The tensors of a file in safetensors' format, as views of its bytes.
+
+A seam: the library copies each of hundreds of tensors twice, which a server that reads adapters for its
+requests feels. A map of the file would copy nothing, but if the file is cut off meanwhile, the process ends.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from io import BufferedReader
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+LENGTH = 8  # bytes at the file's beginning: the header's length
+
+
+def read_tensors(path: Path, *, values: bool = True) -> dict[str, Tensor]:
+    """The tensors by name, all views of one buffer.
+
+    Args:
+        values: False: they are on the meta device, and only the header is read.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError, TypeError, KeyError, AttributeError, RecursionError: it is not of this format, or cut off.
+    """
+    with path.open("rb") as file:
+        size = path.stat().st_size
+        header, begin = _header(file, size)
+        whole = torch.empty(size - begin if values else 0, dtype=torch.uint8)
+        into: Any = whole.numpy()
+        if values and file.readinto(into) != len(whole):
+            raise ValueError("the file is shorter than it was")
+        return {
+            name: _tensor(name, entry, whole if values else None, size - begin)
+            for name, entry in header.items()
+        }
+
+
+def _header(file: BufferedReader, size: int) -> tuple[Mapping[str, Any], int]:
+    length = int.from_bytes(file.read(LENGTH), "little")
+    if length > size - LENGTH:
+        raise ValueError(f"a header of {length} bytes in a file of {size}")
+    header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    return header, LENGTH + length
+
+
+def _tensor(name: str, entry: Mapping[str, Any], whole: Tensor | None, size: int) -> Tensor:
+    dtype, shape, (first, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+    sizes = [first, end, *shape]
+    if not all(type(each) is int and each >= 0 for each in sizes) or end > size:
+        raise ValueError(f"{name}: shape {shape}, bytes {first} to {end} of {size}")
+    if end - first != prod(shape) * dtype.itemsize:
+        raise ValueError(f"{name}: {end - first} bytes for {shape} of {entry['dtype']}")
+    if whole is None:
+        return torch.empty(shape, dtype=dtype, device="meta")
+    own = whole[first:end]
+    return (own.clone() if first % dtype.itemsize else own).view(dtype).view(shape)

@@ -1,0 +1,154 @@
+"""Texts that grow by tokens, the choice of a token, and requests whose engine has died."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plait.serve import sampling
+from plait.serve.bodies import _scores
+from plait.serve.driver import BusyError, Driver
+from plait.serve.requests import Completion, GrowingText, Request, Sampling, Score
+
+
+def grown(tokens: Sequence[Any], decode: Any, stop: tuple[str, ...]) -> tuple[list[str], str, bool]:
+    """The pieces of a text, the whole of it, and whether a stop text ended it."""
+    text, pieces, ended = GrowingText(decode, stop), [], False
+    for count in range(1, len(tokens) + 1):
+        ended = text.extend(tokens[:count])
+        pieces.append(text.piece(last=ended or count == len(tokens)))
+        if ended:
+            break
+    return pieces, text.text, ended
+
+
+def of_bytes(tokens: Sequence[bytes]) -> str:
+    return b"".join(tokens).decode(errors="replace")
+
+
+def with_blanks(tokens: Sequence[str]) -> str:
+    """As SentencePiece: the blank before the first word is left out."""
+    return "".join(tokens).replace("\u2581", " ").removeprefix(" ")
+
+
+CUT = st.lists(st.integers(0, 40), max_size=30).map(sorted)
+STOPS = st.lists(st.text("ab\u20ac\U0001f600", min_size=1, max_size=4), max_size=3).map(tuple)
+
+
+@given(st.text("ab \u20ac\U0001f600\ufffd", min_size=1, max_size=24), CUT, STOPS)
+def test_pieces_are_the_whole_text_wherever_characters_are_cut(
+    text: str, cut: list[int], stop: tuple[str, ...]
+) -> None:
+    data = text.encode()
+    ends = [*(min(at, len(data)) for at in cut), len(data)]
+    tokens = [data[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    pieces, whole, ended = grown(tokens, of_bytes, stop)
+    found = [at for at in map(text.find, stop) if at >= 0]
+    assert "".join(pieces) == whole
+    assert ended == bool(found)
+    if not found:
+        assert whole == text
+    else:
+        assert any(text.startswith(whole + each) for each in stop)
+
+
+@given(st.lists(st.sampled_from(("\u2581a", "b", "\u2581", "\u2581c")), min_size=1, max_size=20))
+def test_a_text_whose_first_blank_is_left_out_keeps_the_others(tokens: list[str]) -> None:
+    pieces, whole, _ = grown(tokens, with_blanks, ())
+    assert "".join(pieces) == whole == with_blanks(tokens)
+
+
+def test_a_text_is_not_decoded_from_its_beginning_for_every_token() -> None:
+    read = []
+
+    def decode(tokens: Sequence[str]) -> str:
+        read.append(len(tokens))
+        return "".join(tokens)
+
+    assert grown(["a"] * 1000, decode, ("b",))[1] == "a" * 1000
+    assert sum(read) < 10 * 1000
+
+
+def test_a_long_stop_text_costs_no_more_than_the_text() -> None:
+    text = GrowingText("".join, ("x" * 1_000_000,))
+    text.extend(["a"] * 10)
+    began = time.process_time()
+    assert text.piece(last=False) == "a" * 10
+    assert time.process_time() - began < 1.0  # seconds; a comparison with each of its beginnings takes twenty
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.7, 0.2])
+def test_tokens_are_drawn_as_often_as_they_are_likely(top_p: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(3)) * 2
+    every = 20_000
+    values = iter((torch.arange(every) + 0.5).div(every).tolist())
+    monkeypatch.setattr(sampling, "_uniform", lambda *_: next(values))
+    each = Sampling(temperature=0.8, top_p=top_p)
+    drawn = sampling.choose_tokens(logits.expand(every, -1), [each] * every, [0] * every)
+    shares = torch.softmax(logits[0].double() / 0.8, dim=0)
+    ordered, tokens = shares.sort(descending=True)
+    count = int((ordered.cumsum(0) < top_p).sum()) + 1 if top_p < 1 else 40
+    kept = tokens[:count]
+    wanted = torch.zeros(40, dtype=torch.float64)
+    wanted[kept] = shares[kept] / shares[kept].sum()
+    found = torch.bincount(torch.tensor(drawn), minlength=40).double() / every
+    assert float((found - wanted).abs().max()) <= 1.01 / every
+
+
+@pytest.mark.parametrize("sorted_first", [1, 3, 1000])
+def test_what_is_drawn_does_not_depend_on_how_much_is_sorted(
+    sorted_first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits = torch.randn(30, 40, generator=torch.Generator().manual_seed(4))
+    settings = [
+        Sampling(temperature=1.0, top_p=(0.05, 0.5, 0.99, 1.0)[row % 4], seed=row) for row in range(30)
+    ]
+    wanted = sampling.choose_tokens(logits, settings, range(30))
+    monkeypatch.setattr(sampling, "SORTED", sorted_first)
+    assert sampling.choose_tokens(logits, settings, range(30)) == wanted
+    alone = [
+        sampling.choose_tokens(logits[row : row + 1], settings[row : row + 1], [row])[0] for row in range(30)
+    ]
+    assert alone == wanted
+
+
+def test_a_part_of_a_character_has_no_bytes_of_its_own_text() -> None:
+    scores = (Score(-1.0, ((1, -1.0),)), Score(-2.0, ((2, -2.0),)))
+    tops = [[("\N{REPLACEMENT CHARACTER}", -1.0)], [("\u20ac", -2.0)]]
+    shown = _scores(Completion((1, 2), "", "stop", scores), [top[0][0] for top in tops], tops, chat=True)
+    assert [each["bytes"] for each in shown["content"]] == [None, [0xE2, 0x82, 0xAC]]
+    assert [each["top_logprobs"][0]["bytes"] for each in shown["content"]] == [None, [0xE2, 0x82, 0xAC]]
+
+
+class Dying:
+    """An engine whose iteration ends its thread."""
+
+    scheduler = SimpleNamespace(waiting=0)
+    running = ()
+
+    def add(self, _: Request) -> int:
+        return 0
+
+    def step(self) -> None:
+        sys.exit("as memory has run out")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_nobody_waits_for_a_thread_that_has_died() -> None:
+    driver = Driver(Dying(), most_waiting=9)  # type: ignore[arg-type]
+
+    async def ask() -> None:
+        await asyncio.wait_for(anext(driver.stream(Request((1,)))), 60)
+
+    for _ in range(2):
+        with pytest.raises(BusyError):
+            asyncio.run(ask())
