@@ -326,6 +326,56 @@ def test_once_all_have_trained_one_that_fails_to_start_is_left_out(tmp_path: Pat
         assert len(together().processes) == 1
 
 
+class Answering(Silent):
+    """A process that joins, and says this of every request."""
+
+    def __init__(self, reply: Answer | Refusal, address: Address, key: bytes, number: int, log: Path) -> None:
+        super().__init__(log)
+        self._channel = connect(address, key)
+        self._channel.send(Hello(number, "here", 1))
+        threading.Thread(target=self._serve, args=(reply,), daemon=True).start()
+
+    def _serve(self, reply: Answer | Refusal) -> None:
+        with suppress(EOFError, OSError):
+            while not isinstance(self._channel.receive(), Goodbye):
+                self._channel.send(reply)
+
+
+@pytest.mark.parametrize(
+    ("reply", "why"),
+    [
+        (Refusal(ModelError("no such file", "A rule.", "A remedy.")), "no such file"),
+        (Answer(model="another"), "another model than the others have"),
+    ],
+)
+def test_once_all_have_trained_one_that_cannot_load_the_model_any_more_is_left_out(
+    tmp_path: Path, reply: Answer | Refusal, why: str
+) -> None:
+    running: list[Started] = []
+    said: list[str] = []
+
+    def start(address: Address, key: bytes, number: int, log: Path) -> Started:
+        unable = number == 1 and len(running) > 2
+        kind = partial(Answering, reply) if unable else ForkedProcess
+        running.append(kind(address, key, number, log))
+        return running[-1]
+
+    with closing(Launcher(SETTINGS.cluster, start=start)) as launcher:
+        launcher.say = said.append
+
+        def together() -> Fleet:
+            return launcher.fleet(tmp_path, SETTINGS, DataCatalogue(random_data))
+
+        fleet = together()
+        running[1].kill()
+        with pytest.raises(LostProcessError, match="process 1"):
+            fleet.execute(Attach(JOB))
+        with pytest.raises(LostProcessError, match=why):
+            together()
+        assert said[-1] == f"process 1 is left out: {why}"
+        assert len(together().processes) == 1
+
+
 def test_the_user_may_interrupt_processes_that_come_together_again(tmp_path: Path) -> None:
     running: list[ForkedProcess] = []
 

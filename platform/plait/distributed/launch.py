@@ -19,14 +19,20 @@ from pathlib import Path
 
 from torch._C._distributed_c10d import TCPStore
 
-from plait.core.errors import ConfigError, GatheringInterruptedError, LostProcessError, ProcessError
+from plait.core.errors import (
+    ConfigError,
+    GatheringInterruptedError,
+    LostProcessError,
+    ModelError,
+    ProcessError,
+)
 from plait.core.settings import ClusterSettings, RunSettings
 from plait.distributed.channel import Door, Join, Load, See
 from plait.distributed.fleet import Fleet
 from plait.distributed.places import Meeting, Place, announce, random_key, retract, shared_key
 from plait.distributed.processes import Fate, Process, Processes
 from plait.distributed.start import AGAIN, Start, Started, start_process
-from plait.distributed.waiting import Waiting
+from plait.distributed.waiting import OTHER_MODEL, Waiting
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.devices import Cores, choose_device, thread_shares
 from plait.engine.restarts import Restarts
@@ -134,7 +140,7 @@ class Launcher:
         try:
             processes.all = self._grow(processes) if processes.all else self._gather(processes)
             self._check_folder(processes, folder)
-            fleet = self._load(processes, settings, data)
+            fleet = self._load_or_leave_out(processes, settings, data)
         except BaseException as error:
             if isinstance(error, LostProcessError):
                 processes.error = error
@@ -279,6 +285,22 @@ class Launcher:
 
     # ---- what they load --------------------------------------------------------------------------------
 
+    def _load_or_leave_out(self, processes: Processes, settings: RunSettings, data: DataCatalogue) -> Fleet:
+        """As :meth:`_load`; once all have trained, who cannot load the model any more is left out.
+
+        Raises:
+            LostProcessError: one is left out, so that the others have to come together again.
+        """
+        try:
+            return self._load(processes, settings, data)
+        except ModelError as error:
+            unable = processes.refused
+            if not self._trained or not 0 < len(unable) < len(processes):
+                raise
+            for number, each in unable.items():
+                self._waiting.leave_out(processes.all[number].hello.process, each.value)
+            raise LostProcessError(error.value, error.rule, error.remedy) from error
+
     def _load(self, processes: Processes, settings: RunSettings, data: DataCatalogue) -> Fleet:
         """Have all load the model that have not, and all join each other."""
         engine, all_processes, request = settings.engine, processes.all, self._request
@@ -287,6 +309,7 @@ class Launcher:
         loading = {number: request for number, each in enumerate(all_processes) if not each.loaded}
         for number, answer in processes.ask(loading).items():
             all_processes[number].loaded = answer.model
+        self._check_model(processes)
         processes.ask({number: self._join(number, all_processes) for number in range(len(processes))})
         per_host = Counter(each.hello.host for each in all_processes)
         memory = None
@@ -301,6 +324,19 @@ class Launcher:
         fleet = Fleet(processes, data, replace(engine, threads=threads), memory, cluster)
         self._layers = fleet.facts.shape.layers
         return fleet
+
+    def _check_model(self, processes: Processes) -> None:
+        """See that all have the model that has been trained with, if there is one.
+
+        Raises:
+            ModelError: some have not.
+        """
+        error = ModelError(OTHER_MODEL, "All processes must train with the same base model.")
+        places = enumerate(processes.all)
+        other = {number: error for number, each in places if self._trained not in ("", each.loaded)}
+        if other:
+            processes.refused = other
+            raise error
 
     def _check_folder(self, processes: Processes, folder: Path) -> None:
         """See that those who read or write the search's files have its folder: the first process, and all

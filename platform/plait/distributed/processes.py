@@ -154,6 +154,7 @@ class Processes:
         how: how it was lost, in words.
         status: with which it has ended by itself, if it has and that is known.
         error: since one was lost: what was said then.
+        refused: what was refused last, and why, by the processes' places.
     """
 
     def __init__(
@@ -174,6 +175,7 @@ class Processes:
         self.how = ""
         self.status: int | None = None
         self.error: PlaitError | None = None
+        self.refused: Mapping[int, PlaitError] = {}
 
     @property
     def live(self) -> bool:
@@ -242,12 +244,14 @@ class Processes:
                     case Refusal(LostProcessError() as broken):
                         raise self._broken(number, broken)
                     case Refusal() as refusal if process.begun[0].asked.together and len(self.all) > 1:
+                        self.refused = {number: refusal.error}
                         raise self.ended_by(self._named(number, refusal.error))
                     case Refusal() as refusal:
                         own = process.begun.popleft().asked
                         own.refused[number] = refusal.error
                         own.left.discard(number)
         if asked.refused:
+            self.refused = asked.refused
             first = min(asked.refused)
             error = asked.refused[first]
             raise self._named(first, error) if asked.answers else error

@@ -11,6 +11,8 @@ from contextlib import suppress
 from plait.distributed.channel import Answer, Channel, Door, Goodbye, Hello, Load, Refusal
 from plait.distributed.processes import Process
 
+OTHER_MODEL = "another model than the others have"
+
 
 class Waiting:
     """Processes that wait, by the numbers that they were launched with.
@@ -49,7 +51,7 @@ class Waiting:
         for number in numbers:
             each = self.all[number]
             if each.loaded not in ("", model):
-                self.leave_out(number, "another model than the others have")
+                self.leave_out(number, OTHER_MODEL)
             elif not each.loaded and not each.busy:
                 with suppress(OSError):  # seen at the next look
                     each.send(request)
