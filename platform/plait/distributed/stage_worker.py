@@ -27,7 +27,6 @@ from plait.core.messages import (
     SaveCheckpoint,
     Saved,
     ScheduleDone,
-    StepDone,
     StepJob,
     WorkerEvent,
 )
@@ -213,13 +212,13 @@ class StageWorker(LocalWorker):
         schedules = [self._of_key.pop(key) for key in keys]
         due = [self._adapter_step(each.steps[key]) for key, each in zip(keys, schedules, strict=True)]
         results = adamw_step(self.bank, due, norms=norms, backend=self._backend)
-        seconds = (self._clock() - started) / len(keys)
+        stepped = self._stepped(keys, results, self._clock() - started)
         self._recorder.lap("step", tuple(keys))
-        for (job, step), schedule, result in zip(keys, schedules, results, strict=True):
-            schedule.stepped.append(StepDone(job, step, result.grad_norm, seconds))
+        for schedule, event in zip(schedules, stepped, strict=True):
+            schedule.stepped.append(event)
             schedule.left -= 1
-            if not math.isfinite(result.grad_norm):
-                self._failed.add(job)
+            if not math.isfinite(event.grad_norm):
+                self._failed.add(event.job)
 
     def _through(self, microbatch: Microbatch, entering: Tensor | None, peaks: PhasePeaks | None) -> _Running:
         """Forward; in training with what counts its peaks, which may do nothing."""

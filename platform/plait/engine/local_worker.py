@@ -56,6 +56,7 @@ from plait.serve.engine import Engine, needed_tokens
 from plait.serve.requests import Completion, Request, Sampling
 from plait_kernels import AdapterStep, Bank, adamw_step
 from plait_kernels.bank import GRADIENTS, WEIGHTS, Block
+from plait_kernels.steps import StepResult
 
 
 class Peers(Protocol):
@@ -353,18 +354,24 @@ class LocalWorker:
         return found
 
     def _step(self, steps: Sequence[StepJob], waited: float) -> list[WorkerEvent]:
-        """One call of the optimiser for all these jobs; its time, with that of waiting for sums, is shared
-        out by adapter size."""
+        """One call of the optimiser for all these jobs; its time includes that of waiting for sums."""
         started = self._clock()
         each = [self._adapter_step(step) for step in steps]
         results = adamw_step(self.bank, each, self._complete, backend=self._backend)
         seconds = waited + self._clock() - started
         self._recorder.lap("step", _work(steps))
-        sizes = {step.job: self.bank.block(step.job).state.numel() for step in steps}
-        own = {job: seconds * size / sum(sizes.values()) for job, size in sizes.items()}
+        return [*self._stepped(_work(steps), results, seconds)]
+
+    def _stepped(
+        self, steps: Sequence[tuple[str, int]], results: Sequence[StepResult], seconds: float
+    ) -> list[StepDone]:
+        """What came of one call of the optimiser. Its time is shared out by the size of what each job has
+        here; evenly if none has anything, as on a stage without its layers."""
+        sizes = [self.bank.block(job).state.numel() for job, _ in steps]
+        parts = sizes if any(sizes) else [1] * len(steps)
         return [
-            StepDone(step.job, step.step, result.grad_norm, own[step.job])
-            for step, result in zip(steps, results, strict=True)
+            StepDone(job, step, result.grad_norm, seconds * part / sum(parts))
+            for (job, step), result, part in zip(steps, results, parts, strict=True)
         ]
 
     def _complete(self, stepped: Sequence[Block]) -> None:
