@@ -233,7 +233,8 @@ class PartReader:
     def _finish(self, prefix: str) -> None:
         """Make what files do not hold, such as tables of rotations; refuse weights that are missing."""
         model = self._model
-        lacking = [name for name, weight in model.named_parameters() if weight.is_meta]
+        empty = ((name, weight) for name, weight in model.named_parameters() if weight.is_meta)
+        lacking = [name for name, weight in empty if not getattr(weight, "_is_hf_initialized", False)]
         if lacking:
             raise lacks(self._files.source, sorted(lacking))
         for name, buffer in list(model.named_buffers()):
@@ -288,6 +289,12 @@ def _set(module: nn.Module, weight: Tensor) -> None:
     parameter = nn.Parameter(weight, requires_grad=False)
     cast(Any, parameter)._is_hf_initialized = True  # transformers leaves it alone
     module.weight = parameter
+
+
+def free(module: nn.Module) -> None:
+    """Free a module's weights."""
+    for name, weight in list(module.named_parameters(recurse=False)):
+        setattr(module, name, nn.Parameter(weight.new_empty(0), requires_grad=False))
 
 
 class Through(nn.Module):
