@@ -3,6 +3,8 @@
 A seam: it alone deals with signals of timers.
 """
 
+from __future__ import annotations
+
 import signal
 import threading
 from collections.abc import Iterator
