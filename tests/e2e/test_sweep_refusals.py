@@ -226,9 +226,13 @@ def test_a_file_that_changed_under_a_search_is_refused_with_both_digests(
     assert main(command) == 2
     err = capsys.readouterr().err
     assert "search.name=mine: it was started with other data" in err
-    assert "train.jsonl" in err
-    assert ": was " in err
-    assert ", now " in err
+    assert "The content changed of train.jsonl with 2 rows to train on, 0 for validation." in err
+    (folder / "train.jsonl").write_text(rows + rows.splitlines()[0])
+    assert main(command) == 2
+    changed = (
+        "It was train.jsonl with 2 rows to train on, 0 for validation; now it is train.jsonl with 3 rows"
+    )
+    assert changed in capsys.readouterr().err
     assert main(["resume", "mine"]) == 2
     assert "it was started with other data" in capsys.readouterr().err
     (folder / "train.jsonl").write_text(rows)

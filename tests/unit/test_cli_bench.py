@@ -74,7 +74,7 @@ def test_every_file_composes_and_says_what_it_is_for(name: str) -> None:
     config = composed(name)
     settings = settings_of(config)
     assert config["description"]
-    assert re.fullmatch(r"\d+ (s|min|h)", config["takes"])
+    assert re.fullmatch(r"[1-9]\d* (s|min|h)|GPU", config["takes"])
     search = settings.search
     assert read_request([], search.params, search.default_params).space.dimensions
     published = [build(PublishedEntry, item, "published").published for item in config["published"]]

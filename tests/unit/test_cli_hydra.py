@@ -206,6 +206,11 @@ def test_a_swept_key_with_quotes_is_still_an_override() -> None:
         (["sweep", "data=a,b"], ["data=a", "jsonl, mixture, reasoning_gym"]),
         (["sweep", "+sweeps=quick"], ["sweeps=quick", "Did you mean sweeps=quickstart"]),
         (["sweep", "adapter.rank=choice(1,2"], ["cannot be read", "KEY=VALUE"]),
+        (["sweep", "train.lr"], ["plait: train.lr", "has no value", "Write train.lr=VALUE."]),
+        (
+            ["sweep", "model=tiny", "adapter.rank=1,2", "search.metric=accuracy"],
+            ["Did you mean eval/accuracy?"],
+        ),
         (
             ["sweep", "train.lr=intervall(0,1e-4)"],
             ["train.lr=intervall(0,1e-4)", "no function intervall", "Did you mean interval? Available: "],

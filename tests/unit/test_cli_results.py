@@ -83,6 +83,25 @@ def test_a_trial_whose_process_was_killed_is_orphaned_whatever_the_store_says(
         assert ("`plait resume mine` resumes the search" in err) == (known == JobState.ORPHANED)
 
 
+def test_a_queued_trial_is_shown_though_it_has_no_run_yet(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = Location("sqlite:///x.db", Path("x"), None)
+    stored = (JobRecord("a", 0, state=JobState.FINISHED, objective=1.0),)
+    known = (*stored, JobRecord("b", 1, {"adapter.rank": 8}))
+
+    def result(state: JobState, records: tuple[JobRecord, ...]) -> SearchResult:
+        return SearchResult("mine", state, "minimize", "eval/loss", "r", "0", place, records)
+
+    monkeypatch.setattr("plait.search.stored.board_of_study", lambda *_: result(JobState.PAUSED, known))
+    for state, shown in ((JobState.RUNNING, True), (JobState.FINISHED, False)):
+        monkeypatch.setattr(
+            "plait.cli.leaderboard.read_search", lambda *_, state=state: result(state, stored)
+        )
+        show(TrackingSettings(), "mine", "table", None, reverse=False)
+        assert ("queued" in capsys.readouterr().out) == shown
+
+
 def test_records_are_sorted_by_a_heading_of_the_table() -> None:
     assert sort_records(RECORDS, "lr") == sort_records(RECORDS, "train.lr")
     assert sort_records(RECORDS, "device s") == sort_records(RECORDS, "device_seconds")

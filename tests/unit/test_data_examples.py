@@ -99,7 +99,7 @@ def test_named_fields_come_before_known_formats():
             {"messages": [USER | {"content": ["a", "b"]}]}, None, ["content is ['a', 'b']"], id="parts"
         ),
         pytest.param({"messages": "[{"}, None, ["messages is '[{'", "list of messages"], id="no-json"),
-        pytest.param({"prompt": [USER]}, None, ["fields prompt"], id="half"),
+        pytest.param({"prompt": [USER]}, None, ["fields prompt", "but no completion."], id="half"),
         pytest.param({"prompt": [USER], "completion": "x"}, None, ["completion is 'x'"], id="mixed"),
         pytest.param({"messages": [USER], "tools": "x"}, None, ["tools is 'x'", "functions"], id="tools"),
         pytest.param(

@@ -19,11 +19,11 @@ from studies import space_of, study_of
 from plait.config.build import settings_of
 from plait.config.overrides import read_request
 from plait.core.errors import ConfigError, SearchError
-from plait.core.jobs import JobSpec, TrainSpec
+from plait.core.jobs import DataSpec, JobSpec, TrainSpec
 from plait.core.objectives import Constraint, Objective, pareto_front
 from plait.core.settings import RunSettings, SearchSettings
 from plait.search.identity import identify
-from plait.search.objective import check_objectives
+from plait.search.objective import check_measured, check_objectives
 from plait.search.prior import describe_prior
 from plait.search.results import SearchEnd, describe_result, write_result
 from plait.search.samplers import SAMPLERS
@@ -173,6 +173,19 @@ def test_wrong_settings_are_refused(given: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError) as caught:
         SearchSettings(**given)
     assert named in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("spec", "remedy"),
+    [
+        (DataSpec.of("reasoning_gym"), "Set data.generate=true."),
+        (DataSpec.of("file", path="a"), "Set data.generate=true data.scorer=package.module:function."),
+    ],
+)
+def test_what_accuracy_needs_depends_on_the_data(spec: DataSpec, remedy: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_measured(SearchSettings(metric="eval/accuracy", direction="maximize"), [spec])
+    assert caught.value.remedy == remedy
 
 
 @pytest.mark.parametrize(

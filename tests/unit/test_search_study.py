@@ -18,6 +18,7 @@ from studies import space_of, study_of
 from plait.core.errors import SearchError, StorageError
 from plait.core.settings import SearchSettings
 from plait.engine.checkpoints import HEADER
+from plait.search.identity import ROWS, Identity, check_material, check_problem
 from plait.search.orders import Orders
 from plait.search.storage import from_anywhere, missing_file, open_storage
 from plait.search.study import StudyTrials
@@ -447,6 +448,18 @@ def test_an_empty_study_whose_maker_was_killed_before_it_had_signed_it_is_taken(
         source(NUMBERS, storage=storage, name="s")
 
 
+def test_a_study_of_another_search_is_named_with_few_differences() -> None:
+    study = optuna.create_study(study_name="s")
+    identities = [Identity({f"data.{key}": value for key in "abcdefgh"}, {}) for value in (1, 2)]
+    check_problem(study, identities[0])
+    with pytest.raises(SearchError) as caught:
+        check_problem(study, identities[1])
+    assert caught.value.rule.splitlines() == [
+        *(f"data.{key}: was 1, now 2" for key in "abc"),
+        "and 5 more settings",
+    ]
+
+
 def test_a_suggestion_interrupted_by_a_kill_gets_the_same_values(tmp_path: Path) -> None:
     """Optuna makes the trial first, and writes its values one by one."""
 
@@ -477,6 +490,22 @@ def test_data_and_model_of_a_search_must_not_change(tmp_path: Path) -> None:
     assert "search.fresh=true" in caught.value.remedy
     again.check_material({"data more.jsonl": "ccc"})
     assert again.material == {"data train.jsonl": "aaa", "model": "m", "data more.jsonl": "ccc"}
+
+
+def test_changed_data_are_named_with_their_rows_then_and_now() -> None:
+    def material(digest: str, rows: int) -> dict[str, str]:
+        return {"data file": digest, f"{ROWS}data file": f"train.jsonl with {rows} rows to train on"}
+
+    study = optuna.create_study()
+    check_material(study, material("aaa", 90))
+    for rows, said in (
+        (80, "It was train.jsonl with 90 rows to train on; now it is train.jsonl with 80 rows to train on."),
+        (90, "The content changed of train.jsonl with 90 rows to train on."),
+    ):
+        with pytest.raises(SearchError) as caught:
+            check_material(study, material("bbb", rows))
+        assert caught.value.rule == said
+    check_material(study, material("aaa", 90))
 
 
 def test_failed_trials_are_retried_once_if_requested() -> None:

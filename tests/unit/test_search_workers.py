@@ -128,6 +128,18 @@ def test_a_living_process_keeps_its_trials_and_a_killed_one_gives_them_back(
     trials.close()
 
 
+def test_a_process_that_was_interrupted_is_not_called_dead(tmp_path: Path) -> None:
+    one, two = opened(tmp_path, None), opened(tmp_path, None)
+    trial = one.ask()
+    assert trial is not None
+    one.pause(trial, tmp_path)
+    one.close()
+    assert two.claims.adopted() == set()
+    (gone,) = two.claims.dead_workers()
+    assert "has ended: its trial 0 (from step 0) resumes when a slot is free" in gone.describe()
+    two.close()
+
+
 def test_trials_left_at_the_beginning_are_not_reported_as_new(tmp_path: Path) -> None:
     """It is in the first line that a search prints."""
     first = opened(tmp_path)

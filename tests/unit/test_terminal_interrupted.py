@@ -113,8 +113,14 @@ def test_trials_that_were_interrupted_have_not_ended() -> None:
     board, view = interrupted_search(console)
     print_summary(console, board, {})
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert "trial-0001 paused (interrupted): 5 steps, 100 tokens, 1 s" in lines
-    assert "trial-0002 stopped (by order): 5 steps, 100 tokens, 1 s" in lines
+    assert (
+        "trial-0001 paused (interrupted): 5 steps, 100 tokens, 1 s from start to end, 1 s of the device"
+        in lines
+    )
+    assert (
+        "trial-0002 stopped (by order): 5 steps, 100 tokens, 1 s from start to end, 1 s of the device"
+        in lines
+    )
     assert "lowest eval loss  2.2500 at step 5, trial-0000" in lines
     assert share_done(board) == 0.5
     assert (

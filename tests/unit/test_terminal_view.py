@@ -111,10 +111,11 @@ def test_plain_output_has_one_line_for_each_event_of_importance() -> None:
         "trial-0000 started (10 steps): adapter.rank=1",
         "5 % done, about 19 s left · 0 of 2 ended, 1 running · 100 tokens/s · train loss 2.0000",
         "trial-0000 step 10: eval loss 1.2346",
-        "trial-0000 finished: eval loss 1.2346, 10 steps, 1,000 tokens, 1 min 05 s",
+        "trial-0000 finished: eval loss 1.2346, 10 steps, 1,000 tokens, 1 min 05 s from start to end, "
+        "10 s of the device",
         "best so far: trial-0000, objective 1.2346, adapter.rank=1",
         "trial-0001 resumes from step 4 (10 steps): adapter.rank=2",
-        "trial-0001 failed (loss is nan): 5 steps, 500 tokens, 8 s",
+        "trial-0001 failed (loss is nan): 5 steps, 500 tokens, 8 s from start to end, 5 s of the device",
         "Writing the last records to MLflow.",
     ]
 
@@ -606,8 +607,8 @@ def test_a_better_earlier_evaluation_is_reported_at_the_end() -> None:
             values=(3.8664,),
         )
     )
-    figures = "eval loss 3.8664 (lowest: 3.7849 at step 20), 40 steps, 1,000 tokens, 1 min 05 s"
-    line = f"trial-0000 finished: {figures}"
+    figures = "eval loss 3.8664 (lowest: 3.7849 at step 20), 40 steps, 1,000 tokens"
+    line = f"trial-0000 finished: {figures}, 1 min 05 s from start to end, 10 s of the device"
     assert line in stage.lines
     print_summary(stage.console, stage.board, {})
     assert "lowest eval loss  3.7849 at step 20; the adapter is from the last step" in stage.lines

@@ -21,7 +21,8 @@ DETAILS, JSON, ALL_PAPERS = "--details", "--json", "--papers"
 ROOT = "tracking.root="
 FLAGS = {DETAILS: False, JSON: False}  # flag: whether a value follows
 FOOTER = (
-    "Times are rough, on two otherwise idle cores. train: a search; simulate: simulated, not measured;",
+    "Times are rough, on two otherwise idle cores; GPU: it needs one, and is not measured yet.",
+    "train: a search; simulate: simulated, not measured;",
     "bench: measured or computed on this machine. `plait bench NAME` runs one, with the same",
     "arguments as `plait sweep`; `plait bench NAME --help` shows its file, with all its options.",
     "`plait bench --papers` runs all files for papers' figures, and resumes where it was interrupted.",

@@ -37,6 +37,9 @@ def explain(error: HydraException, arguments: Sequence[str]) -> ConfigError:
     if isinstance(error, OverrideParseException):
         if unknown := _unknown_function(str(error.override)):
             return unknown
+        if "=" not in str(error.override):
+            rule = "This setting has no value."
+            return ConfigError(str(error.override), rule, f"Write {error.override}=VALUE.")
         return ConfigError(
             f"{error.override!r} cannot be read",
             text.splitlines()[-2] if len(text.splitlines()) > 1 else text,

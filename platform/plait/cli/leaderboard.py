@@ -32,7 +32,7 @@ def show(settings: TrackingSettings, name: str | None, form: str, sort: str | No
     Raises:
         ConfigError: the search, form or column is unknown.
     """
-    result, order = _with_orphans(settings, read_search(settings, name)), None
+    result, order = _with_study(settings, read_search(settings, name)), None
     if sort:
         result = replace(result, records=sort_records(result.records, sort, reverse=reverse))
         order = f"by {sort}, {'largest' if reverse else 'smallest'} first"
@@ -63,17 +63,21 @@ def read_search(settings: TrackingSettings, name: str | None) -> SearchResult:
         return found
 
 
-def _with_orphans(settings: TrackingSettings, result: SearchResult) -> SearchResult:
-    """The search with the trials that its study knows to be orphaned: a killed process tells the store
-    nothing."""
+def _with_study(settings: TrackingSettings, result: SearchResult) -> SearchResult:
+    """The search with what only its study knows: queued trials, which have no run yet, and orphaned ones,
+    because a killed process tells the store nothing."""
     from plait.search.stored import board_of_study
 
     found = None
-    if any(record.state == JobState.RUNNING for record in result.records):
+    if result.state != JobState.FINISHED:
         with suppress(StorageError):  # the study may be elsewhere
             found = board_of_study(settings, result.name)
     names = {each.name for each in found.records if each.state == JobState.ORPHANED} if found else set()
     orphan(result.records, names)
+    known = {record.name for record in result.records}
+    queued = [each for each in found.records if each.state == JobState.QUEUED] if found else []
+    more = (each for each in queued if each.name not in known)
+    result = replace(result, records=(*result.records, *more))
     if not names or any(record.state == JobState.RUNNING for record in result.records):
         return result
     resume = f"`plait resume {shlex.quote(result.name)}` resumes the search"

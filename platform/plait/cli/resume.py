@@ -75,14 +75,17 @@ def _check_owner(file: Path, command: RecordedCommand) -> None:
 
 
 def _list(root: Path) -> None:
-    """List the searches that can be resumed, each with its command; then those that are running."""
+    """List the searches that can be resumed, each with its adapters so far and its command; then those that
+    are running."""
     unfinished = [command for command in recorded_commands(root) if not command.finished]
     now = running(root)
     waiting = [command for command in unfinished if command.name not in now]
     if not waiting:
         print(f"There are no{' other' if now else ''} unfinished searches in {root}.")
     for command in waiting:
-        print(f"{command.name}\t{redact(shlex.join(('plait', command.verb, *command.arguments)))}")
+        trained = len(list(search_folder(root, command.name).glob("adapters/*")))  # without the slow study
+        words = redact(shlex.join(("plait", command.verb, *command.arguments)))
+        print(f"{command.name}\t{trained} adapter{'' if trained == 1 else 's'} trained\t{words}")
     if now:
         print(f"Running: {', '.join(now)} (`plait control` controls them).")
 

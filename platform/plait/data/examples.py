@@ -82,10 +82,19 @@ def read_example(row: Row, where: str, named: NamedFields | None = None) -> Exam
             return read(row, where)
     raise DataError(
         f"{where}: {_fields(row)}",
-        f"A row must have one of these sets of fields: {FORMATS}.",
+        f"{_lacking(row)}A row must have one of these sets of fields: {FORMATS}.",
         "Complete the row, or name its fields, for example data.prompt_field=question "
         "data.completion_field=answer.",
     )
+
+
+def _lacking(row: Row) -> str:
+    """A sentence about the field that a row of a known format lacks; "" if it has none of its fields."""
+    for needed, _ in _FORMATS:
+        if there := [name for name in needed if name in row]:
+            lacking = next(name for name in needed if name not in row)
+            return f"It has {' and '.join(there)}, but no {lacking}. "
+    return ""
 
 
 def _fields(row: Row) -> str:

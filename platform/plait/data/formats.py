@@ -30,7 +30,7 @@ def parse_json(content: bytes, name: str) -> Iterator[Placed]:
     """
     text = _decode(content, name)
     if text.lstrip().startswith("["):
-        for number, row in enumerate(_load(text, name), start=1):
+        for number, row in enumerate(_load(text, name, whole=True), start=1):
             yield _object(row, f"{name}, element {number}")
         return
     # Not splitlines(): JSON text may contain U+2028 and the like unescaped.
@@ -115,13 +115,15 @@ def _decode(content: bytes, name: str) -> str:
         ) from error
 
 
-def _load(text: str, where: str) -> Any:
+def _load(text: str, where: str, *, whole: bool = False) -> Any:
+    """The value of a line, or of a whole file."""
     try:
         return json.loads(text, object_pairs_hook=_without_repeats)
     except (ValueError, RecursionError) as error:  # also for endless numbers and endless nesting
         place = str(error)
         if isinstance(error, json.JSONDecodeError):
-            place = f"{error.msg} at line {error.lineno}, column {error.colno}"
+            line = f"line {error.lineno}, " if whole else ""  # else ``where`` names it
+            place = f"{error.msg} at {line}column {error.colno}"
         raise DataError(
             f"{where}: not JSON ({place})",
             "A JSON file holds one object per line, or one array of objects.",

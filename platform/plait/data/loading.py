@@ -95,9 +95,17 @@ def describe_rows(spec: DataSpec, data: TokenisedData, max_length: int) -> str:
     counts = data.train.counts + data.validation.counts
     if not (said := list(described(counts, max_length))):
         return ""
+    return f"Data {_name(spec)}: of {counts.rows:,} rows, {'; '.join(said)}."
+
+
+def count_rows(spec: DataSpec, data: TokenisedData) -> str:
+    """A data set by the numbers of its samples: "train.jsonl with 90 rows to train on, 10 for validation"."""
+    return f"{_name(spec)} with {len(data.train):,} rows to train on, {len(data.validation):,} for validation"
+
+
+def _name(spec: DataSpec) -> str:
     options = spec.mapping()
-    name = next((str(options[key]) for key in ("path", "id", "task") if options.get(key)), spec.source)
-    return f"Data {name}: of {counts.rows:,} rows, {'; '.join(said)}."
+    return next((str(options[key]) for key in ("path", "id", "task") if options.get(key)), spec.source)
 
 
 def generation_limit(spec: DataSpec) -> int | None:

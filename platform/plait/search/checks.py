@@ -16,7 +16,7 @@ from plait.core.errors import ConfigError
 from plait.core.jobs import JobSpec
 from plait.core.settings import ClusterSettings, EngineSettings, ModelSettings, RunSettings
 from plait.cost.profile_store import Profile
-from plait.data.loading import generation_limit
+from plait.data.loading import count_rows, generation_limit
 from plait.engine.admission import Admission
 from plait.engine.build import (
     LoadedData,
@@ -31,6 +31,7 @@ from plait.engine.build import (
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.steps import DataOrder
 from plait.search.attributes import TRACKED
+from plait.search.identity import ROWS
 from plait.search.objective import check_kept, check_measured
 from plait.search.prior import check_prior
 from plait.search.recorded import recorded_command
@@ -148,7 +149,7 @@ class Prepared:
     """What was checked and loaded before the model.
 
     Attributes:
-        material: digests of model and data, by how they were requested.
+        material: digests of model and data, by how they were requested, and the data's rows in words.
         said: lines to show about them.
     """
 
@@ -177,6 +178,9 @@ def prepare(command: SearchCommand, name: str) -> Prepared:
     rung_steps(settings.search.stopping, shortest_budget(probes, catalogue))
     specs = dict.fromkeys(job.data for job in probes)
     material = {f"data {spec.source} {spec.options}": catalogue.of(spec).digest for spec in specs}
+    material |= {
+        f"{ROWS}data {spec.source} {spec.options}": count_rows(spec, catalogue.of(spec)) for spec in specs
+    }
     own = {DTYPE: settings.model.dtype, "model": shape.digest}
     return Prepared(own | material, data, settings, (*data.said, *said))
 

@@ -26,6 +26,8 @@ from plait.core.settings import RunSettings, SearchSettings
 from plait.core.space import Space
 from plait.search.attributes import MATERIAL, PROBLEM, TOKEN
 
+ROWS = "rows of "  # before a key of the material: its data in words, which are not compared
+MOST_LINES = 3  # differences that an error lists
 LATER = {
     "quantise": "none"
 }  # settings of the model that came later: left out at the value that was meant before
@@ -148,24 +150,36 @@ def check_problem(study: Study, identity: Identity) -> None:
         raise SearchError(f"search.name={study.study_name}", "This study was not created by Plait.", remedy)
     lines = difference(json.loads(stored), json.loads(identity.problem_json)) if stored is not None else []
     if lines:
+        more = [f"and {len(lines) - MOST_LINES} more settings"] if len(lines) > MOST_LINES + 1 else []
+        rule = "\n".join(lines[:MOST_LINES] + more if more else lines)
         raise SearchError(
-            f"search.name={study.study_name}: the study belongs to another search", "\n".join(lines), remedy
+            f"search.name={study.study_name}: the study belongs to another search", rule, remedy
         )
     sign(study, identity)
+
+
+def _changed(key: str, stored: Mapping[str, str], material: Mapping[str, str]) -> str:
+    """What changed, in words where they are known: a search that was started before has digests alone."""
+    was, now = stored.get(ROWS + key), material.get(ROWS + key)
+    if was is None or now is None:
+        return f"{key}: was {stored[key]}, now {material[key]}"
+    if was == now:
+        return f"The content changed of {now}."
+    return f"It was {was}; now it is {now}."
 
 
 def check_material(study: Study, material: Mapping[str, str]) -> None:
     """Check that data and model are those that the search began with; new ones are added.
 
     Args:
-        material: maps what it is to its digest.
+        material: maps what it is to its digest; with ``ROWS`` before it, to its rows in words.
 
     Raises:
         SearchError: a digest has changed.
     """
     stored = json.loads(study.user_attrs.get(MATERIAL, "{}"))
-    both = stored.keys() & material.keys()
-    if lines := difference({key: stored[key] for key in both}, {key: material[key] for key in both}):
+    both = sorted(key for key in stored.keys() & material.keys() if not key.startswith(ROWS))
+    if lines := [_changed(key, stored, material) for key in both if stored[key] != material[key]]:
         raise SearchError(
             f"search.name={study.study_name}: it was started with other data or another model",
             "\n".join(lines),

@@ -13,10 +13,11 @@ from plait.core.messages import Event, JobAdmitted, JobEvaluated, JobGenerated, 
 from plait.core.objectives import Constraint
 from plait.core.settings import SearchSettings
 from plait.data.loading import each_evaluation, generation_limit
-from plait.data.sources import parse_options
+from plait.data.sources import SOURCES, VerifiedOptions, parse_options
 from plait.search.rungs import RUNG_METRICS, rung_metric
 from plait.tracking import names
 from plait.tracking.values import step_values
+from plait.utils.spelling import did_you_mean
 
 METRICS = (*RUNG_METRICS, names.COMPLETION_SECONDS)  # can be objectives; the last value counts
 GROWING = (names.TRAIN_TOKENS, names.DEVICE_SECONDS, names.COMPLETION_SECONDS)
@@ -50,7 +51,7 @@ def check_objectives(search: SearchSettings, probes: Iterable[JobSpec]) -> None:
             raise ConfigError(
                 f"search.{setting}={metric!r}",
                 f"An objective must be one of {choices(METRICS)}, or a numeric key of the job.",
-                f"Numeric keys are: {choices(sorted(keys))}.",
+                f"{did_you_mean(metric, [*METRICS, *keys])}Numeric keys are: {choices(sorted(keys))}.",
             )
     for limit in search.limits:
         values = sorted(found[limit.metric] for found in held if limit.metric in found)
@@ -136,8 +137,17 @@ def _check_measured(metric: str, spec: DataSpec) -> None:
         raise ConfigError(
             f"search.metric=eval/accuracy with data.source={spec.source}",
             "Accuracy needs generated answers and a verifier that scores them.",
-            "Set data=reasoning_gym data.generate=true.",
+            _to_generate(spec.source),
         )
+
+
+def _to_generate(source: str) -> str:
+    known = SOURCES.get(source)
+    if known.score is not None:
+        return "Set data.generate=true."
+    if issubclass(known.options, VerifiedOptions):
+        return "Set data.generate=true data.scorer=package.module:function."
+    return "Set data=reasoning_gym data.generate=true."
 
 
 def rejection(job: JobSpec, search: SearchSettings) -> JobResult | None:

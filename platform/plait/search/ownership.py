@@ -163,20 +163,22 @@ class Workers:
 
 @dataclass(frozen=True, slots=True)
 class DeadWorker:
-    """A dead worker.
+    """A worker that trains no more.
 
     Attributes:
         trials: numbers of the trials that it left, with the step of each one's newest checkpoint.
+        paused: it had paused them all, as one that is interrupted does.
     """
 
     owner: Owner
     trials: Mapping[int, int]
+    paused: bool = False
 
     def describe(self) -> str:
         """The worker and its trials in one line."""
         which = ", ".join(f"{number} (from step {step})" for number, step in self.trials.items())
         what = f"its trials {which} resume" if len(self.trials) > 1 else f"its trial {which} resumes"
-        return f"{self.owner.process} is dead: {what} when a slot is free"
+        return f"{self.owner.process} {'has ended' if self.paused else 'is dead'}: {what} when a slot is free"
 
 
 class Claims:
@@ -316,13 +318,16 @@ class Claims:
 
     def notice(self, trials: Sequence[FrozenTrial]) -> None:
         """Detect dead workers and their orphaned trials."""
-        found: dict[Owner, dict[int, int]] = {}
+        found: dict[Owner, list[FrozenTrial]] = {}
         for item in self.orphans(trials):
             owner = trainer_of(item)
             if owner is not None and not self.signed(item) and owner.name not in self._known_dead:
-                found.setdefault(owner, {})[item.number] = newest_step(self._saved(item))
+                found.setdefault(owner, []).append(item)
         self._known_dead |= {owner.name for owner in found}
-        self._dead += [DeadWorker(owner, steps) for owner, steps in found.items()]
+        for owner, left in found.items():
+            steps = {item.number: newest_step(self._saved(item)) for item in left}
+            paused = all(state_of(item) == JobState.PAUSED for item in left)
+            self._dead.append(DeadWorker(owner, steps, paused))
 
     def _not_own(self, trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
         return [item for item in trials if item.state == TrialState.RUNNING and item.number not in self.own]

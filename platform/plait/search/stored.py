@@ -68,7 +68,7 @@ class TrialStanding:
         state: its state; ORPHANED if its worker on this host is dead, which is not known for other hosts.
         host: the other host whose worker has it, training or paused; "" otherwise.
         step: step of its last report; 0 if there is none.
-        reported: the reported value of the metric of rungs or evaluations.
+        reported: the value of the metric of rungs or evaluations that was reported then.
         values: values of the searched keys, as far as suggested, and of those outside the space.
         outside: its settings outside the search space, as overrides; "" if there are none.
         reason: why it ended as it did.
@@ -133,8 +133,9 @@ class Standing:
                 "name": Trial(trial.number).name,
                 "state": trial.state,
                 "host": trial.host,
-                "step": trial.step,
+                "step": trial.step if trial.now is None else max(trial.step, trial.now.step),
                 "reported": trial.reported,
+                "reported_step": trial.step if trial.reported is not None else None,
                 "now": None if trial.now is None else asdict(trial.now),
                 "parameters": dict(trial.values),
                 "outside": trial.outside,
@@ -174,7 +175,7 @@ def _trial(item: FrozenTrial, host: str) -> TrialStanding:
     step = max(reported, default=0)
     reason = str(item.user_attrs.get(REASON, ""))
     outside = " ".join(f"{key}={each.text}" for key, each in outside_of(item).items())
-    values = values_of(item)
+    values = item.system_attrs.get("fixed_params", {}) | values_of(item)  # also of one that is queued
     return TrialStanding(item.number, state, host, step, reported.get(step), values, reason, outside)
 
 
@@ -212,7 +213,7 @@ def board_of_study(settings: TrackingSettings, name: str) -> SearchResult | None
     board = Leaderboard(first.direction, len(standing.trials), others=tuple(others))
     for trial in standing.trials:
         job = Trial(trial.number).name
-        board.add(JobRecord(job, trial.number, state=trial.state, outside=trial.outside))
+        board.add(JobRecord(job, trial.number, trial.values, trial.state, outside=trial.outside))
     for result in standing.result.finished:
         board.jobs[result.job].parameters = result.parameters
         board.take_result(result)

@@ -292,7 +292,9 @@ def _ended_line(result: JobResult, record: JobRecord | None) -> str:
     reason = f" ({result.reason})" if result.reason and result.state != JobState.FINISHED else ""
     if result.completion_seconds is None:
         return f"{result.job} {result.state}{reason}"
-    figures = [f"{result.step} steps", f"{result.tokens:,} tokens", duration(result.completion_seconds)]
+    figures = [f"{result.step} steps", f"{result.tokens:,} tokens"]
+    figures += [f"{duration(result.completion_seconds)} from start to end"]
+    figures += [f"{duration(result.device_seconds)} of the device"]
     if result.eval_loss is not None:
         earlier = f" (lowest: {best_evaluation(record)})" if record and record.was_better else ""
         figures.insert(0, f"eval loss {number(result.eval_loss)}{earlier}")

@@ -258,7 +258,7 @@ def _find(settings: TrackingSettings, name: str | None) -> tuple[Store, Run]:
     raise SearchError(
         f"search {name!r} is not in {where}" if name else f"no search in {where}",
         "The search must exist in this store.",
-        f"Available: {', '.join(listed[:SHOWN])}."
+        f"Available: {', '.join(listed[:SHOWN])}. If its runs are in another folder, add --root FOLDER."
         if listed
         else "Start one with `plait sweep`, or name the folder of its searches (--root FOLDER).",
     )
