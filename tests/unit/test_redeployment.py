@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 from curve_worker import LINEARS, CurveWorker
@@ -124,11 +125,17 @@ def test_what_a_replica_could_take_does_not_depend_on_the_replicas_there_are(mem
     assert could == [could[0]] * 3
 
 
-def test_a_sample_that_only_the_replicas_there_are_take_leaves_them_as_they_are() -> None:
+def test_a_sample_that_only_the_replicas_there_are_take_leaves_them_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Capacities add up, but which processes would make another replica is not known here."""
+    weigh = Mock(wraps=redeployment.weigh_change)
+    monkeypatch.setattr(redeployment, "weigh_change", weigh)
     asked: list[tuple[int, ...]] = []
     cluster = ClusterSettings(processes=2, capacities=(64, 128), deployment=(2,), redeploy=True)
     made = Redeployment(RunSettings(cluster=cluster), None, asked.append)
     made.use(of_four_layers((2,), 2**30), [Replica(0, pp=2, capacity=192)])
-    assert not made.change([job("long", 160, 180, 100)])
+    for _ in range(2):
+        assert not made.change([job("long", 160, 180, 100)])
     assert asked == []
+    assert weigh.call_count == 1  # not in every iteration

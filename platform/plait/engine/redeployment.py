@@ -20,7 +20,7 @@ from plait.engine.jobs import LiveJob
 from plait.engine.replicas import cut, dispatch_time, fitting_capacity
 from plait.engine.worker import WorkerFacts
 from plait.planner.buckets import mean_step
-from plait.planner.weighing import MeanStep, weigh_change
+from plait.planner.weighing import Change, MeanStep, weigh_change
 
 AHEAD = 32  # steps of each job whose lengths make the mean step
 MEASURED = 4  # iterations of the same jobs after which their seconds are known
@@ -91,25 +91,29 @@ class Redeployment:
             return False
         if self._expected and len(self._seconds) >= MEASURED:
             self._scale = median(self._seconds) / self._expected
-        step = self._mean_step([job for job in jobs if job.name in names])
+        change = self._weigh(self._mean_step([job for job in jobs if job.name in names]))
+        if change is not None and change.pays and change.planned is not None:
+            self._prefer(tuple(sorted(each.pp for each in change.planned.single)))
+            return True  # weighed again if it cannot be made now
+        if names != self._jobs:
+            self._jobs = names
+            self._seconds.clear()
+        self._due = False
+        self._expected = 0.0 if change is None or change.kept is None else change.kept.makespan
+        return False
+
+    def _weigh(self, step: MeanStep) -> Change | None:
+        """The best change; None if a sample fits only into replicas that are there, whose processes may have
+        more memory than each has for certain."""
         shape = [(self._configuration(count), number) for count, number in sorted(self._current.items())]
         scale = self._scale or 0.0  # unknown: only what is required is done
         restart = self.restart_seconds
         if restart is None:
             restart = ASSUMED_SECONDS + self._weight_bytes / ASSUMED_BYTES
         try:
-            change = weigh_change(shape, step, restart / scale if scale else float("inf"))
+            return weigh_change(shape, step, restart / scale if scale else float("inf"))
         except CapacityError:
-            return False  # a sample fits only into a replica that has more memory than each has for certain
-        if change.pays and change.planned is not None:  # weighed again if it cannot be made now
-            self._prefer(tuple(sorted(each.pp for each in change.planned.single)))
-            return True
-        if names != self._jobs:
-            self._jobs = names
-            self._seconds.clear()
-        self._due = False
-        self._expected = 0.0 if change.kept is None else change.kept.makespan
-        return False
+            return None
 
     def _configuration(self, count: int) -> Configuration:
         capacity = self._capacities.get(count) or self.widest
