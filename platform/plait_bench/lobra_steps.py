@@ -39,9 +39,12 @@ from plait_bench.progress import part
 
 # LobRA-Sequential's buckets, which the paper does not print: it says that tasks alone have "heterogeneous
 # replicas and workload-balanced data dispatching", and names no dynamic bucketing.
-FINER, SEEN, DYNAMIC = ", buckets doubling from 256", ", buckets of 100 steps", ", dynamic buckets"
-SEQUENTIAL = ("", FINER, SEEN, DYNAMIC)
 DOUBLING = (512, 1024, 2048, 4096, 8192, 16384)  # fixed boundaries of systems without dynamic bucketing
+FINER = {
+    ", buckets doubling from 256": (256, *DOUBLING),
+    ", buckets doubling from 128": (128, 256, *DOUBLING),
+}
+SEQUENTIAL = ("", *FINER, ", buckets of 100 steps", ", dynamic buckets")
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +152,7 @@ def end_to_end(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[
             )
             for name in seconds
         ]  # fmt: skip
-        for how in ("", FINER):
+        for how in ("", *FINER):
             saved = 100 * (1 - seconds["LobRA"] / seconds[f"Task-Fused{how}"])
             figures.append(Figure(f"LobRA saves over Task-Fused{how}{label}", saved, "%", "simulated"))
         for how in SEQUENTIAL:
@@ -165,9 +168,12 @@ def _systems(profile: ClusterProfile, asked: EndToEndOptions, assumption: Assump
     own = planned(profile, known, gap=asked.gap)
     found: dict[str, list[float]] = {
         "Task-Fused": [equal_seconds(profile, asked.fused, batch) for batch in batches],
-        f"Task-Fused{FINER}": [
-            equal_seconds(profile, asked.fused, batch, boundaries=(256, *DOUBLING)) for batch in batches
-        ],
+        **{
+            f"Task-Fused{how}": [
+                equal_seconds(profile, asked.fused, batch, boundaries=edges) for batch in batches
+            ]
+            for how, edges in FINER.items()
+        },
         "LobRA": [balanced_seconds(profile, asked.deployment, batch) for batch in batches],
         "Plait": [balanced_seconds(profile, own, batch) for batch in batches],
     }
@@ -179,7 +185,7 @@ def _systems(profile: ClusterProfile, asked: EndToEndOptions, assumption: Assump
         rows = planned(profile, known, gap=asked.gap)
         for step, batch in enumerate(each[SAMPLE_STEPS:]):
             alone[step] += equal_seconds(profile, asked.sequential[task.name], batch)
-            edges = (DOUBLING, (256, *DOUBLING), _seen(profile, known), None)
+            edges = (DOUBLING, *FINER.values(), _seen(profile, known), None)
             for how, boundaries in zip(SEQUENTIAL, edges, strict=True):
                 several[how][step] += balanced_seconds(profile, rows, batch, boundaries=boundaries)
     found["Task-Sequential"] = alone.tolist()
