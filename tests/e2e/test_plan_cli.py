@@ -99,6 +99,10 @@ def test_the_tables_say_what_is_unknown(short: Short, capsys: pytest.CaptureFixt
         (("adapter.target_modules=[nothing]",), "nothing"),
         (("cluster.kind=moon",), "local or described"),
         (("cluster.processes=2", "cluster.pipeline=2"), "are not planned yet"),
+        (
+            ("search.sampler=random", "train.lr=interval(1e-5,1e-3)", "search.trials=1000000"),
+            "at most 10,000",
+        ),
     ],
 )
 def test_a_plan_of_an_impossible_search_is_refused(

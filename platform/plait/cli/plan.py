@@ -52,6 +52,8 @@ KINDS = (".html", ".json")  # of timelines: a figure, and a trace for Perfetto o
 UNKNOWN = "unknown"
 NO_PROFILE = "Seconds are unknown: run `{}` on this machine first, then `plait plan` again"
 MOST_DEVICES = 1_024  # of a kind, that a plan is asked for: it simulates every replica
+MOST_TRIALS = 10_000  # that are planned: each takes some 40 ms
+MANY_TRIALS = 200  # of which a line says that they take a while
 ENTRY_SHOWN = 60  # characters of a wrong entry
 SHOWN = 64  # trials in the table
 UNITS = {"time": "s", "device_seconds": "device-seconds", "money": "money"}  # of the objective
@@ -122,6 +124,7 @@ def plan_search(
     Raises:
         InputError: as for :func:`run_plan`.
     """
+    _check_trials(command)
     if command.settings.cluster.kind == "local" and devices is not None:
         raise ConfigError(
             f"{DEVICES} {devices}",
@@ -162,6 +165,21 @@ def plan_search(
         numbers=numbers,
         on_wave=on_wave,
     )
+
+
+def _check_trials(command: SearchCommand) -> None:
+    """Refuse a search of which every trial cannot be composed in minutes; say so if it takes longer than a
+    few seconds."""
+    trials = command.settings.search.trials
+    number = min(trials, trials if command.space.size is None else command.space.size)
+    if number > MOST_TRIALS:
+        raise ConfigError(
+            f"search.trials={trials}",
+            f"A plan is of single trials, and of at most {MOST_TRIALS:,}.",
+            "Plan fewer; more of the same space take as much longer.",
+        )
+    if number >= MANY_TRIALS:
+        say(f"Composing {number:,} trials ...")
 
 
 def read_numbers(text: str, cluster: Cluster) -> tuple[dict[str, int], ...]:
