@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from plait.cli.results import store_parser, store_settings
+from plait.cli.results import READING, store_parser, store_settings
 from plait.core.errors import EXIT_DONE
 from plait.utils.files import disk_errors, write_text
 from plait.utils.paths import as_path, file_name
+from plait.utils.progress import say
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -26,6 +27,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--storage", help="storage of the study (search.storage), if it has moved")
     known = parser.parse_args(arguments)
+    say(READING)
     from plait.tracking.connection import AwayError
     from plait_dashboards.figures import all_figures
     from plait_dashboards.page import report

@@ -4,7 +4,7 @@ search with ``-m``."""
 import sys
 from collections.abc import Sequence
 
-from plait.cli.main import ALONE, leave, main
+from plait.cli.main import ALONE, Ending, main
 from plait.cli.verbs import verbs
 
 MULTIRUN = ("-m", "--multirun")
@@ -24,6 +24,7 @@ def _is_word(argument: str) -> bool:
 
 
 if __name__ == "__main__":
+    ending = Ending()
     status = main(words(sys.argv[1:]))
-    leave(status)
+    ending.leave(status)
     sys.exit(status)

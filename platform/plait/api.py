@@ -297,7 +297,7 @@ def _run(words: list[str]) -> Result:
     from plait.cli.app import compose, explained
     from plait.cli.sweeping import search_command
     from plait.data.loading import check_jobs
-    from plait.search.launch import run_search
+    from plait.search.start import run_search
     from plait.terminal.console import SearchConsole
     from plait.terminal.view import Screen
 

@@ -11,7 +11,7 @@ from time import perf_counter
 from safetensors.torch import load_file
 from torch import Tensor
 
-from plait.adapters.peft_folder import WEIGHTS
+from plait.adapters.facts import WEIGHTS
 from plait.adapters.variants import PREFIX
 from plait.core.errors import ConfigError, PlaitError
 from plait.core.jobs import JobSpec

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import plait
+import plait_dashboards
 from plait.cli.main import main
 
 SLOW = """
@@ -22,7 +23,7 @@ class Slow(MetaPathFinder):
 
 sys.meta_path.insert(0, Slow())
 from plait.cli.main import main
-main(["sweep", "model=tiny", "data.task=chain_sum"])
+main(sys.argv[1:])
 """
 MLFLOW_FIRST = """
 import sys
@@ -35,7 +36,8 @@ print(LocalArtifactRepository(sys.argv[1]).download_artifacts("", sys.argv[2]))
 
 
 def run(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(Path(plait.__file__).parents[1])}
+    paths = [Path(module.__file__ or "").parents[1] for module in (plait, plait_dashboards)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
     environment = {key: value for key, value in environment.items() if not key.startswith("MLFLOW_")}
     return subprocess.run(
         [sys.executable, "-c", program, *map(str, arguments)],
@@ -47,9 +49,35 @@ def run(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_line_is_shown_before_the_slow_libraries_are_imported() -> None:
-    done = run(SLOW)
-    assert done.stdout == "Loading torch, transformers and MLflow ...\n"
+    done = run(SLOW, "sweep", "model=tiny", "data.task=chain_sum")
+    assert done.stdout == "Checking the search ...\n"
     assert done.stderr.endswith(" is imported\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["generate", "mine", "--prompt", "a"], "Reading the search from MLflow ..."),
+        (["export", "mine", "--to", "there"], "Reading the search from MLflow ..."),
+        (["report", "mine"], "Reading the search from MLflow ..."),
+        (["leaderboard", "mine"], "Reading the search from MLflow ..."),
+        (["chat", "mine"], "Reading the search from MLflow ..."),
+        (["eval", "mine", "--tasks", "arc_easy"], "Loading torch, lm-eval and MLflow ..."),
+        (["plan", "model=tiny"], "Checking the search, and loading torch and transformers ..."),
+        (["data", "model=tiny"], "Checking the search, and loading torch and transformers ..."),
+        (["profile", "model=tiny"], "Checking the search, and loading torch and transformers ..."),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)
+def test_a_command_says_what_it_does_before_the_slow_libraries_are_imported(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = run(SLOW, *words)
+    assert done.stdout == ""
+    first, *others = done.stderr.splitlines()
+    assert first == said
+    assert others[-1].endswith(" is imported")
 
 
 def test_no_bars_of_mlflow_are_shown_where_it_was_imported_first(tmp_path: Path) -> None:

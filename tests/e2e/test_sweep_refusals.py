@@ -2,13 +2,18 @@
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from studies import space_of, study_of
 
 from plait.cli.main import main
+from plait.core.settings import SearchSettings
 from plait.search import checks
+from plait.search.storage import open_storage
+from plait.utils.paths import search_folder
 
 # Keys that are wrong by what the data says.
 READS_DATA = {"planner.memory_share", "engine.capacity", "data.task", "train.epochs"}
@@ -175,17 +180,59 @@ def test_a_faulty_file_is_refused_before_the_model_loads(
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("folder")
-@pytest.mark.parametrize("verb", ["sweep", "plan"])
-def test_a_missing_file_is_reported_before_large_libraries_are_imported(verb: str) -> None:
+def refused_early(words: Sequence[str]) -> str:
+    """The error of a command that is refused before large libraries are imported."""
     program = (
-        "import sys; from plait.cli.main import main; "
-        f"print(main(['{verb}', 'data=file', 'data.path=none.jsonl']), "
-        "{'mlflow', 'torch', 'transformers'} & set(sys.modules))"
+        f"import sys; from plait.cli.main import main; status = main({list(words)!r}); "
+        "print(status, {'mlflow', 'torch', 'transformers', 'pandas'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout == "2 set()\n"
-    assert "no such file" in done.stderr
+    assert done.stdout.splitlines()[-1] == "2 set()"
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["data=file", "data.path=none.jsonl"], "no such file"),
+        (["model=hf", "model.id=empty"], "must contain config.json"),
+        (["model.family=lama"], "must be one of cohere"),
+        (["model=gguf", "model.path=none.gguf"], "path of an existing file"),
+        (["tracking.root=file/runs"], "tracking.root"),
+        (["search.metric=eval/accuracy", "search.direction=maximize"], "data.generate=true"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else None,
+)
+def test_what_settings_and_files_show_is_refused_before_large_libraries_are_imported(
+    arguments: list[str], said: str, folder: Path
+) -> None:
+    (folder / "file").write_text("")
+    (folder / "empty").mkdir()
+    assert said in refused_early(["sweep", "model=tiny", *arguments])
+    assert [path.name for path in (folder / "plait-runs").iterdir()] == ["mlflow.db"], "nothing is left"
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_plan_of_a_missing_file_is_refused_before_large_libraries_are_imported() -> None:
+    assert "no such file" in refused_early(["plan", "data=file", "data.path=none.jsonl"])
+
+
+def test_what_the_study_shows_is_refused_before_large_libraries_are_imported(
+    finished_search: tuple[Path, list[str]], folder: Path, short: Short, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = folder / "plait-runs"
+    trials = study_of(
+        space_of("adapter.rank=1,2"),
+        SearchSettings(name="mine"),
+        open_storage(None, root),
+        folder=lambda name: search_folder(root, name),
+    )
+    trials.ask()
+    command = ["sweep", *short, "adapter.rank=1,2", "search.name=mine", "search.fresh=true"]
+    assert "is being trained by another process" in refused_early(command)
+    trials.close()
+    monkeypatch.chdir(finished_search[0])
+    assert "train.lr: was" in refused_early([*finished_search[1], "train.lr=1e-3"])
 
 
 @pytest.mark.usefixtures("no_model")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import gguf
@@ -11,7 +12,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor
 
-from plait.adapters.exports import GGUF_FILE, gguf_tensors, model_card, read_for, write_gguf, write_merged
+from plait.adapters.exports import gguf_tensors, read_for, write_gguf, write_merged
+from plait.adapters.facts import GGUF_FILE, model_card
 from plait.adapters.peft_folder import export_adapter
 from plait.core.errors import ModelError
 from plait.core.jobs import AdapterSpec
@@ -99,3 +101,11 @@ def test_a_card_names_the_base_the_facts_and_the_command() -> None:
     assert card.startswith("---\nbase_model: a/b\n")
     assert "| train.lr | 0.001 |" in card
     assert "vllm serve a/b --enable-lora --max-lora-rank 32 --lora-modules trial-0001=FOLDER" in card
+
+
+@pytest.mark.parametrize("form", ["peft", "merged", "gguf"])
+def test_a_card_of_a_model_for_trials_names_no_server_that_cannot_load_it(form: str) -> None:
+    card = model_card("tiny-llama", "trial-0001", 8, {}, form=form)
+    assert not {"vllm", "sglang", "llama-server"} & set(re.findall(r"[a-z-]+", card))
+    assert ("plait serve FOLDER" in card) == (form == "peft")
+    assert "vllm serve tiny-llama-1b" in model_card("tiny-llama-1b", "trial-0001", 8, {}, form="peft")

@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from plait.adapters import variants as adapters
-from plait.adapters.peft_folder import CONFIG, export_adapter, read_adapter
+from plait.adapters.facts import CONFIG
+from plait.adapters.peft_folder import export_adapter, read_adapter
 from plait.adapters.tensor_file import read_tensors
 from plait.core.errors import ModelError, StorageError
 from plait.core.jobs import AdapterSpec

@@ -178,6 +178,7 @@ def test_a_chat_goes_through_the_template_streamed_or_not(served: Served) -> Non
     assert "".join(each["choices"][0]["delta"]["content"] for each in chunks) == choice["message"]["content"]
 
 
+HELLO = [{"role": "user", "content": "Hello"}]
 GOOD = {"model": "best", "prompt": "a", "max_tokens": 1}
 
 
@@ -209,6 +210,28 @@ def test_bad_bodies_are_refused_in_openais_form(served: Served, body: Any, statu
     assert found == status, answer
     assert answer["error"]["message"]
     assert served.free()
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/completions", {"prompt": "a", "max_tokens": 161}),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 0}),
+        ("/v1/chat/completions", {"messages": HELLO, "max_tokens": 0}),
+        ("/v1/chat/completions", {"messages": HELLO, "max_completion_tokens": 161}),
+    ],
+)
+def test_a_limit_is_named_as_the_client_names_it_with_the_way_out(
+    served: Served, path: str, asked: dict[str, Any]
+) -> None:
+    status, answer = served.ask(path, {"model": "best"} | asked)
+    name, value = list(asked.items())[-1]
+    said = answer["error"]["message"]
+    assert status == 422
+    assert f"{name}={value}" in said
+    assert "from 1 to 160 tokens" in said
+    assert "--max-new-tokens" in said
+    assert "max_new_tokens" not in said
 
 
 def test_a_body_says_that_it_is_json(served: Served) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 from torch import Tensor
 
-from plait.adapters.peft_folder import WEIGHTS
+from plait.adapters.facts import WEIGHTS
 from plait.adapters.variants import PREFIX
 
 

@@ -227,6 +227,38 @@ def test_help_and_bad_configuration_import_nothing_heavy(arguments: list[str], s
     assert done.stdout.splitlines()[-1] == f"END {status} []"
 
 
+ENDS = """
+import atexit, sys, threading, time
+from plait.cli.main import main
+
+class Module:
+    def __del__(self):
+        print("taken apart", flush=True)
+
+kept = Module()
+sys.argv = ["plait", *sys.argv[1:]]
+status = main()
+threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
+atexit.register(print, "handler")
+sys.exit(status)
+"""
+
+
+@pytest.mark.parametrize(("word", "status"), [("--version", 0), ("nonsense", 2)])
+def test_a_program_ends_after_its_threads_and_handlers_without_taking_modules_apart(
+    word: str, status: int
+) -> None:
+    """With torch and MLflow, Python needs seconds for it after the last line."""
+    paths = [str(ROOT / name) for name in ("platform", "kernels", "dashboards")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS, word], capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.returncode == status
+    assert done.stdout.splitlines()[-2:] == ["thread", "handler"]
+    assert "Traceback" not in done.stderr
+
+
 def test_a_reader_that_leaves_gets_no_traceback() -> None:
     reader, writer = os.pipe()
     os.close(reader)
@@ -257,8 +289,7 @@ def wait(*_):
     time.sleep(60)
 
 if sys.argv[1] == "at exit":
-    atexit.register(wait)
-    plait._dispatch = lambda _: 130
+    plait._dispatch = lambda _: atexit.register(wait) and 130
 else:
     plait._dispatch = wait
 sys.argv[1:] = ["sweep"]

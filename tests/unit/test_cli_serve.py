@@ -10,7 +10,8 @@ import pytest
 import torch
 from mlflow_server import free_port
 
-from plait.adapters.peft_folder import CONFIG, export_adapter
+from plait.adapters.facts import CONFIG
+from plait.adapters.peft_folder import export_adapter
 from plait.cli.main import main
 from plait.core.jobs import AdapterSpec
 from plait.core.lifecycle import JobState

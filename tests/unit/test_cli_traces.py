@@ -25,7 +25,7 @@ def began(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Path:
         command.make_job(Trial(0, {}))
         return SearchEnd(())
 
-    monkeypatch.setattr("plait.search.launch.run_training", run)
+    monkeypatch.setattr("plait.search.start.run_training", run)
     assert main(["train", "model=tiny", *arguments]) == 0
     return folders[0]
 

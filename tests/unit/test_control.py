@@ -537,21 +537,34 @@ def test_control_says_that_no_search_is_running(tmp_path: Path, capsys: pytest.C
     assert "is running" in capsys.readouterr().err
 
 
-def test_listing_the_searches_loads_nothing_heavy(tmp_path: Path) -> None:
+def loaded_by(words: list[str], heavy: set[str]) -> str:
+    """Which of these libraries a command imports."""
     program = (
         "import sys; from plait.cli.main import main\n"
-        "assert main(['control', '--root', sys.argv[1]]) == 0\n"
-        "heavy = {'hydra', 'omegaconf', 'optuna', 'mlflow', 'torch', 'numpy', 'rich'}\n"
-        "print(sorted(heavy & {name.partition('.')[0] for name in sys.modules}))"
+        f"assert main({words!r}) == 0\n"
+        f"print(sorted({heavy!r} & {{name.partition('.')[0] for name in sys.modules}}))"
     )
     shown = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)],
+        [sys.executable, "-c", program],
         env=os.environ | {"PYTHONPATH": str(Path(plait.__file__).parents[1])},
         capture_output=True,
         text=True,
         check=True,
     )
-    assert shown.stdout.splitlines()[-1] == "[]"
+    return shown.stdout.splitlines()[-1]
+
+
+def test_listing_the_searches_loads_nothing_heavy(tmp_path: Path) -> None:
+    heavy = {"hydra", "omegaconf", "optuna", "mlflow", "torch", "numpy", "rich"}
+    assert loaded_by(["control", "--root", str(tmp_path)], heavy) == "[]"
+
+
+@pytest.mark.parametrize("words", [["status"], ["stop"], ["add", "adapter.rank=16"]], ids=" ".join)
+def test_a_command_for_a_search_loads_only_what_reads_its_study(words: list[str], runs: Path) -> None:
+    heavy = {"mlflow", "torch", "transformers", "pandas", "sklearn"}
+    if words[0] != "add":  # which composes the search's command
+        heavy |= {"scipy", "rich"}
+    assert loaded_by(["control", "mine", *words, "--root", str(runs)], heavy) == "[]"
 
 
 @pytest.mark.parametrize("text", ["nan", "-1", "inf", "soon"])

@@ -15,7 +15,7 @@ from plait.core.settings import ModelSettings, RunSettings
 from plait.core.space import Space
 from plait.engine import devices
 from plait.engine.build import settle_dtype
-from plait.search.launch import _Launch
+from plait.search.launch import Launch
 from plait.search.trials import SearchCommand
 
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ def test_a_search_keeps_the_type_that_it_was_started_with(tmp_path: Path, asked:
         run(asked), Space(), JobSpec("base"), nothing, (), "", ("plait", "sweep"), (), tmp_path
     )
     source: Any = SimpleNamespace(material={"model.dtype": "bfloat16"})
-    launch = _Launch(command, source, nothing, nothing, None)
+    launch = Launch(command, source, nothing, nothing, None)
     assert launch._as_begun().settings.model.dtype == kept
 
 

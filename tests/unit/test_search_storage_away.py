@@ -21,8 +21,9 @@ from plait.core.errors import SearchError, StorageError
 from plait.core.jobs import JobSpec
 from plait.core.lifecycle import JobResult, JobState
 from plait.core.settings import RunSettings, SearchSettings, TrackingSettings
-from plait.search.checks import find_search
-from plait.search.launch import _Launch
+from plait.search.checks import find_study
+from plait.search.identity import identify
+from plait.search.launch import Launch
 from plait.search.trials import SearchCommand
 from plait.tracking.tracker import Peers
 
@@ -137,6 +138,7 @@ def test_a_search_outlives_an_outage_at_the_end_of_any_lock(
 
 
 SPACE = space_of("adapter.rank=1,2")
+IDENTITY = identify(SPACE, JobSpec("base"), RunSettings())
 
 
 def command(root: Path, search: SearchSettings) -> SearchCommand:
@@ -163,12 +165,12 @@ def test_a_search_is_found_after_an_outage(tmp_path: Path, monkeypatch: pytest.M
     study_of(SPACE, SearchSettings(name="s"), storage)
     search = SearchSettings(name="s", fresh=True, prior="earlier")
     before = storage.calls
-    assert find_search(command(tmp_path, search), "s", None)[0]
+    assert find_study(command(tmp_path, search), "s", IDENTITY)[1]
     requests = storage.calls - before
     assert requests > 3
     for request in range(1, requests + 1):
         storage.away_at = storage.calls + request
-        assert find_search(command(tmp_path, search), "s", None)[0], request
+        assert find_study(command(tmp_path, search), "s", IDENTITY)[1], request
 
 
 def test_a_search_that_is_being_trained_is_not_restarted(
@@ -180,9 +182,9 @@ def test_a_search_that_is_being_trained_is_not_restarted(
     trials.ask()
     monkeypatch.setattr("plait.search.checks.existing_storage", lambda *_: trials.shared.study._storage)
     with pytest.raises(SearchError, match="is being trained by another process"):
-        find_search(command(tmp_path, search), "s", None)
+        find_study(command(tmp_path, search), "s", IDENTITY)
     trials.close()
-    assert find_search(command(tmp_path, search), "s", None)[0]
+    assert find_study(command(tmp_path, search), "s", IDENTITY)[1]
 
 
 @pytest.mark.parametrize(
@@ -208,7 +210,7 @@ def test_others_train_until_the_study_says_that_none_does(answers: int, known: P
 
     source = SimpleNamespace(claims=Claims(), finished=lambda: answer([JobResult("a", JobState.FINISHED)]))
     blank = cast(Any, SimpleNamespace(settings=None))
-    found = _Launch(blank, cast(Any, source), blank, blank, None)._peers()
+    found = Launch(blank, cast(Any, source), blank, blank, None)._peers()
     assert (found.training, set(found.ended), set(found.orphaned)) == (
         known.training,
         set(known.ended),
@@ -220,5 +222,5 @@ def test_the_address_of_a_search_shows_no_password(tmp_path: Path) -> None:
     """A password may stand in any key."""
     settings = RunSettings(tracking=TrackingSettings(root=tmp_path, experiment="mssql://u:secret@h/x"))
     blank = cast(Any, SimpleNamespace(settings=settings))
-    launch = _Launch(blank, cast(Any, SimpleNamespace(name="s")), blank, blank, None)
+    launch = Launch(blank, cast(Any, SimpleNamespace(name="s")), blank, blank, None)
     assert "experiment=mssql://u:***@h/x" in launch._view(cast(Any, SimpleNamespace(page="")))

@@ -1,11 +1,10 @@
-"""An adapter in other forms: merged into its base model, for llama.cpp, and described on a model card.
+"""An adapter in other forms: merged into its base model, and for llama.cpp.
 
 A seam: only exports meet GGUF and whole models that are saved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,6 +12,7 @@ import gguf
 import torch
 from torch import Tensor
 
+from plait.adapters.facts import GGUF_FILE
 from plait.adapters.peft_folder import StoredAdapter, read_adapter
 from plait.core.errors import ModelError, StorageError
 from plait.core.settings import ModelSettings
@@ -21,7 +21,6 @@ from plait.models.quiet import quiet
 from plait.utils.files import new_folder
 from plait.utils.paths import cache_dir
 
-GGUF_FILE = "adapter.gguf"
 # Models whose tensors llama.cpp names; of LLAMA, it interleaves the halves of each head of q and k.
 ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
@@ -32,7 +31,6 @@ ARCHITECTURES = {
     "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
     "phi3": gguf.MODEL_ARCH.PHI3,
 }
-VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that --max-lora-rank takes
 
 
 def read_for(model: ModelSettings, folder: Path) -> StoredAdapter:
@@ -126,25 +124,6 @@ def gguf_tensors(stored: StoredAdapter, config: Any) -> dict[str, Tensor]:
 def interleaved(rows: Tensor, heads: int) -> Tensor:
     """Rows (heads · size, …) with the two halves of each head interleaved, as llama.cpp rotates them."""
     return rows.view(heads, 2, -1, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
-
-
-def model_card(base: str, name: str, rank: int, facts: Mapping[str, object], *, form: str) -> str:
-    """A model card: what was trained and how, and how to serve it."""
-    library = "transformers" if form == "merged" else "peft"
-    rows = "\n".join(f"| {key} | {value} |" for key, value in facts.items())
-    fitting = next((each for each in VLLM_RANKS if each >= rank), rank)
-    sglang = "python -m sglang.launch_server --model-path"
-    uses = {
-        "peft": f"vllm serve {base} --enable-lora --max-lora-rank {fitting} --lora-modules {name}=FOLDER\n"
-        f"{sglang} {base} --lora-paths {name}=FOLDER\nplait serve FOLDER",
-        "merged": f"vllm serve FOLDER\n{sglang} FOLDER",
-        "gguf": f"llama-server -m BASE.gguf --lora FOLDER/{GGUF_FILE}  # BASE.gguf: {base}",
-    }
-    return (
-        f"---\nbase_model: {base}\nlibrary_name: {library}\ntags: [lora]\n---\n\n# {name}\n\n"
-        f"A LoRA adapter of rank {rank} for {base}, trained by Plait.\n\n"
-        f"| setting or result | value |\n|---|---|\n{rows}\n\n## Serve it\n\n```\n{uses[form]}\n```\n"
-    )
 
 
 def _unwritable(target: Path, error: OSError) -> StorageError:

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from plait.adapters.facts import CONFIG, WEIGHTS
 from plait.adapters.tensor_file import read_tensors
 from plait.adapters.variants import PREFIX, VARIANTS, AdapterVariant
 from plait.core.errors import ModelError, StorageError
@@ -24,7 +25,6 @@ from plait.core.jobs import AdapterSpec
 from plait.models.targets import LinearInfo, resolve_targets
 from plait.utils.files import new_folder
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MOST_ALPHA = 1e30  # with more, or NaN, products would fail, and with them all requests of a batch
 Tensors = tuple[Tensor, ...]
 
@@ -107,20 +107,6 @@ def _shortest_targets(modules: Sequence[str], linears: Sequence[LinearInfo]) -> 
     """The last parts of the names if they match exactly these modules, else the full names."""
     parts = sorted({module.rpartition(".")[2] for module in modules})
     return parts if set(resolve_targets(parts, linears)) == set(modules) else sorted(modules)
-
-
-def quantised_base(folder: Path) -> str | None:
-    """How the base model was quantised that an adapter was trained on; None if its file does not say it.
-
-    Raises:
-        StorageError: there is no such file.
-    """
-    try:
-        with safe_open(folder / WEIGHTS, "pt") as file:
-            said: str | None = (file.metadata() or {}).get("quantise")
-    except (OSError, SafetensorError) as error:
-        raise StorageError(f"{folder / WEIGHTS}: {error}", f"An adapter's folder has {WEIGHTS}.") from error
-    return said
 
 
 # What PEFT can store and Plait does not compute, with the values that leave it out.

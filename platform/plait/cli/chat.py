@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from plait.cli.generate import POOL_TOKENS, fetched_adapters, load_base
-from plait.cli.results import store_parser, store_settings
+from plait.cli.results import READING, store_parser, store_settings
 from plait.core.errors import EXIT_DONE, ConfigError, PlaitError, SearchError, choices
 from plait.core.lifecycle import JobState
+from plait.utils.progress import say
 
 if TYPE_CHECKING:
     from plait.models.base import BaseModel
@@ -33,6 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     add("--top-p", type=float, default=1.0, help="sample from the likeliest tokens with this probability")
     add("--seed", type=int, default=0, help="seed of sampling; default: 0")
     known = parser.parse_args(arguments)
+    say(READING)
     from plait.serve.engine import Engine
     from plait.serve.requests import Sampling
     from plait.tracking.results import chosen, load_search

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import sys
 from collections.abc import Sequence
 from contextlib import chdir, nullcontext, suppress
 from functools import partial
@@ -19,6 +18,7 @@ from plait.core.settings import TrackingSettings
 from plait.search.locks import trains_here
 from plait.search.recorded import RecordedCommand, known_command, quoted, recorded_command
 from plait.utils.paths import as_path, begun_name, search_folder, search_names
+from plait.utils.progress import say
 from plait.utils.spelling import did_you_mean
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     verb = given.verb or "status"
     trial, overrides = read_words(verb, given.rest, warm=given.warm, name=given.name)
     if not given.json:
-        print("Reading the search's study ...", file=sys.stderr, flush=True)
+        say("Reading the search's study ...")
     if given.json and verb != "status":
         raise ConfigError(f"--json with {verb}", "Only `status` can be printed as JSON.", "Leave out --json.")
     control = _open(given.root, given.name, verb, given.wait)

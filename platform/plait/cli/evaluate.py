@@ -15,6 +15,7 @@ from plait.cli.results import store_parser, store_settings
 from plait.core.errors import EXIT_DONE, EXIT_FAILED_JOBS, ConfigError, PlaitError, SearchError, StorageError
 from plait.core.lifecycle import JobState
 from plait.utils.paths import as_path
+from plait.utils.progress import say
 
 if TYPE_CHECKING:
     from plait.core.settings import TrackingSettings
@@ -39,6 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     if not tasks:
         raise ConfigError(f"--tasks {known.tasks!r}", "It names tasks of lm-eval, separated by commas.")
     settings = store_settings(known)
+    say("Loading torch, lm-eval and MLflow ...")
     from plait.serve.harness import evaluate, load_tasks
     from plait.tracking.results import load_search
     from plait.tracking.trained import base_model

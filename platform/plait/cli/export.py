@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from plait.cli.results import store_parser, store_settings
+from plait.cli.results import READING, store_parser, store_settings
 from plait.core.errors import EXIT_DONE, StorageError
 from plait.utils.paths import as_path
+from plait.utils.progress import say
 
 if TYPE_CHECKING:
     from plait.core.settings import ModelSettings, TrackingSettings
@@ -33,6 +34,7 @@ def main(arguments: Sequence[str]) -> int:
         help="peft (default), also for vLLM and SGLang; merged: the whole model; gguf: for llama.cpp",
     )
     known = parser.parse_args(arguments)
+    say(READING)
     from plait.tracking.results import export, free_folder
 
     settings = store_settings(known)
@@ -49,6 +51,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _write(form: str, model: ModelSettings, record: JobRecord, folder: Path, target: Path) -> None:
+    say("Loading torch and the base model ...")
     from plait.adapters.exports import write_gguf, write_merged
 
     write = write_merged if form == "merged" else write_gguf
@@ -69,8 +72,7 @@ def _base_model(settings: TrackingSettings, name: str | None, record: JobRecord)
 
 
 def _card(record: JobRecord, folder: Path, form: str) -> str:
-    from plait.adapters.exports import model_card
-    from plait.adapters.peft_folder import quantised_base
+    from plait.adapters.facts import model_card, quantised_base
 
     config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     facts = {

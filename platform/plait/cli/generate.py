@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from plait.cli.parser import Parser
-from plait.cli.results import store_parser, store_settings
+from plait.cli.results import READING, store_parser, store_settings
 from plait.core.errors import EXIT_DONE, EXIT_FAILED_JOBS, ConfigError, InputError, PlaitError, SearchError
 from plait.utils.paths import as_path, user_path
+from plait.utils.progress import say
 
 # Other imports take seconds, for which help and bad input do not wait.
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def main(arguments: Sequence[str]) -> int:
             "plait generate", "There is no prompt.", "Give --prompt TEXT, --file FILE or --validation N."
         )
     settings = store_settings(known)
+    say(READING)
     from plait.tracking.results import chosen, load_search
     from plait.tracking.trained import base_model, recorded_config
 
@@ -172,6 +174,7 @@ def load_base(model: ModelSettings, folders: Mapping[str, Path]) -> tuple[BaseMo
     Raises:
         PlaitError: none can be used.
     """
+    say("Loading torch and the base model ...")
     from plait.core.settings import AUTO
     from plait.engine.devices import choose_device, choose_dtype, choose_kernels
     from plait.models.load import load_model

@@ -41,6 +41,7 @@ from plait.simulate.forecast import Forecast
 from plait.simulate.timeline import chrome_trace, timeline_figure
 from plait.terminal.console import filled, plain, wide_console
 from plait.utils.files import disk_errors
+from plait.utils.progress import say
 
 if TYPE_CHECKING:
     from plait.models.load import ModelShape
@@ -555,11 +556,6 @@ def _then(change: ChangeOutlook) -> str:
 
 def _bytes(value: int | None) -> str:
     return UNKNOWN if value is None else f"{value / 2**30:.2f} GiB"
-
-
-def say(line: str) -> None:
-    """Print a line of progress on standard error."""
-    print(line, file=sys.stderr, flush=True)
 
 
 def _short(value: object) -> str:

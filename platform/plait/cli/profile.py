@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from rich.console import Console
 from rich.table import Table
 
-from plait.cli.plan import model_name, say
+from plait.cli.plan import model_name
 from plait.core.errors import EXIT_DONE, CapacityError, ConfigError
 from plait.core.jobs import JobSpec
 from plait.core.settings import USUAL_CAPACITY, RunSettings
@@ -27,6 +27,7 @@ from plait.search.checks import check_model
 from plait.search.trials import SearchCommand
 from plait.terminal.console import filled, plain, wide_console
 from plait.utils.paths import cache_dir
+from plait.utils.progress import say
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig

@@ -13,6 +13,7 @@ from plait.cli.parser import Parser
 from plait.core.errors import EXIT_DONE, ConfigError, choices
 from plait.core.settings import TrackingSettings
 from plait.utils.paths import as_path, search_folder, search_names
+from plait.utils.progress import say
 from plait.utils.spelling import did_you_mean
 
 
@@ -27,6 +28,7 @@ def ui(arguments: Sequence[str]) -> int:
     named = bool(words) and not words[0].startswith("-") and not _STORE_KEY.match(words[0])
     name = words.pop(0) if named else None
     known, rest = parser.parse_known_args(words)
+    say(READING)
     from plait.tracking.results import search_address
     from plait.tracking.ui import check_port, run_ui, ui_command
 
@@ -37,7 +39,7 @@ def ui(arguments: Sequence[str]) -> int:
     if not command.command:
         print(shown)
         return EXIT_DONE
-    print("Starting MLflow's server ...", file=sys.stderr)
+    say("Starting MLflow's server ...")
     return run_ui(command, lambda: print(f"{shown}\nCtrl-C stops it.", flush=True))
 
 
@@ -49,6 +51,7 @@ def leaderboard(arguments: Sequence[str]) -> int:
     parser.add_argument("--sort", metavar="COLUMN", help="sort by a column instead of the objective")
     parser.add_argument("--reverse", action="store_true", help="with --sort: largest first")
     known = parser.parse_args(arguments)
+    say(READING)
     from plait.cli.leaderboard import show
 
     show(store_settings(known), known.name, known.format, known.sort, reverse=known.reverse)
@@ -86,6 +89,9 @@ def store_parser(verb: str, description: str) -> Parser:
     return parser
 
 
+READING = "Reading the search from MLflow ..."  # said before MLflow is imported, which takes seconds
+
+
 def store_settings(known: argparse.Namespace) -> TrackingSettings:
     """The settings that the options of :func:`store_parser` give."""
     return TrackingSettings(uri=known.uri, root=known.root, experiment=known.experiment)
@@ -106,6 +112,7 @@ def forget(arguments: Sequence[str]) -> int:
     known = parser.parse_args(arguments)
     if not search_folder(known.root, known.name).is_dir():
         raise no_such_search("plait forget", known.root, known.name)
+    say(READING)
     from plait.search.delete import find_remains  # Optuna and MLflow are slow to import
 
     remains = find_remains(known.root, known.name)

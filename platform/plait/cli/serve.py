@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 from plait.cli.generate import POOL_TOKENS, fetched_adapters, load_base
 from plait.cli.parser import Parser
-from plait.cli.results import store_parser, store_settings
+from plait.cli.results import READING, store_parser, store_settings
 from plait.core.errors import EXIT_DONE, ConfigError, SearchError, StorageError, choices
 from plait.core.lifecycle import JobState
 from plait.core.settings import WHOLE
 from plait.utils.paths import as_path
+from plait.utils.progress import say
 
 if TYPE_CHECKING:
     from plait.core.settings import ModelSettings
@@ -132,7 +133,7 @@ def _base_of(known: argparse.Namespace, folders: Mapping[str, Path]) -> ModelSet
     Raises:
         ConfigError: there is none, or they name different ones.
     """
-    from plait.adapters.peft_folder import quantised_base
+    from plait.adapters.facts import quantised_base
     from plait.models.load import named_model
 
     modes = {_readable(quantised_base, folder) for folder in folders.values()} - {None}
@@ -176,6 +177,7 @@ def _readable(read: Callable[[Path], Found], folder: Path) -> Found | None:
 
 def _of_search(known: argparse.Namespace) -> _Served:
     """The finished trials of a search, or those that are named."""
+    say(READING)
     from plait.tracking.results import chosen, load_search
     from plait.tracking.trained import base_model
 

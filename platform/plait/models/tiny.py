@@ -5,10 +5,12 @@ A seam: tests build configurations and tokenisers with it, without loading a mod
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerFast
+from plait.core.errors import ConfigError, choices
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 MAX_LENGTH = 1024  # the longest row of the default data has 655 bytes
 SPECIAL = ("<|pad|>", "<|im_start|>", "<|im_end|>")
@@ -43,6 +45,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {"num_key_value_heads": None},
 }
 MODEL_TYPES = {"gemma3": "gemma3_text"}
+NAMED = "tiny-{}"  # by its family
+
+
+def check_family(family: str) -> None:
+    """Check that there is such a family.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if family not in FAMILIES:
+        raise ConfigError(f"model.family={family!r}", f"model.family must be one of {choices(FAMILIES)}.")
+
+
+def tiny_family(name: str) -> str | None:
+    """The family of the model with this name; None: it is another model."""
+    return next((family for family in FAMILIES if NAMED.format(family) == name), None)
 
 
 def tiny_config(family: str, vocabulary: int) -> PreTrainedConfig:
@@ -60,12 +78,17 @@ def tiny_config(family: str, vocabulary: int) -> PreTrainedConfig:
         "eos_token_id": 2,
         "initializer_range": 0.1,  # large enough that logits differ from token to token
     } | FAMILIES[family]
+    from transformers import AutoConfig
+
     options = {key: value for key, value in sizes.items() if value is not None}
     return AutoConfig.for_model(MODEL_TYPES.get(family, family), **options)
 
 
 def byte_tokeniser() -> PreTrainedTokenizerFast:
     """A tokeniser with three special tokens, then one token for each byte, and a chat template."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate([*SPECIAL, *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))

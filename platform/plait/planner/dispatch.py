@@ -20,7 +20,6 @@ from heapq import heapify, heapreplace
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import linprog
 
 from plait.core.errors import CapacityError
 from plait.core.samples import Int64
@@ -192,6 +191,8 @@ def relaxed_shares(kinds: Sequence[ReplicaKind], counts: Sequence[int]) -> tuple
         limits.append(-float(count))
     cost = np.zeros(first[-1] + 1)
     cost[-1] = 1.0
+    from scipy.optimize import linprog  # slow to import, and one replica needs no dispatch
+
     result = linprog(cost, A_ub=np.array(rows), b_ub=limits, method="highs-ds")
     shares = np.zeros((len(kinds), len(counts)))
     if result.status != SOLVED:

@@ -1,4 +1,5 @@
-"""Finds errors before the base model loads, each as early as possible.
+"""Finds errors before the base model loads, each as early as possible: if it can be found without torch and
+MLflow, before they are imported, which takes seconds.
 
 A search that fails these checks leaves nothing behind.
 """
@@ -30,8 +31,9 @@ from plait.engine.build import (
 )
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.steps import DataOrder
+from plait.models.sources import check_files
 from plait.search.attributes import TRACKED
-from plait.search.identity import ROWS
+from plait.search.identity import ROWS, Identity, check_problem
 from plait.search.objective import check_kept, check_measured
 from plait.search.prior import check_prior
 from plait.search.recorded import recorded_command
@@ -41,16 +43,17 @@ from plait.search.storage import Patience, existing_storage, quiet
 from plait.search.study import check_restart
 from plait.search.suggest import check_options
 from plait.search.trials import SearchCommand
-from plait.tracking.connection import AwayError, check_tracking
-from plait.tracking.location import locate
+from plait.tracking.location import check_folder, locate
 from plait.utils.paths import cache_dir, search_folder
 
 if TYPE_CHECKING:
     from plait.models.load import ModelShape
+    from plait.tracking.connection import AwayError
 
 
 def check_command(command: SearchCommand) -> None:
-    """Check the settings without writing anything or reading a data set, which the caller does."""
+    """Check the settings, and that the model's files are there, without writing anything or reading a data
+    set, which the caller does."""
     settings, jobs = command.settings, command.probes
     check_here(settings.cluster)
     check_stopping(settings.search)
@@ -59,6 +62,8 @@ def check_command(command: SearchCommand) -> None:
     check_kept(settings.search, jobs)
     if budgets := [job.train.steps for job in jobs if job.train.steps is not None]:
         rung_steps(settings.search.stopping, min(budgets))
+    check_folder(locate(settings.tracking).root, "tracking.root", make=False)
+    check_files(settings.model)
     check_engine(settings, jobs)
 
 
@@ -72,27 +77,33 @@ def check_added(command: SearchCommand, job: JobSpec) -> None:
     check_kept(command.settings.search, (job,))
     if job.train.steps is not None:
         rung_steps(command.settings.search.stopping, job.train.steps)
-    check_model(command.settings.model, (job,))
+    known = {(each.adapter.variant, each.adapter.target_modules) for each in command.probes}
+    if (
+        job.adapter.variant,
+        job.adapter.target_modules,
+    ) not in known:  # else checked at the start, with torch
+        check_model(command.settings.model, (job,))
 
 
-def find_search(command: SearchCommand, name: str, away: AwayError | None) -> tuple[bool, str]:
-    """Whether the search has a study, or one of its processes got as far as training; and its run's id, if
-    it was recorded in this store before.
+def find_study(command: SearchCommand, name: str, identity: Identity) -> tuple[BaseStorage | None, bool]:
+    """The storage, if it is there already; and whether the search has a study in it, or one of its processes
+    got as far as training.
 
     Raises:
-        StorageError: the storage does not answer, or cannot be made; or as for ``tracked_run``.
-        SearchError: it cannot learn from ``search.prior``, or one that should be restarted is being trained.
+        StorageError: the storage does not answer, or cannot be made.
+        SearchError: the study belongs to another search, it cannot learn from ``search.prior``, or one that
+            should be restarted is being trained.
     """
     quiet()
     search, root = command.settings.search, command.settings.tracking.root
     storage = existing_storage(search.storage, root)
     patience = Patience()
     began = storage is not None and name in patience(lambda: optuna.get_all_study_names(storage))
-    if storage is not None and began and search.fresh:  # before minutes of loading data
-        patience(lambda: check_restart(optuna.load_study(study_name=name, storage=storage)))
+    if storage is not None and began:
+        study = patience(lambda: optuna.load_study(study_name=name, storage=storage))
+        patience(lambda: check_restart(study) if search.fresh else check_problem(study, identity))
     patience(lambda: check_prior(name, search, command.space, storage))
-    run_id = tracked_run(storage, name, command.settings, away)
-    return began or recorded_command(root, name) is not None, run_id
+    return storage, began or recorded_command(root, name) is not None
 
 
 def ask_store(settings: RunSettings) -> AwayError | None:
@@ -101,6 +112,8 @@ def ask_store(settings: RunSettings) -> AwayError | None:
     Raises:
         StorageError: it refuses; see ``check_tracking``.
     """
+    from plait.tracking.connection import AwayError, check_tracking
+
     try:
         check_tracking(settings.tracking)
     except AwayError as error:
@@ -128,7 +141,7 @@ def tracked_run(storage: BaseStorage | None, name: str, settings: RunSettings, a
         return ""
     if store:
         remedy = f"Use tracking.uri={store}, where the search has been recorded so far, or start {here}."
-        raise AwayError(away.value, away.rule, remedy)
+        raise type(away)(away.value, away.rule, remedy)
     raise away
 
 

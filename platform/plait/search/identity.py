@@ -139,7 +139,7 @@ def sign(study: Study, identity: Identity) -> None:
 
 
 def check_problem(study: Study, identity: Identity) -> None:
-    """Check that the study has this problem; an empty one without a signature is signed.
+    """Check that the study has this problem, or is an empty one without a signature.
 
     Raises:
         SearchError: it has another problem, or was not made by Plait.
@@ -155,7 +155,6 @@ def check_problem(study: Study, identity: Identity) -> None:
         raise SearchError(
             f"search.name={study.study_name}: the study belongs to another search", rule, remedy
         )
-    sign(study, identity)
 
 
 def _changed(key: str, stored: Mapping[str, str], material: Mapping[str, str]) -> str:

@@ -1,18 +1,16 @@
-"""Runs a composed command: checks everything, opens the study, builds the engine, trains and reports.
+"""One search in this process, from its study to the last line: builds the engine, trains and reports.
 
-`plait train` takes the same path, as a study with an empty space and one trial. The seam to the command line:
-only this module joins engine, study, tracking and screen.
+The seam between them: only this module joins engine, study, tracking and screen. ``start`` imports it once
+the command is checked, because torch and MLflow are slow to import.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 import shlex
-import signal
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,11 +22,10 @@ from plait.core.lifecycle import JobResult, JobState
 from plait.core.messages import Notice
 from plait.core.plans import Plan
 from plait.core.settings import AUTO, RunSettings, TrackingSettings
-from plait.engine.build import PLAN_FILE, build_coordinator, settle_dtype, write_plan
+from plait.engine.build import PLAN_FILE, build_coordinator, write_plan
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
-from plait.search.checks import DTYPE, Prepared, ask_store, check_command, check_model, find_search, prepare
-from plait.search.identity import Identity, identify
+from plait.search.checks import DTYPE, Prepared, prepare
 from plait.search.orders import Orders
 from plait.search.points import too_few_points
 from plait.search.prior import describe_prior
@@ -41,9 +38,9 @@ from plait.search.results import (
     failure_limit,
     write_result,
 )
-from plait.search.run import SECOND, Interrupts, SearchLoop, View
+from plait.search.run import Interrupts, SearchLoop, View
 from plait.search.stopper import Stopper, make_stopper, shortest_budget
-from plait.search.storage import Patience, from_anywhere, open_storage
+from plait.search.storage import from_anywhere
 from plait.search.study import StudyTrials
 from plait.search.trials import SearchCommand, Trial
 from plait.tracking.connection import AwayError
@@ -80,98 +77,10 @@ class Screen(Protocol):
         """Show the result of the search."""
 
 
-def run_search(
-    command: SearchCommand, screen: Screen, signals: Collection[signal.Signals] = tuple(SECOND)
-) -> SearchEnd:
-    """Run a search, or resume it.
-
-    Args:
-        signals: the signals that interrupt it; others are left to the program.
-
-    Raises:
-        InputError: anything that is wrong, raised before the model is loaded whenever possible.
-    """
-    with _processes(command) as processes:
-        check_command(command)
-        identity = identify(command.space, command.base, command.settings)
-        name = command.settings.search.name or identity.name
-        tracking = command.settings.tracking
-        new, ours = recorded_command(tracking.root, name) is None, store_elsewhere(tracking) is None
-        if new and ours:  # before the store is made
-            check_model(settle_dtype(command.settings).model, command.probes)
-        screen.say("Opening the tracking store ...")
-        away = ask_store(command.settings)
-        began, run_id = find_search(command, name, away)
-        if new and not ours:  # a server answers or not within seconds, and a model may have to be fetched
-            check_model(settle_dtype(command.settings).model, command.probes)
-        prepared = _prepare(command, name, screen) if command.settings.search.fresh or not began else None
-        interrupts = Interrupts(screen.announce, signals)
-        source = _open_study(command, identity, Patience(screen.say, lambda: interrupts.requested))
-        with closing(source):
-            launch = _Launch(command, source, screen, interrupts, processes, run_id=run_id, away=away)
-            end = launch.go(prepared)
-        return replace(end, name=source.name)
-
-
-@contextmanager
-def _processes(command: SearchCommand) -> Iterator[Launcher | None]:
-    """The run's processes, if it has several: from now on they may come, while this one prepares.
-
-    Raises:
-        ConfigError: as ``Launcher``.
-    """
-    if command.settings.cluster.processes == 1:
-        yield None
-        return
-    from plait.distributed.launch import Launcher
-
-    launcher, linger = Launcher(command.settings.cluster, command.place), True
-    try:
-        yield launcher
-    except KeyboardInterrupt:
-        linger = False  # who interrupts this process sees to the others, too
-        raise
-    finally:
-        launcher.close(linger=linger)
-
-
-def run_training(command: SearchCommand, screen: Screen) -> SearchEnd:
-    """Train the command's one job.
-
-    Raises:
-        InputError: as for :func:`run_search`.
-    """
-    settings = command.settings
-    identity = identify(command.space, command.base, settings)
-    name = settings.search.name or f"train-{hashlib.sha256(identity.problem_json.encode()).hexdigest()[:12]}"
-    one = replace(
-        settings.search,
-        name=name,
-        trials=1,
-        parallel=1,
-        sampler="random",
-        sampler_options={},
-        enqueue=(),
-        prior=None,
-    )
-    return run_search(replace(command, settings=replace(settings, search=one), verb="train"), screen)
-
-
-def _prepare(command: SearchCommand, name: str, screen: Screen) -> Prepared:
+def prepare_search(command: SearchCommand, name: str, screen: Screen) -> Prepared:
+    """What is checked and loaded before the model, saying so; errors as for ``prepare``."""
     screen.say("Tokenising the data, or reading it from the cache ...")
     return prepare(command, name)
-
-
-def _open_study(command: SearchCommand, identity: Identity, patience: Patience) -> StudyTrials:
-    search, root = command.settings.search, command.settings.tracking.root
-    return StudyTrials(
-        search,
-        command.space,
-        identity,
-        open_storage(search.storage, root),
-        folder=lambda name: search_folder(root, name),
-        patience=patience,
-    )
 
 
 def _remember(command: SearchCommand, name: str, *, finished: bool = False, concluded: bool = False) -> None:
@@ -234,7 +143,7 @@ def catch_up(
     return [figures.trouble] if figures.trouble else [], True
 
 
-class _Launch:
+class Launch:
     """One search in this process, from its study to the last line.
 
     Args:
@@ -287,7 +196,7 @@ class _Launch:
             return self._nothing_to_train(SearchEnd(tuple(source.finished()), why=why))
         if self._away is not None:
             self._say(without_store(self._away, settings, source.name))
-        return self._train_all(prepared or _prepare(self._as_begun(), source.name, self._screen))
+        return self._train_all(prepared or prepare_search(self._as_begun(), source.name, self._screen))
 
     def _as_begun(self) -> SearchCommand:
         """The command with the model's dtype that the search began with, on any host, if the command leaves

@@ -42,7 +42,7 @@ from plait.search.attributes import (
     state_of,
     total_of,
 )
-from plait.search.identity import Identity, check_material, check_problem, create, identify
+from plait.search.identity import Identity, check_material, check_problem, create, identify, sign
 from plait.search.locks import WORKERS
 from plait.search.objective import rejection
 from plait.search.orders import StudyOrders
@@ -384,6 +384,7 @@ def open_study(
             study = optuna.load_study(study_name=name, storage=storage)
             if not settings.fresh:
                 check_problem(study, identity)
+                sign(study, identity)
                 return study
             _delete(study, storage, folder)
         return create(name, settings.objectives, identity, storage)

@@ -61,9 +61,9 @@ class _Body(BaseModel):
         return {name: value for name, value in values.items() if value is not None}
 
     @property
-    def new_tokens(self) -> int | None:
-        """The most new tokens that are asked for."""
-        return self.max_tokens
+    def asked(self) -> str:
+        """The name under which the most new tokens are asked for."""
+        return "max_tokens"
 
     @property
     def scored(self) -> int | None:
@@ -86,11 +86,22 @@ class _Body(BaseModel):
             raise InputError("log-probabilities with stream", "They are given without stream alone.")
         if self.stream_options is not None and not self.stream:
             raise InputError("stream_options without stream", "They are options of a stream.")
-        wanted = most_new_tokens if self.new_tokens is None else self.new_tokens
-        if wanted > most_new_tokens:
-            raise InputError(f"{wanted} new tokens", f"At most {most_new_tokens} may be asked for.")
+        wanted = self._new_tokens(most_new_tokens)
         seed = secrets.randbits(63) if self.seed is None else self.seed
         return Sampling(wanted, self.temperature, self.top_p, seed, stop=stop, log_probabilities=self.scored)
+
+    def _new_tokens(self, most: int) -> int:
+        """The most new tokens: those asked for, or as many as may be."""
+        wanted: int | None = getattr(self, self.asked)
+        if wanted is None or self.asked not in self.model_fields_set:
+            return most if wanted is None else min(wanted, most)
+        if not 1 <= wanted <= most:
+            raise InputError(
+                f"{self.asked}={wanted}",
+                f"This server generates from 1 to {most} tokens for a request.",
+                "Ask for no more, or start it with `plait serve --max-new-tokens N`.",
+            )
+        return wanted
 
 
 class TextBody(_Body):
@@ -137,9 +148,9 @@ class ChatBody(_Body):
     top_logprobs: int = Field(0, ge=0, le=MOST_LOG_PROBABILITIES)
 
     @property
-    def new_tokens(self) -> int | None:
-        """As asked for, by the new name or the old one."""
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+    def asked(self) -> str:
+        """The new name or the old one."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
     def scored(self) -> int | None:

@@ -11,12 +11,13 @@ from pathlib import Path
 from threading import Lock
 from types import MappingProxyType
 
-from plait.adapters.peft_folder import CONFIG, WEIGHTS, quantised_base, read_adapter
+from plait.adapters.facts import CONFIG, WEIGHTS, quantised_base
+from plait.adapters.peft_folder import read_adapter
 from plait.core.errors import InputError, ModelError, StorageError
 from plait.core.settings import WHOLE
 from plait.models.base import BaseModel
-from plait.models.quiet import say
 from plait.serve.cells import Adapter, Weights
+from plait.utils.progress import say
 
 HOST_BYTES = 1 << 30  # of adapters that are kept in memory beside the pool
 Sizes = Mapping[str, tuple[int, int]]

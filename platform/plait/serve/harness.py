@@ -22,9 +22,9 @@ import torch
 
 from plait.core.errors import ConfigError, InputError, PlaitError
 from plait.models.base import BaseModel
-from plait.models.quiet import say
 from plait.serve.engine import AHEAD, Engine
 from plait.serve.requests import Completion, Request, Sampling
+from plait.utils.progress import say
 
 try:
     from lm_eval import evaluator, utils

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import base64
 import http.client
-import shutil
 import ssl
-import tempfile
 import threading
 import urllib.error
 import urllib.request
@@ -21,14 +19,12 @@ from mlflow.exceptions import MlflowException
 
 from plait.core.errors import StorageError
 from plait.core.settings import TrackingSettings
-from plait.tracking.location import Location, locate
+from plait.tracking.location import Location, check_folder, locate
 from plait.tracking.mlflow_store import Store
 from plait.utils.addresses import first_line, foreign_tables, redact
 from plait.utils.file_locks import file_lock
-from plait.utils.files import disk_errors
 
 ANSWER_SECONDS = 5
-LEAST_FREE_BYTES = 64 * 2**20
 NOT_NOW = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE")  # MLflow's codes for a server that fails or is down
 LOST = (2002, 2003, 2006, 2013)  # MySQL's codes for failed connections
 
@@ -52,26 +48,6 @@ def check_tracking(settings: TrackingSettings) -> Location:
     check_folder(location.root, "tracking.root")
     open_store(location, settings.experiment)
     return location
-
-
-def check_folder(folder: Path, key: str) -> None:
-    """Make a folder if necessary, and check that a file can be written into it.
-
-    Raises:
-        StorageError: it cannot be made or written, or its disk is full.
-    """
-    rule = "Plait writes its database, artifacts and adapters there."
-    with disk_errors(f"{key}={folder}", rule, f"Set {key} to a writable folder."):
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(b"plait")
-        free = shutil.disk_usage(folder).free
-    if free < LEAST_FREE_BYTES:
-        raise StorageError(
-            f"{key}={folder}: {free / 2**20:.0f} MiB free",
-            f"A run needs at least {LEAST_FREE_BYTES // 2**20} MiB.",
-            f"Free some space, or set {key} to a folder on another disk.",
-        )
 
 
 def open_store(location: Location, experiment: str, *, reading: bool = False) -> Store:

@@ -1,8 +1,11 @@
-"""The location of tracking: one absolute address, decided once, that can be printed without secrets."""
+"""The location of tracking: one absolute address, decided once, that can be printed without secrets; and the
+folder of the runs, which can be checked before MLflow is imported."""
 
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -10,11 +13,13 @@ from urllib.parse import unquote, urlsplit
 from plait.core.errors import StorageError
 from plait.core.settings import TrackingSettings
 from plait.utils.addresses import check_login, redact, with_driver
+from plait.utils.files import disk_errors
 from plait.utils.paths import user_path
 
 VARIABLE = "MLFLOW_TRACKING_URI"
 DATABASE_SCHEMES = ("sqlite", "postgresql", "mysql", "mssql")
 SQLITE_PREFIX = "sqlite:///"
+LEAST_FREE_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +100,31 @@ def locate(settings: TrackingSettings) -> Location:
             "Choose a folder without them.",
         )
     return Location(uri, root, artifacts)
+
+
+def check_folder(folder: Path, key: str, *, make: bool = True) -> None:
+    """Check that a file can be written into a folder.
+
+    Args:
+        make: make it if it is not there; otherwise check the nearest folder above it that is.
+
+    Raises:
+        StorageError: it cannot be made or written, or its disk is full.
+    """
+    rule = "Plait writes its database, artifacts and adapters there."
+    with disk_errors(f"{key}={folder}", rule, f"Set {key} to a writable folder."):
+        if make:
+            folder.mkdir(parents=True, exist_ok=True)
+        there = next(each for each in (folder, *folder.parents) if each.exists())
+        with tempfile.TemporaryFile(dir=there) as file:
+            file.write(b"plait")
+        free = shutil.disk_usage(there).free
+    if free < LEAST_FREE_BYTES:
+        raise StorageError(
+            f"{key}={folder}: {free / 2**20:.0f} MiB free",
+            f"A run needs at least {LEAST_FREE_BYTES // 2**20} MiB.",
+            f"Free some space, or set {key} to a folder on another disk.",
+        )
 
 
 def sqlite_in(root: Path) -> str:

@@ -28,11 +28,11 @@ from plait.core.messages import (
 )
 from plait.core.settings import TrackingSettings
 from plait.tracking import facts, names
-from plait.tracking.connection import AwayError, Connection, check_folder, storage_errors
+from plait.tracking.connection import AwayError, Connection, storage_errors
 from plait.tracking.event_log import EventLog, logs_folder, open_event_log
 from plait.tracking.facts import DataFacts, SearchFacts
 from plait.tracking.leaderboard import JobRecord, Leaderboard, TrialRungs, job_of, orphan
-from plait.tracking.location import locate
+from plait.tracking.location import check_folder, locate
 from plait.tracking.mlflow_store import StoreSender, newest_point
 from plait.tracking.records import Head, LogFolder, OpenRun, SetStatus, UseData
 from plait.tracking.search_run import Begun, FoundRun, SearchClock, SearchRun, begin_run, write_final

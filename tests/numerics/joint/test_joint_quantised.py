@@ -14,7 +14,7 @@ from peft_runs import PeftRun
 from safetensors.torch import load_file, save_file
 from saved_models import saved
 
-from plait.adapters.peft_folder import WEIGHTS, quantised_base
+from plait.adapters.facts import WEIGHTS, quantised_base
 from plait.core.errors import ConfigError, ModelError
 from plait.core.lifecycle import JobState
 from plait.core.settings import ClusterSettings, ModelSettings, RunSettings
