@@ -180,9 +180,9 @@ def test_all_adapters_are_asked_at_once_and_a_shared_beginning_is_run_once(labor
     engine, rows = laboratory.engine(), []
     hidden = engine._hidden
 
-    def watched(numbers: Any, batch: Any) -> Any:
+    def watched(batch: Any) -> Any:
         rows.append(sum(len(each.rows) for each in batch))
-        return hidden(numbers, batch)
+        return hidden(batch)
 
     engine._hidden = watched  # type: ignore[method-assign]
     names = list(laboratory.folders)

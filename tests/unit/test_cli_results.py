@@ -91,7 +91,7 @@ def test_a_queued_trial_is_shown_though_it_has_no_run_yet(
     known = (*stored, JobRecord("b", 1, {"adapter.rank": 8}))
 
     def result(state: JobState, records: tuple[JobRecord, ...]) -> SearchResult:
-        return SearchResult("mine", state, "minimize", "eval/loss", "r", "0", place, records)
+        return SearchResult("mine", state, (Objective("eval/loss"),), "r", "0", place, records)
 
     monkeypatch.setattr("plait.search.stored.board_of_study", lambda *_: result(JobState.PAUSED, known))
     for state, shown in ((JobState.RUNNING, True), (JobState.FINISHED, False)):

@@ -131,7 +131,7 @@ def test_resume_without_a_name_lists_the_unfinished(
     kept(tmp_path, "two", finished=True)
     assert resume(["--root", str(tmp_path)]) == 0  # as other commands name it
     out = capsys.readouterr().out
-    assert out.startswith("one\tplait sweep adapter.rank=1,2")
+    assert out.startswith("one\t0 adapters trained\tplait sweep adapter.rank=1,2")
     assert "two" not in out
     assert resume(["--help"]) == 0
     with pytest.raises(ConfigError, match="name of one search"):
