@@ -50,7 +50,7 @@ def test_the_script_runs_the_search_in_the_tasks_of_srun(
     asked = {line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH")}
     assert {"nodes=1", "ntasks-per-node=2", "time=1:00:00", "partition=cpu", "requeue"} <= asked
     assert not any("gpus" in each for each in asked)
-    assert "\nsrun --kill-on-bad-exit=0 --cpus-per-task=3 " in script
+    assert "\nsrun --kill-on-bad-exit=0 --wait=0 --cpus-per-task=3 " in script
     stand_in(folder, "srun", SRUN.format(python=sys.executable, job=os.getpid()))
     environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "TASKS": "2"}
     run = subprocess.run(
@@ -68,14 +68,27 @@ def test_an_interrupted_search_is_queued_again(
     said = capsys.readouterr().out
     assert "Without --time, the job gets the partition's default limit" in said
     assert "120 s before its time limit, the search saves everything" in said
-    for status, queued in ((130, "requeue 77\n"), (3, None)):
+    assert "Its output goes to mine-JOB.log in the folder in which you submit it" in said
+    again = "requeue 77\n"
+    cases = [(130, 9, again), (3, 0, None), (137, 0, again), (137, 2, again), (137, 3, None)]
+    for status, restarts, queued in cases:
         stand_in(folder, "srun", f"#!/bin/sh\nexit {status}\n")
         stand_in(folder, "scontrol", '#!/bin/sh\necho "$@" > queued\n')
         environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "77"}
+        if restarts:  # Slurm does not set it the first time
+            environment["SLURM_RESTART_COUNT"] = str(restarts)
         run = subprocess.run(["bash", "again.sbatch"], env=environment, check=False)
         assert run.returncode == (0 if queued else status)
         assert (Path("queued").read_text() if queued else None) == queued
         Path("queued").unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("limit", ["5", "5:00", "0:05:00", "1-0", "0-0:05", "1-00:00:00", "UNLIMITED"])
+def test_limits_that_slurm_reads_are_written_as_they_are(
+    limit: str, folder: Path, short: tuple[str, ...]
+) -> None:
+    assert main(["launch", "slurm", "--time", limit, *short, *SEARCH]) == 0
+    assert f"#SBATCH --time={limit}\n" in (folder / "mine.sbatch").read_text()
 
 
 @pytest.mark.parametrize(
@@ -86,6 +99,11 @@ def test_an_interrupted_search_is_queued_again(
         (["slurm", "one", "two"], "A script runs one search"),
         (["slurm", "cluster.processes=4"], "--nodes and --tasks-per-node"),
         (["slurm", "adapter.rnak=3"], "adapter.rnak"),
+        (["slurm", "--time", "abc"], "'abc' is no limit of Slurm's: write [DAYS-]HOURS:MINUTES:SECONDS"),
+        (["slurm", "--time", "1-2:3:4:5"], "no limit of Slurm's"),
+        (["slurm", "--time", "0:04:59"], "0:04:59 is less than 5 minutes"),
+        (["slurm", "--time", "4:30"], "less than 5 minutes"),
+        (["slurm", "--time", "0"], "less than 5 minutes"),
     ],
 )
 @pytest.mark.usefixtures("folder")

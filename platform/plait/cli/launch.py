@@ -24,6 +24,8 @@ from plait.utils.spelling import did_you_mean
 SYSTEMS = ("slurm",)
 LAUNCHED = ("cluster.processes", "cluster.per_host")  # srun says how many there are
 SAVE_SECONDS = 120  # before the end of its time the search is asked to save and end
+KILLED_RESTARTS = 3  # of a job; after so many one in which a task was killed is not queued again
+LEAST_MINUTES = 5  # the signal may come a minute earlier; in less time hardly anything trains
 SCRIPT = """#!/usr/bin/env bash
 #SBATCH --job-name={job}
 {options}
@@ -32,14 +34,16 @@ SCRIPT = """#!/usr/bin/env bash
 #SBATCH --requeue
 #SBATCH --signal=TERM@{seconds}
 # Written by `plait launch slurm`. Each task of srun runs the same command: the first coordinates, all train.
-# A job that is preempted or reaches its time limit is queued again and resumes.
+# A job that is preempted or reaches its time limit is queued again and resumes, as is one, at first, in which
+# a task was killed: if the search has ended all the same, the next run prints its result.
 set -uo pipefail
 cd {directory} || exit 1
 PLAIT_KEY=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')  # lets the tasks find each other, and no one else
 export PLAIT_KEY
-srun --kill-on-bad-exit=0{cores} {command}
+srun --kill-on-bad-exit=0 --wait=0{cores} {command}
 status=$?
-if [ "$status" -eq {interrupted} ]; then
+killed=$((status > 128 && ${{SLURM_RESTART_COUNT:-0}} < {restarts}))
+if [ "$status" -eq {interrupted} ] || [ "$killed" -eq 1 ]; then
     scontrol requeue "$SLURM_JOB_ID" && exit 0
 fi
 exit "$status"
@@ -71,6 +75,7 @@ def main(arguments: Sequence[str]) -> int:
         f"{SAVE_SECONDS} s before its time limit, the search saves everything; the job is then queued again."
     )
     print(f"Submit it with: sbatch {shlex.quote(str(path))}")
+    print(f"Its output goes to {name}-JOB.log in the folder in which you submit it (JOB: its number).")
     print(f"{directory} must be on a file system that all nodes share.")
     return EXIT_DONE
 
@@ -91,7 +96,7 @@ def _parser() -> Parser:
     )
     parser.add_argument("--cpus-per-task", type=_count, metavar="N", help="default: the partition's")
     parser.add_argument(
-        "--time", type=_word, metavar="LIMIT", help="[DAYS-]HOURS:MINUTES:SECONDS; default: the partition's"
+        "--time", type=_limit, metavar="LIMIT", help="[DAYS-]HOURS:MINUTES:SECONDS; default: the partition's"
     )
     parser.add_argument("--partition", type=_word, metavar="NAME", help="default: the cluster's")
     parser.add_argument("--to", type=as_path, metavar="FILE", help="default: NAME.sbatch")
@@ -113,6 +118,25 @@ def _count(text: str) -> int:
 def _word(text: str) -> str:
     if not re.fullmatch(r"[\w.,:-]+", text):
         raise argparse.ArgumentTypeError(f"{text!r} has characters that Slurm does not accept")
+    return text
+
+
+def _limit(text: str) -> str:
+    """A limit as Slurm reads it, which leaves time to train before the search is asked to save."""
+    if text.upper() == "UNLIMITED":
+        return text
+    if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no limit of Slurm's: write [DAYS-]HOURS:MINUTES:SECONDS, minutes, or UNLIMITED"
+        )
+    days, dash, clock = text.rpartition("-")
+    parts = [int(each) for each in clock.split(":")]  # a single one is minutes, after days hours
+    hours, minutes = [*parts, 0][:2] if dash or len(parts) == 3 else [0, parts[0]]
+    if (int(days or 0) * 24 + hours) * 60 + minutes < LEAST_MINUTES:
+        raise argparse.ArgumentTypeError(
+            f"{text} is less than {LEAST_MINUTES} minutes; {SAVE_SECONDS} s before it the search saves and "
+            "is queued again, so it would hardly train"
+        )
     return text
 
 
@@ -173,4 +197,5 @@ def _script(name: str, words: Sequence[str], directory: Path, known: argparse.Na
         directory=shlex.quote(str(directory)),
         command=shlex.join([sys.executable, "-m", "plait", *words]),
         interrupted=EXIT_INTERRUPTED,
+        restarts=KILLED_RESTARTS,
     )
