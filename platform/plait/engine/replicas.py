@@ -90,8 +90,7 @@ def cut(
 ) -> tuple[tuple[HeldPart, ...], ...]:
     """What the processes of replicas would hold of a model that is not loaded yet.
 
-    What is neither embedding, head nor a linear counts with the layers, evenly; a head without weights of its
-    own is the embedding once more, on another stage.
+    A head without weights of its own is the embedding once more, on another stage.
 
     Args:
         replicas: how many processes hold each.
@@ -101,14 +100,7 @@ def cut(
     """
     shape, tensor = facts.shape, facts.tensor
     time, given = dispatch_time(facts, None), settings.cluster.layer_split
-    weights = [0.0] * shape.layers
-    for each in facts.linears:
-        weights[layer_of(each.name)] += linear_bytes(
-            each.out_features, each.in_features, shape.element_bytes, settings.model.quantise
-        )
-    end = shape.vocabulary * shape.hidden * shape.element_bytes
-    ends = 1 if shape.weight_bytes - sum(weights) < 1.5 * end else 2
-    rest = max(0.0, shape.weight_bytes - sum(weights) - ends * end) / shape.layers
+    weights, end = _weights(facts, settings.model.quantise)
     found = []
     for processes in replicas:
         stages = processes // tensor
@@ -118,9 +110,33 @@ def cut(
         split = given if len(given) == stages else ()
         parts = []
         for layers in stage_layers(time, stages, split, settings.engine.capacity_or_usual):
-            own = sum(weights[layer] + rest for layer in layers)
+            own = sum(weights[layer] for layer in layers)
             own += end * ((layers.start == 0) + (layers.stop == shape.layers))
             part = HeldPart(layers, int(own / tensor), memory_bytes, shape.made_bytes, tensor)
             parts += [part] * tensor
         found.append(tuple(parts))
     return tuple(found)
+
+
+def sharded_bytes(facts: WorkerFacts, quantise: str, count: int) -> int:
+    """Bytes of the weights in each of ``count`` processes that share those of the layers: its part of every
+    layer, the largest one whole while it runs, and all that is in no layer."""
+    weights, _ = _weights(facts, quantise)
+    return facts.shape.weight_bytes - int(sum(weights) * (1 - 1 / count) - max(weights))
+
+
+def _weights(facts: WorkerFacts, quantise: str) -> tuple[list[float], int]:
+    """Bytes of each layer and of an embedding, of a model that is not loaded yet.
+
+    What is neither embedding, head nor a linear counts with the layers, evenly.
+    """
+    shape = facts.shape
+    weights = [0.0] * shape.layers
+    for each in facts.linears:
+        weights[layer_of(each.name)] += linear_bytes(
+            each.out_features, each.in_features, shape.element_bytes, quantise
+        )
+    end = shape.vocabulary * shape.hidden * shape.element_bytes
+    ends = 1 if shape.weight_bytes - sum(weights) < 1.5 * end else 2
+    rest = max(0.0, shape.weight_bytes - sum(weights) - ends * end) / shape.layers
+    return [each + rest for each in weights], end
