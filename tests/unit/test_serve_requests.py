@@ -121,6 +121,17 @@ def test_what_is_drawn_does_not_depend_on_how_much_is_sorted(
     assert alone == wanted
 
 
+def test_equally_likely_tokens_are_drawn_alike_whatever_else_is_in_the_batch() -> None:
+    """Logits in bfloat16 have many that are equal; a flat row needs more than ``SORTED`` tokens."""
+    made = torch.Generator().manual_seed(0)
+    rows = (6 * torch.randn(100, 32_000, generator=made)).bfloat16().float()
+    for seed, row in enumerate(rows):
+        settings = [Sampling(temperature=1.0, top_p=0.9, seed=each) for each in (seed, 0)]
+        alone = sampling.choose_tokens(row[None], settings[:1], [0])[0]
+        beside = torch.stack([row, torch.zeros_like(row)])
+        assert sampling.choose_tokens(beside, settings, [0, 0])[0] == alone
+
+
 def test_a_part_of_a_character_has_no_bytes_of_its_own_text() -> None:
     scores = (Score(-1.0, ((1, -1.0),)), Score(-2.0, ((2, -2.0),)))
     tops = [[("\N{REPLACEMENT CHARACTER}", -1.0)], [("\u20ac", -2.0)]]

@@ -62,9 +62,13 @@ def _place(sums: Tensor, wanted: Tensor) -> Tensor:
 
 
 def _likeliest(shares: Tensor, top_p: Tensor, wanted: Tensor) -> Tensor:
-    """The tokens drawn of the likeliest ones that together have at least ``top_p``."""
-    ordered, tokens = shares.topk(min(SORTED, shares.shape[-1]))
-    if bool((ordered.sum(-1, keepdim=True) < top_p).any()):
+    """The tokens drawn of the likeliest ones that together have at least ``top_p``; of equally likely ones
+    the first come first, whichever way they are sorted: else other rows could change what is drawn."""
+    tokens = shares.topk(min(SORTED, shares.shape[-1])).indices.sort(dim=-1).values
+    ordered, places = shares.gather(1, tokens).sort(dim=-1, descending=True, stable=True)
+    tokens = tokens.gather(1, places)
+    certain = ordered > ordered[:, -1:]  # others may be as likely as some that are left out
+    if bool(((ordered * certain).sum(-1, keepdim=True) < top_p).any()):
         ordered, tokens = shares.sort(dim=-1, descending=True, stable=True)
     sums = ordered.cumsum(-1)
     kept = (sums - ordered) < top_p  # the first is always kept
