@@ -259,6 +259,26 @@ def test_a_program_ends_after_its_threads_and_handlers_without_taking_modules_ap
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
+def test_output_that_a_full_disk_loses_is_an_error() -> None:
+    """Unbuffered output fails where it is printed; what waits in a buffer must not be lost silently."""
+    paths = [str(ROOT / name) for name in ("platform", "kernels", "dashboards")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    environment.pop("PYTHONUNBUFFERED", None)
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "plait", "--help"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            env=environment,
+        )
+    assert done.returncode == 2
+    assert "No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_reader_that_leaves_gets_no_traceback() -> None:
     reader, writer = os.pipe()
     os.close(reader)

@@ -88,7 +88,9 @@ def _main(given: list[str]) -> int:
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # an ASCII terminal must not end a search
     try:
-        return _dispatch(given)
+        status = _dispatch(given)
+        print(end="", flush=True)  # here a full disk is still noticed
+        return status
     except PlaitError as error:
         return report(error)
     except KeyboardInterrupt:
