@@ -14,9 +14,11 @@ from mlflow import MlflowClient
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy.exc import OperationalError
+from transformers import AutoModelForCausalLM
 
 from plait.cli.main import main
 from plait.core.settings import TrackingSettings
+from plait.models.tiny import byte_tokeniser, tiny_config
 from plait.search.storage import study_lock
 from plait.tracking.results import load_search
 
@@ -235,3 +237,19 @@ def test_whole_groups_and_lists_are_swept(folder: Path, short: Short, trials: Tr
     assert points == {
         (data, target) for data in ("rows", "sums") for target in ("[q_proj]", "[k_proj,v_proj]")
     }
+
+
+def test_a_finished_search_is_reported_when_its_model_is_gone(
+    folder: Path, short: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokeniser = byte_tokeniser()
+    config = tiny_config("llama", len(tokeniser))
+    model, away = folder / "model", folder / "away"
+    AutoModelForCausalLM.from_config(config).save_pretrained(model)
+    tokeniser.save_pretrained(model)
+    command = ["train", *short, "model=hf", f"model.id={model}", "model.dtype=float32", "search.name=gone"]
+    assert main(command) == 0
+    model.rename(away)
+    capsys.readouterr()
+    assert main(["resume", "gone"]) == 0
+    assert "gone is finished" in "".join(capsys.readouterr())

@@ -31,7 +31,6 @@ from plait.engine.build import (
 )
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.steps import DataOrder
-from plait.models.sources import check_files
 from plait.search.attributes import TRACKED
 from plait.search.identity import ROWS, Identity, check_problem
 from plait.search.objective import check_kept, check_measured
@@ -52,8 +51,7 @@ if TYPE_CHECKING:
 
 
 def check_command(command: SearchCommand) -> None:
-    """Check the settings, and that the model's files are there, without writing anything or reading a data
-    set, which the caller does."""
+    """Check the settings without writing anything or reading a data set, which the caller does."""
     settings, jobs = command.settings, command.probes
     check_here(settings.cluster)
     check_stopping(settings.search)
@@ -63,7 +61,6 @@ def check_command(command: SearchCommand) -> None:
     if budgets := [job.train.steps for job in jobs if job.train.steps is not None]:
         rung_steps(settings.search.stopping, min(budgets))
     check_folder(locate(settings.tracking).root, "tracking.root", make=False)
-    check_files(settings.model)
     check_engine(settings, jobs)
 
 

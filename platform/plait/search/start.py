@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from plait.engine.build import settle_dtype
+from plait.models.sources import check_files
 from plait.search.checks import ask_store, check_command, check_model, find_study, tracked_run
 from plait.search.identity import Identity, identify
 from plait.search.recorded import recorded_command
@@ -46,6 +47,8 @@ def run_search(
         name = command.settings.search.name or identity.name
         tracking = command.settings.tracking
         new, ours = recorded_command(tracking.root, name) is None, store_elsewhere(tracking) is None
+        if new:  # one that has ended is reported without its model
+            check_files(command.settings.model)
         storage, began = find_study(command, name, identity)
         screen.say("Loading torch, transformers and MLflow ...")
         from plait.search.launch import Launch, prepare_search
