@@ -9,12 +9,13 @@ from torch import Tensor
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """The host's tensor on a device: on CUDA from pinned memory, queued behind what it is to do already.
+    """A tensor on a device: from the host to CUDA from pinned memory, queued behind what it is to do already.
 
     Pinned memory that is freed is not used again before its copies are done: torch's host allocator waits for
-    them. Memory that is not pinned may be, so other devices wait; meta tensors stand for CUDA's.
+    them. Memory that is not pinned may be, so other devices wait; meta tensors stand for CUDA's. What is on a
+    device already cannot be pinned, and need not be.
     """
-    if device.type == "cuda":
+    if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=device.type in ("cuda", "meta"))
 

@@ -9,12 +9,15 @@ from plait_kernels.uploads import upload
 
 
 class Sent:
-    """Stands for a tensor of the host: notes how it is sent."""
+    """Stands for a tensor: notes how it is sent."""
 
-    def __init__(self):
+    def __init__(self, device="cpu"):
+        self.device = torch.device(device)
         self.pinned, self.queued = False, None
 
     def pin_memory(self):
+        if self.device.type != "cpu":
+            raise RuntimeError("only dense CPU tensors can be pinned")  # as torch does
         self.pinned = True
         return self
 
@@ -29,3 +32,10 @@ def test_only_pinned_memory_is_sent_without_waiting(device):
     upload(sent, torch.device(device))
     assert sent.pinned == (device == "cuda")
     assert sent.queued == (sent.pinned or device == "meta")  # meta tensors stand for CUDA's
+
+
+def test_what_is_on_the_device_already_is_not_pinned():
+    """The rows of a problem that is timed are counted on the device that it is made on."""
+    sent = Sent("cuda")
+    upload(sent, torch.device("cuda"))
+    assert not sent.pinned
