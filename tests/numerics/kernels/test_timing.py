@@ -70,6 +70,8 @@ def test_work_that_waits_for_the_device_is_said_not_to_be_queued():
     found = queued(device.run, device, 2)
     assert [each.queued for each in found] == [False, False]
     assert max(device.spins) == LONGEST_SPIN
+    for each in found:  # the spin, for which the host waited, is not in its time
+        assert each.host == pytest.approx(1e-3)
 
 
 def test_a_cpu_is_its_own_device():
