@@ -208,7 +208,8 @@ def labelled_cross_entropy(
     if chunk is None:
         chunk = chunk_rows(head_weight.shape[0], backend, hidden.element_size())
     head = Head(head_weight, head_bias, softcap, scale, own)
-    return _apply(hidden, head, targets, weights.float(), chunk, fused)
+    # The kernel takes one after the other, and weights may be one number expanded.
+    return _apply(hidden, head, targets.contiguous(), weights.float().contiguous(), chunk, fused)
 
 
 def chunk_rows(vocabulary: int, backend: str = "", element_bytes: int = 4) -> int:

@@ -55,7 +55,7 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, call: LayerCall) -> 
     chosen = choice(call, x)
     launcher = Launcher(call, x, weight, chosen)
     s = launcher.down()
-    return launcher.up(s, bias), [s]
+    return launcher.up(s, None if bias is None else bias.contiguous()), [s]
 
 
 def backward(

@@ -128,3 +128,16 @@ def test_one_target_for_each_row():
     case["targets"] = case["targets"][1:]
     with pytest.raises(KernelError, match="one target"):
         labelled_cross_entropy(**case)
+
+
+@pytest.mark.parametrize("backend", ["", "triton"])
+def test_one_weight_may_stand_for_all_rows(backend):
+    _needs_interpreter(backend)
+    case = _case(rows=5)
+    whole = case | {"weights": torch.full((5,), 0.25)}
+    apart = case | {
+        "weights": torch.tensor(0.25).expand(5),
+        "targets": torch.stack((case["targets"], case["targets"] + 1), dim=1)[:, 0],
+    }
+    found = labelled_cross_entropy(**apart, backend=backend)
+    torch.testing.assert_close(found, labelled_cross_entropy(**whole))

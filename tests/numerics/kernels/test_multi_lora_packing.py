@@ -169,3 +169,9 @@ def test_without_adapters_the_layer_is_the_frozen_one():
     weight = torch.randn(6, 6)
     out = multi_lora_linear(x, weight, None, ["q", "k"], bank, routing, backend="grouped")
     assert torch.equal(out, torch.nn.functional.linear(x, weight))
+
+
+def test_a_bias_may_have_any_stride(place, make_layer):
+    layer = make_layer(ranks=[3], lengths=[9], device=place[0])
+    layer.bias = torch.stack((layer.bias, layer.bias + 1), dim=1)[:, 0]
+    layer.assert_accurate(layer.run(place[1]))
