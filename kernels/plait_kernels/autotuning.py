@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.util
 import json
 import logging
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -82,8 +84,35 @@ def _fastest(measure: Measure, stage: str, options: list[Choice]) -> Choice:
 _known: dict[tuple[Widths, torch.dtype], Choice] = {}  # of this process, whose device has one kind
 
 
+_given: list[Choice] = []
+
+
+@contextmanager
+def taking(chosen: Choice) -> Iterator[None]:
+    """Have every layer take these tiles, and measure none."""
+    _given.append(chosen)
+    try:
+        yield
+    finally:
+        _given.pop()
+
+
+def usual(device: torch.device, dtype: torch.dtype) -> tuple[Choice, Candidates]:
+    """The tiles that are taken before any are measured, and their candidates."""
+    small = device.type == "cuda" and (dtype == torch.float32 or _shared_memory(device) < DEFAULT_MEMORY)
+    return (SMALL, SMALL_CANDIDATES) if small else (DEFAULT, CANDIDATES)
+
+
+def with_fused(start: Choice, candidates: Candidates) -> Choice:
+    """The same with the first fused products among the candidates, which only measuring chooses."""
+    fused = {field: tiles for found in candidates.values() for field, tiles in reversed(found)}
+    return replace(start, fused_forward=fused["fused_forward"], fused_backward=fused["fused_backward"])
+
+
 def choice(call: LayerCall, x: Tensor) -> Choice:
     """The tiles for a layer's call."""
+    if _given:
+        return _given[-1]
     if x.device.type != "cuda":
         return DEFAULT
     widths = x.shape[1], tuple(site.out_features for site, _ in call.placed)
@@ -135,8 +164,7 @@ def _recorded(text: str) -> dict[str, Choice]:
 
 def _found(widths: Widths, device: torch.device, dtype: torch.dtype, tokens: int) -> Choice:
     """From the file, or measured now."""
-    small = dtype == torch.float32 or _shared_memory(device) < DEFAULT_MEMORY
-    start = SMALL if small else DEFAULT
+    start, candidates = usual(device, dtype)
     if os.environ.get("PLAIT_KERNELS_TUNE") == "0":
         return start
     rows = _bucket(tokens)
@@ -146,7 +174,7 @@ def _found(widths: Widths, device: torch.device, dtype: torch.dtype, tokens: int
     found = load(path).get(key)
     if found is None:
         shape = Shape(rows, *widths, _RANKS, _DROPOUT)
-        found = _measured(shape, device, dtype, start, SMALL_CANDIDATES if small else CANDIDATES)
+        found = _measured(shape, device, dtype, start, candidates)
         if found is None:
             return start
         save(path, key, found)
@@ -231,6 +259,15 @@ def _refusals() -> tuple[type[Exception], ...]:
     from triton.runtime.errors import OutOfResources, PTXASError
 
     return OutOfResources, PTXASError, CompilationError, RuntimeError
+
+
+def kernel_errors() -> tuple[type[Exception], ...]:
+    """What a kernel that cannot run here may raise; Triton's errors are no RuntimeErrors."""
+    if importlib.util.find_spec("triton") is None:
+        return RuntimeError, KernelError
+    from triton.errors import TritonError
+
+    return RuntimeError, KernelError, TritonError
 
 
 _BROKEN = ("illegal", "misaligned", "unspecified launch failure", "device-side assert")

@@ -12,6 +12,7 @@ not fit into memory, is reported, and the others still run.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import platform
@@ -28,10 +29,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from plait_kernels.autotuning import refused
+from plait_kernels.autotuning import kernel_errors, refused
 from plait_kernels.backends import BACKENDS
 from plait_kernels.bench_check import Check, check, torch_lora
-from plait_kernels.errors import KernelError
 from plait_kernels.synthetic import Problem, Shape, even_segments, problem
 from plait_kernels.timing import Taken, median_seconds, taken
 from plait_kernels.triton_backend import available
@@ -269,14 +269,9 @@ def measure(case: Case, backends: Sequence[str], peak: Peak, options: argparse.N
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Device, versions and commit."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    """Device, versions, commit, and a digest of the kernels' sources, which may be mended between commits."""
+    folder = Path(__file__).parent
+    sources = sorted((*folder.glob("*.py"), *folder.glob("*.c")))
     triton = None
     if available(device):
         import triton as package
@@ -289,8 +284,19 @@ def environment(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": triton,
         "cuda": torch.version.cuda,
-        "commit": commit.stdout.strip() or None,
+        "commit": _commit(folder),
+        "sources": hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12],
     }
+
+
+def _commit(folder: Path) -> str | None:
+    """The commit that is checked out; None without git, as on a bare GPU machine."""
+    command = ["git", "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() or None
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -365,7 +371,7 @@ def _measured(case: Case, peak: Peak, options: argparse.Namespace, result: dict[
     try:
         result["rows"].append(asdict(measure(case, options.backends, peak, options)))
         _print(result["rows"][-1], options.backends)
-    except (RuntimeError, KernelError) as problem_found:
+    except kernel_errors() as problem_found:
         names = ("layer", "tokens", "adapters", "ranks", "dropout")
         reason = f"{type(problem_found).__name__}: {problem_found}"[:500]
         result["failures"].append({**dict(zip(names, case.key, strict=True)), "reason": reason})

@@ -4,8 +4,9 @@ Every case is compared with float64 by the rule of `bench_check`, run twice for 
 masks are compared with the formula; unwritten memory is filled with NaN. So are the passes between the
 products and the loss. It prints one line for each case; the exit status is 1 if anything is wrong.
 
-What is known least comes first: Triton in bfloat16, with dropout. The file is written after each case, and
-the same command resumes from it if device, versions and commit are the same. `--seconds` limits a run.
+What is known least comes first: Triton in bfloat16, the passes, then layers with dropout. The file is written
+after each case, and the same command resumes from it if device, versions, commit and sources are the same.
+`--seconds` limits a run.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,15 @@ import torch
 from torch import Tensor
 
 from plait_kernels import passes, plain
-from plait_kernels.autotuning import refused
+from plait_kernels.autotuning import kernel_errors, refused, taking, usual, with_fused
 from plait_kernels.backends import BACKENDS
 from plait_kernels.bank import GRADIENTS
 from plait_kernels.bench import environment, resumed, write
 from plait_kernels.bench_check import check
 from plait_kernels.dropout import keep_mask
-from plait_kernels.errors import KernelError
 from plait_kernels.loss import labelled_cross_entropy
 from plait_kernels.synthetic import Problem, Shape, problem
+from plait_kernels.tiles import Choice
 from plait_kernels.triton_backend import TRITON
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -112,9 +113,23 @@ def _same_mask(made: Problem, backend: str) -> bool:
 
 
 def examine(shape: Shape, backend: str, device: torch.device, dtype: torch.dtype) -> Finding:
-    """Everything about one backend at one shape."""
+    """Everything about one backend at one shape, of Triton's with and without its fused products.
+
+    The tiles are the usual ones: measuring them would take minutes for each shape.
+    """
+    start, candidates = usual(device, dtype)
+    found = _examine(shape, backend, device, dtype, start)
+    if backend != TRITON.name:
+        return found
+    fused = _examine(shape, backend, device, dtype, with_fused(start, candidates))
+    errors = {name: max(error, fused.errors[name]) for name, error in found.errors.items()}
+    wrong = (*found.wrong, *(f"{each} with fused products" for each in fused.wrong))
+    return replace(found, errors=errors, wrong=wrong)
+
+
+def _examine(shape: Shape, backend: str, device: torch.device, dtype: torch.dtype, tiles: Choice) -> Finding:
     made = problem(shape, device=device, dtype=dtype)
-    with poisoned_memory():
+    with poisoned_memory(), taking(tiles):
         found = check(made, backend)
         first, second = _bits(made, backend), _bits(made, backend)
         wrong = [] if found.right else ["error above twice torch's"]
@@ -205,7 +220,7 @@ def _examined(shape: Shape, backend: str, device: torch.device, dtype: torch.dty
     the other cases still run."""
     try:
         return (examine if backend in BACKENDS else examine_pass)(shape, backend, device, dtype), True
-    except (RuntimeError, KernelError) as error:
+    except kernel_errors() as error:
         usable = not isinstance(error, RuntimeError) or refused(error)
         return Finding(backend, str(dtype), shape, {}, {}, (str(error)[:500],)), usable
 
@@ -280,7 +295,9 @@ def _cases(options: argparse.Namespace) -> list[tuple[Shape, str, torch.dtype]]:
 
 def _known(case: tuple[Shape, str, torch.dtype]) -> tuple[bool, ...]:
     shape, backend, dtype = case
-    return backend not in (TRITON.name, *_PASSES), dtype != torch.bfloat16, not shape.dropout
+    unfused = backend not in (TRITON.name, *_PASSES)
+    # The passes' few kernels are compiled within seconds.
+    return unfused, dtype != torch.bfloat16, backend not in _PASSES, not shape.dropout
 
 
 if __name__ == "__main__":

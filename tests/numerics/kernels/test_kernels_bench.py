@@ -105,3 +105,10 @@ def test_the_roofline_counts_what_is_extra():
     extra_bytes = (1000 * 300 * 2 + 2000 * (4 + 8)) / 1e9
     expected = 1 + (extra_operations + extra_bytes) / frozen
     assert bench.roofline(one, peak, 2) == pytest.approx(expected)
+
+
+def test_a_machine_without_git_is_known_by_the_sources(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    found = bench.environment(torch.device("cpu"))
+    assert found["commit"] is None
+    assert len(found["sources"]) == 12

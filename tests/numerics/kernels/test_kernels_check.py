@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from triton.errors import TritonError
 
-from plait_kernels import check
+from plait_kernels import autotuning, check
 from plait_kernels.backends import BACKENDS
 from plait_kernels.synthetic import Shape
 
@@ -81,9 +82,12 @@ def test_a_wrong_backend_is_reported(monkeypatch, spoil, expected):
     assert any(expected in wrong for wrong in found.wrong), found.wrong
 
 
-def test_an_error_is_a_finding_and_the_rest_continues(monkeypatch):
+@pytest.mark.parametrize("error", [RuntimeError("out of luck"), TritonError("out of shared memory")])
+def test_an_error_is_a_finding_and_the_rest_continues(monkeypatch, error):
+    """Triton's own errors, of tiles too large or code that its compiler refuses, are no RuntimeErrors."""
+
     def fail(*_):
-        raise RuntimeError("out of luck")
+        raise error
 
     monkeypatch.setitem(BACKENDS, "grouped", replace(BACKENDS["grouped"], forward=fail))
     assert check.main(["--device", "cpu", "--backends", "grouped", "reference", "--dtypes", "float32"]) == 1
@@ -103,3 +107,30 @@ def test_after_a_fault_nothing_else_is_examined_until_the_next_run(monkeypatch, 
     assert "1 cases, 1 wrong" in capsys.readouterr().out
     assert check.main(options) == 1
     assert [bool(each["wrong"]) for each in json.loads(path.read_text())["findings"]].count(True) == 1
+
+
+def test_both_kinds_of_products_are_examined_and_no_tiles_measured(monkeypatch):
+    """Measuring tiles takes a minute or two for each of the check's shapes."""
+    taken = []
+
+    def forward(x, *others):
+        taken.append(autotuning.choice(None, x))
+        return BACKENDS["grouped"].forward(x, *others)
+
+    monkeypatch.setattr(autotuning, "_found", None)
+    spied = replace(BACKENDS["grouped"], name="triton", forward=forward, runs=lambda *_: True)
+    monkeypatch.setitem(BACKENDS, "triton", spied)
+    assert check.examine(SMALL, "triton", torch.device("cpu"), torch.float32).wrong == ()
+    assert {each.fused_forward is None for each in taken} == {True, False}
+    assert {each.fused_backward is None for each in taken} == {True, False}
+
+
+def test_what_is_known_least_comes_first():
+    cases = [
+        (Shape(9, 8, (8,), (1,), dropout), backend, dtype)
+        for backend, dropout in (("grouped", 0.1), ("triton", 0.0), ("triton", 0.1), ("norm", 0.0))
+        for dtype in (torch.float16, torch.bfloat16)
+    ]
+    found = [(name, shape.dropout) for shape, name, _ in sorted(cases, key=check._known)]
+    assert found[:3] == [("norm", 0.0), ("triton", 0.1), ("triton", 0.0)]
+    assert found[-1][0] == "grouped"
