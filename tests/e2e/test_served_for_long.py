@@ -121,17 +121,15 @@ class Crowd:
             await asyncio.gather(*asking, self._change(client))
 
     async def _change(self, client: openai.AsyncOpenAI) -> None:
-        there = True
+        body = {"lora_name": COMES, "lora_path": COMES}
         while time.monotonic() < self.until:
-            verb = "unload" if there else "load"
-            there = not there
-            body = {"lora_name": COMES, "lora_path": COMES}
-            try:
-                await client.post(f"/{verb}_lora_adapter", cast_to=str, body=body)
-            except openai.OpenAIError as error:
-                self.errors.append(f"{verb}: {error}")
-            self.ended[verb] += 1
-            await asyncio.sleep(0.25)
+            for verb in ("unload", "load"):  # both, so that it is there at the end, too
+                try:
+                    await client.post(f"/{verb}_lora_adapter", cast_to=str, body=body)
+                except openai.OpenAIError as error:
+                    self.errors.append(f"{verb}: {error}")
+                self.ended[verb] += 1
+                await asyncio.sleep(0.25)
 
     async def _client(self, client: openai.AsyncOpenAI, draw: random.Random) -> None:
         while time.monotonic() < self.until:
