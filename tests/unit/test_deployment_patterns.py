@@ -88,10 +88,9 @@ def test_bounds_hold_if_no_linear_program_is_solved(
 ) -> None:
     costs, counts, devices = _instance(4, kind, most=3)
     solved = deploy(costs, counts, devices)
-    for module in ("deployment", "deployment_patterns", "dispatch", "pricing"):
-        monkeypatch.setattr(
-            f"plait.planner.{module}.linprog", lambda *_, **__: OptimizeResult(x=None, fun=None, status=4)
-        )
+    for module in ("plait.planner.deployment", "plait.planner.deployment_patterns", "plait.planner.pricing"):
+        monkeypatch.setattr(f"{module}.linprog", lambda *_, **__: OptimizeResult(x=None, fun=None, status=4))
+    monkeypatch.setattr("scipy.optimize.linprog", lambda *_, **__: OptimizeResult(x=None, fun=None, status=4))
     assert 0 < relaxation_bound(costs, counts, devices) <= solved.makespan
     assert 0 < least_cost(costs, counts, {"": 1.0}) <= solved.makespan * devices[""]
     for most_enumerated in (4000, 0):
