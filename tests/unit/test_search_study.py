@@ -18,7 +18,7 @@ from studies import space_of, study_of
 from plait.core.errors import SearchError, StorageError
 from plait.core.settings import SearchSettings
 from plait.engine.checkpoints import HEADER
-from plait.search.identity import ROWS, Identity, check_material, check_problem
+from plait.search.identity import ROWS, Identity, check_material, check_problem, sign
 from plait.search.orders import Orders
 from plait.search.storage import from_anywhere, missing_file, open_storage
 from plait.search.study import StudyTrials
@@ -451,6 +451,7 @@ def test_an_empty_study_whose_maker_was_killed_before_it_had_signed_it_is_taken(
 def test_a_study_of_another_search_is_named_with_few_differences() -> None:
     study = optuna.create_study(study_name="s")
     identities = [Identity({f"data.{key}": value for key in "abcdefgh"}, {}) for value in (1, 2)]
+    sign(study, identities[0])
     check_problem(study, identities[0])
     with pytest.raises(SearchError) as caught:
         check_problem(study, identities[1])
