@@ -92,6 +92,12 @@ def test_the_list_shows_mode_and_description(capsys: pytest.CaptureFixture[str])
         assert all(f" {named.takes}  {named.description}" in line for line in shown)
 
 
+def test_an_unknown_option_is_refused_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--list"]) == 2
+    assert "`plait bench` has no such option" in (shown := capsys.readouterr().err)
+    assert "--papers; without any it lists the benchmarks" in shown
+
+
 def test_sweep_files_without_a_valid_mode_are_refused(tmp_path: Path) -> None:
     assert listing(named_sweeps(tmp_path)) == "The folder sweeps/ is empty."
     (tmp_path / "a.yaml").write_text("description: x")

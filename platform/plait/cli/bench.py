@@ -48,7 +48,7 @@ def sweep_arguments(arguments: Sequence[str]) -> list[str]:
     the list or a file is printed.
 
     Raises:
-        ConfigError: sweeps/ has no such file.
+        ConfigError: sweeps/ has no such file, or an option is unknown.
     """
     if ALL_PAPERS in arguments:
         _run_papers([word for word in arguments if word != ALL_PAPERS])
@@ -61,7 +61,12 @@ def sweep_arguments(arguments: Sequence[str]) -> list[str]:
         return []
     name, *rest = words
     if name.startswith("-"):
-        return list(arguments)
+        options = [*FLAGS, ALL_PAPERS, "--help"]
+        raise ConfigError(
+            name,
+            "`plait bench` has no such option.",
+            f"{did_you_mean(name, options)}It has {choices(options)}; without any it lists the benchmarks.",
+        )
     known = [named.name for named in named_sweeps(sweeps_dir())]
     if name not in known:
         raise ConfigError(
