@@ -9,6 +9,8 @@ from curve_worker import ADAPTER, LINEARS, SHAPE, CurveWorker
 
 from plait.core.errors import CapacityError, ConfigError, DataError, ProcessError
 from plait.core.settings import ClusterSettings, EngineSettings, RunSettings
+from plait.cost.memory import MemoryCoefficients, MemoryModel, MemoryObservation, MemoryShape
+from plait.cost.profile_store import Profile, ProfileKey
 from plait.cost.time import MicrobatchShape
 from plait.data.overlong import LengthLimit
 from plait.engine.admission import Admission, choose_capacity
@@ -157,6 +159,26 @@ def test_what_is_made_for_a_product_is_no_static_memory() -> None:
     usual = after.usual
     after.learn_overhead(made.shape.weight_bytes + 3 * usual.adapter_bytes, made.parts[0][0], [usual])
     assert after.static([usual]) == made.shape.weight_bytes + 3 * usual.adapter_bytes
+
+
+def test_gathered_layers_are_counted_once_whatever_is_known_of_microbatches() -> None:
+    """They are there while layers run: beside a profile's peaks, of whole layers, and in those of a run."""
+    whole = facts(ROOM)
+    sharded = replace(whole, shape=replace(whole.shape, gathered_bytes=5000), held=())
+    names = tuple({each.name.rpartition(".")[2] for each in whole.linears})
+    key = ProfileKey("m", "cpu", "float32", "auto", False, 1)
+    fitted = MemoryModel.of(MemoryCoefficients(token=100.0))
+    known = Profile(key, "m", fitted, None, 128, (), names, "measured", 0.0, None)
+    for profile in (None, known):
+        before, after = (Admission(each, run(), profile) for each in (whole, sharded))
+        usual, microbatch = [before.usual], (MemoryShape.of([64]), 64)
+        assert after.predicted(usual) == before.predicted(usual) + 5000
+        (here,), (there,) = (each.expected(0, [microbatch], usual) for each in (after, before))
+        assert here == there + 5000
+    after.learn(fitted)
+    assert after.predicted(usual) == before.predicted(usual)
+    seen = MemoryObservation(MemoryShape.of([64]), {"forward": 900, "loss": 950, "backward": 990}, 100)
+    assert seen.gathering(10).peaks == {"forward": 910, "loss": 950, "backward": 1000}
 
 
 def test_memory_is_that_of_the_replicas_that_are_left() -> None:

@@ -33,6 +33,7 @@ SAME_SHARE = 1e-9  # shares of inputs that differ by less count as equal
 ALL_ROWS = 2**53  # all rows of logits at once: more than any microbatch has
 NotNegative = Annotated[float, at_least(0)]
 KEPT = "kept"  # the phase between forward and backward, in which a stage has several microbatches
+LOSS = "loss"  # the phase of head and loss, in which no layer runs
 WHOLE = "whole"  # the phase of a peak that was observed without distinguishing moments
 
 
@@ -178,6 +179,11 @@ class MemoryObservation:
     def dynamic(self) -> float:
         """Bytes of the microbatch itself: the highest peak above static."""
         return max(self.peaks.values()) - self.static
+
+    def gathering(self, more: float) -> MemoryObservation:
+        """What a process would have seen that gathers so many bytes of layers while these run."""
+        peaks = {name: peak + more * (name != LOSS) for name, peak in self.peaks.items()}
+        return replace(self, peaks=peaks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,13 +47,15 @@ class CudaPeak:
 class StorageCounter:
     """Counts bytes of all live storages that operations inside the ``with`` block made or used.
 
-    Every storage counts once, however many views it has, and is removed when its last tensor is freed.
+    Every storage counts once, however many views it has, and is removed when its last tensor is freed. If it
+    is resized, it counts with its new size from the next operation on it.
     """
 
     def __init__(self) -> None:
         self.live = 0
         self.peak = 0
         self._counted: dict[int, weakref.ref[Any]] = {}  # by the storage's address, while it exists
+        self._sizes: dict[int, int] = {}  # of these
         self._mode = _Watch(self)
 
     def __enter__(self) -> StorageCounter:
@@ -70,19 +72,18 @@ class StorageCounter:
         self.peak = self.live
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Count the tensor's storage, unless it is counted already."""
+        """Count the tensor's storage, once."""
         storage = tensor.untyped_storage()
-        address = storage._cdata
-        if address in self._counted:
-            return
-        size = storage.nbytes()
-        self._counted[address] = weakref.ref(storage, lambda _: self._freed(address, size))
-        self.live += size
+        address, size = storage._cdata, storage.nbytes()
+        if address not in self._counted:
+            self._counted[address] = weakref.ref(storage, lambda _: self._freed(address))
+        self.live += size - self._sizes.get(address, 0)
+        self._sizes[address] = size
         self.peak = max(self.peak, self.live)
 
-    def _freed(self, address: int, size: int) -> None:
+    def _freed(self, address: int) -> None:
         del self._counted[address]
-        self.live -= size
+        self.live -= self._sizes.pop(address)
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -270,7 +270,8 @@ class Admission:
             return rows + int(own.safe_in_flight(heaviest, flights))
         assert model is not None
         share, last = self._share(room.part)
-        return rows + int(model.part(heaviest, share=share, flights=flights, last=last, safe=True))
+        passing = model.part(heaviest, share=share, flights=flights, last=last, safe=True)
+        return rows + int(passing) + room.part.gathered_bytes
 
     def _learnt_for(self, room: _Room, demands: Iterable[Demand]) -> MemoryModel | None:
         """The model that was fitted to this stage's peaks; not one of a time when no job had adapters on its
@@ -311,7 +312,7 @@ class Admission:
                 passing = own.in_flight(shapes, room.flights)
             elif model is not None:
                 parts = (model.part(each, share=share, flights=flights, last=last) for each in shapes)
-                passing = max(parts, default=0.0)
+                passing = max(parts, default=0.0) + room.part.gathered_bytes
             else:
                 tokens = ((shape.tokens, longest) for shape, longest in sizes)
                 passing = max((self.estimate(*each, room.part, flights) for each in tokens), default=0)
@@ -386,7 +387,8 @@ def activation_bytes(
     insides = flights * len(part.layers) * (model.hidden * tokens if checkpointing else one)
     insides += one if checkpointing else 0.0
     loss = min(capacity, model.logit_rows) * model.vocabulary * 4 * LOSS_COPIES
-    return int(insides) + loss * (part.layers.stop == model.layers) + part.made_bytes
+    made = part.made_bytes + part.gathered_bytes
+    return int(insides) + loss * (part.layers.stop == model.layers) + made
 
 
 def choose_capacity(

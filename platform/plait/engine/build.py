@@ -31,7 +31,7 @@ from plait.engine.admission import choose_capacity
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
 from plait.engine.redeployment import Prefer
-from plait.engine.replicas import cut, sharded_bytes
+from plait.engine.replicas import cut, sharded
 from plait.engine.worker import ActivationShape, Worker, WorkerFacts
 from plait.models.targets import LinearInfo
 from plait.utils.files import disk_errors, write_text
@@ -241,8 +241,7 @@ def worker_facts(settings: RunSettings, shape: ModelShape, memory_bytes: int) ->
     )
     facts = WorkerFacts(activations, shape.linears, shape.max_length, memory_bytes, outside=shape.outside)
     if cluster.shard_base:
-        held = sharded_bytes(facts, model.quantise, cluster.processes)
-        facts = replace(facts, shape=replace(activations, weight_bytes=held))
+        facts = sharded(facts, cluster.processes)
     if not cluster.staged or max(cluster.stages) // cluster.tensor > shape.layer_count:
         return facts  # what cannot be is refused elsewhere
     facts = replace(facts, tensor=cluster.tensor, stages=cluster.stages)

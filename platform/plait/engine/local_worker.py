@@ -120,9 +120,13 @@ class LocalWorker:
             weight_bytes=model.weight_bytes,
             element_bytes=model.dtype.itemsize,
             made_bytes=max((group.made_bytes for group in model.groups), default=0),
+            gathered_bytes=0 if model.shards is None else model.shards.gathered_bytes,
         )
         memory_bytes = device_bytes(model.device)
         slices = 1 if model.slicing is None else model.slicing.count
+        held = HeldPart(
+            model.own, shape.weight_bytes, memory_bytes, shape.made_bytes, slices, shape.gathered_bytes
+        )
         return WorkerFacts(
             shape,
             model.linears,
@@ -140,7 +144,7 @@ class LocalWorker:
             devices=(str(model.device),),
             kinds=(device_kind(model.device.type),),
             model=model.identity.digest,
-            held=((HeldPart(model.own, shape.weight_bytes, memory_bytes, shape.made_bytes, slices),),),
+            held=((held,),),
         )
 
     def execute(self, command: Command) -> Sequence[WorkerEvent]:

@@ -385,7 +385,8 @@ class Predictions:
         """A model of each portion that was observed."""
         whole, found = (range(self._facts.shape.layers), 1), dict[Portion, MemoryModel]()
         for portion, own in self._peaks.items():
-            before = self._profile.memory.observations if self._profile and portion == whole else ()
+            known = self._profile.memory.observations if self._profile and portion == whole else ()
+            before = [each.gathering(self._facts.shape.gathered_bytes) for each in known]
             if len(before) + len(own) < FIRST_PEAKS:  # a portion that was observed too little yet
                 continue
             found[portion] = MemoryModel.fitted([*before, *own], logit_rows=self._logit_rows)

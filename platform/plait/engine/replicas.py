@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 
 from plait.core.errors import ConfigError
 from plait.core.plans import Replica
-from plait.core.settings import RunSettings
+from plait.core.settings import WHOLE, RunSettings
 from plait.cost.memory import linear_bytes
 from plait.cost.profile_store import Profile
 from plait.cost.replica import balanced_split
@@ -118,11 +118,13 @@ def cut(
     return tuple(found)
 
 
-def sharded_bytes(facts: WorkerFacts, quantise: str, count: int) -> int:
-    """Bytes of the weights in each of ``count`` processes that share those of the layers: its part of every
-    layer, the largest one whole while it runs, and all that is in no layer."""
-    weights, _ = _weights(facts, quantise)
-    return facts.shape.weight_bytes - int(sum(weights) * (1 - 1 / count) - max(weights))
+def sharded(facts: WorkerFacts, count: int) -> WorkerFacts:
+    """The facts of each of ``count`` processes that share the weights of the layers: always here is its part
+    of every layer, and all that is in no layer; whole layers are while they run."""
+    weights, _ = _weights(facts, WHOLE)  # quantised ones are not shared
+    own = facts.shape.weight_bytes - int(sum(weights) * (1 - 1 / count))
+    shape = replace(facts.shape, weight_bytes=own, gathered_bytes=int(max(weights)))
+    return replace(facts, shape=shape)
 
 
 def _weights(facts: WorkerFacts, quantise: str) -> tuple[list[float], int]:

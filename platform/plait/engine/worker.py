@@ -30,11 +30,12 @@ class ActivationShape:
         heads: attention heads.
         vocabulary: rows of the output head.
         linear_features: in + out of every linear of all layers, summed.
-        weight_bytes: bytes of the frozen weights.
+        weight_bytes: bytes of the frozen weights that are always here.
         element_bytes: bytes of one number in the arithmetic.
         logit_rows: labelled rows whose logits exist at the same time (the chunk of the loss).
         keep_up_to: longest samples that keep their attention probabilities for backward.
         made_bytes: most bytes while a quantised weight is made for a product.
+        gathered_bytes: most bytes of a sharded base's layers while they are gathered.
     """
 
     layers: int
@@ -47,10 +48,17 @@ class ActivationShape:
     logit_rows: int
     keep_up_to: int
     made_bytes: int = field(default=0, repr=False)  # follows from the others, whose words are stored
+    gathered_bytes: int = field(default=0, repr=False)
 
     @classmethod
     def of(
-        cls, model: BaseModel | ModelShape, *, weight_bytes: int, element_bytes: int, made_bytes: int
+        cls,
+        model: BaseModel | ModelShape,
+        *,
+        weight_bytes: int,
+        element_bytes: int,
+        made_bytes: int,
+        gathered_bytes: int = 0,
     ) -> ActivationShape:
         """The sizes of a model, loaded or not."""
         from plait.models.attention import KEEP_UP_TO  # imports torch, which the coordinator does not
@@ -67,6 +75,7 @@ class ActivationShape:
             logit_rows=chunk_rows(model.vocabulary),
             keep_up_to=KEEP_UP_TO,
             made_bytes=made_bytes,
+            gathered_bytes=gathered_bytes,
         )
 
 
@@ -79,7 +88,8 @@ class HeldPart:
 
     Attributes:
         layers: all of the model's, or those of its stage.
-        weight_bytes, made_bytes: as in :class:`ActivationShape`, of these layers and what is beside them.
+        weight_bytes, made_bytes, gathered_bytes: as in :class:`ActivationShape`, of these layers and what is
+            beside them.
         tensor: how many processes hold these layers together, each a slice of every one.
     """
 
@@ -88,6 +98,7 @@ class HeldPart:
     memory_bytes: int
     made_bytes: int = 0
     tensor: int = 1
+    gathered_bytes: int = 0
 
     @property
     def portion(self) -> Portion:
@@ -157,7 +168,8 @@ class WorkerFacts:
     def whole(self, memory_bytes: int) -> tuple[HeldPart, ...]:
         """What a process holds that is a replica by itself."""
         shape = self.shape
-        return (HeldPart(range(shape.layers), shape.weight_bytes, memory_bytes, shape.made_bytes),)
+        part = HeldPart(range(shape.layers), shape.weight_bytes, memory_bytes, shape.made_bytes)
+        return (replace(part, gathered_bytes=shape.gathered_bytes),)
 
     def of(self, held: tuple[HeldPart, ...]) -> WorkerFacts:
         """The facts if there were one replica, with these parts."""

@@ -148,10 +148,9 @@ class BaseModel:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all frozen weights, tied ones once, and of the largest that is gathered to run."""
+        """Bytes of all frozen weights that are always here, tied ones once."""
         found = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in self.tensors()}
-        beside = 0 if self.shards is None else self.shards.gathered_bytes
-        return sum(found.values()) + beside
+        return sum(found.values())
 
     @property
     def _own_shards(self) -> Iterator[Tensor]:

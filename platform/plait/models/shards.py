@@ -67,15 +67,19 @@ class LayerShard:
         """See that all weights are here."""
         if self.gathered:
             return
-        self._flat.untyped_storage().resize_(self._bytes)
+        self._resize(self._bytes)
         with torch.no_grad():  # an alias: for autograd, these are the values that were saved
             self._sharding.fill(self._flat.data, self.own)
         self.gathered = True
 
     def release(self) -> None:
         """Give back the memory of all but the own part."""
-        self._flat.untyped_storage().resize_(0)
+        self._resize(0)
         self.gathered = False
+
+    def _resize(self, size: int) -> None:
+        """As the storage's own ``resize_``, but what counts memory (plait.cost.peaks) sees it."""
+        torch.ops.inductor.resize_storage_bytes_(self._flat.data, size)
 
 
 class LayerShards:
