@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 import torch
 import uvicorn
@@ -54,7 +55,7 @@ class Served:
             base="tiny-llama",
             linears=self.base.linears,
         )
-        adapters = FolderAdapters(self.base, {"trial-0000": self.root / "trial-0000"})
+        adapters = FolderAdapters(self.base, {"trial-0000": self.root / "trial-0000"}, most=2)
         limits = Limits(body_bytes=4096, new_tokens=160, waiting=2)
         engine = Engine(self.base, adapters, pool_tokens=176)
         self.driver = Driver(engine, most_waiting=limits.waiting, most_seconds=100)
@@ -114,6 +115,40 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     assert not made.thread.is_alive()
 
 
+def rounded(value: Any) -> Any:
+    """Values whose numbers need only be near: whole answers run apart from streamed ones."""
+    if isinstance(value, dict):
+        return {name: rounded(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [rounded(each) for each in value]
+    return pytest.approx(value, abs=1e-5) if isinstance(value, float) else value
+
+
+def test_log_probabilities_in_the_openai_clients_streams(served: Served) -> None:
+    """Of a text that ends by a stop text, and of one whose pieces are held back."""
+    client = openai.OpenAI(base_url=f"http://localhost:{served.port}/v1", api_key=KEY, timeout=60)
+    given: Any = {"model": "best", "prompt": "What?", "max_tokens": 30, "temperature": 0, "logprobs": 3}
+    free = client.completions.create(**given).choices[0]
+    for stop in (free.text[-3:], "~~~"):
+        whole = client.completions.create(**given, stop=stop).choices[0]
+        pieces = [each.choices[0] for each in client.completions.create(**given, stop=stop, stream=True)]
+        assert "".join(each.text for each in pieces) == whole.text
+        scored = [each.logprobs for each in pieces if each.logprobs is not None]
+        assert whole.logprobs is not None
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            streamed = [value for each in scored for value in getattr(each, name)]
+            assert streamed == rounded(getattr(whole.logprobs, name))
+    asked: Any = {"model": "best", "messages": HELLO, "max_tokens": 9, "temperature": 0, "seed": 1}
+    asked |= {"logprobs": True, "top_logprobs": 2}
+    answer = client.chat.completions.create(**asked).choices[0].logprobs
+    chunks = client.chat.completions.create(**asked, stream=True)
+    logs = [each.choices[0].logprobs for each in chunks]
+    content = [each for log in logs if log is not None for each in log.content or ()]
+    assert answer is not None
+    assert answer.content
+    assert [each.model_dump() for each in content] == rounded([each.model_dump() for each in answer.content])
+
+
 def stream(served: Served, path: str, body: Any) -> list[Any]:
     connection, response = served.send(path, body | {"stream": True})
     assert response.status == 200
@@ -153,9 +188,13 @@ def test_a_text_is_the_engines_own_streamed_or_not(served: Served, model: str) -
         [score.log_probability for score in wanted.scores], abs=1e-4
     )
     assert len(choice["logprobs"]["text_offset"]) == new
-    chunks = stream(served, "/v1/completions", {**body, "logprobs": None})
+    chunks = stream(served, "/v1/completions", body)
     assert "".join(each["choices"][0]["text"] for each in chunks) == wanted.text
     assert chunks[-1]["choices"][0]["finish_reason"] == wanted.reason
+    pieces = [each["choices"][0]["logprobs"] for each in chunks]
+    for name, values in choice["logprobs"].items():
+        streamed = [value for piece in pieces if piece is not None for value in piece[name]]
+        assert streamed == rounded(values), name
 
 
 def test_a_chat_goes_through_the_template_streamed_or_not(served: Served) -> None:
@@ -234,6 +273,30 @@ def test_a_limit_is_named_as_the_client_names_it_with_the_way_out(
     assert "max_new_tokens" not in said
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "meant"),
+    [
+        ("/v1/completions", {"prompt": "a", "temprature": 0}, "Did you mean temperature?"),
+        ("/v1/completions", {"promt": "a"}, "Did you mean prompt?"),
+        ("/v1/chat/completions", {"messages": HELLO, "max_token": 1}, "Did you mean max_tokens?"),
+        ("/v1/completions", {"prompt": "a", "tools": []}, "tools=[]\nThis server does not support it."),
+        (
+            "/v1/completions",
+            {"prompt": "a", "stream": True, "stream_options": {"include_usge": True}},
+            "Did you mean include_usage?",
+        ),
+    ],
+)
+def test_a_misspelled_name_is_refused_with_the_likely_one(
+    served: Served, path: str, body: dict[str, Any], meant: str
+) -> None:
+    status, answer = served.ask(path, {"model": "best"} | body)
+    assert status == 422
+    assert meant in answer["error"]["message"]
+    status, answer = served.ask("/v1/load_lora_adapter", {"lora_name": "a", "lora_pth": "b"})
+    assert (status, "Did you mean lora_path?" in answer["error"]["message"]) == (422, True)
+
+
 def test_a_body_says_that_it_is_json(served: Served) -> None:
     """As `curl -d` does not by itself: what other programs may send without asking is no JSON."""
     status, answer = served.ask("/v1/completions", GOOD, kind="application/x-www-form-urlencoded")
@@ -244,6 +307,7 @@ def test_without_the_key_or_under_another_name_nothing_is_answered(served: Serve
     for path, body in (("/v1/models", None), ("/v1/completions", GOOD), ("/nothing", None)):
         assert served.ask(path, body, key="another")[0] == 401
         assert served.ask(path, body, host="evil.example")[0] == 400
+    assert served.ask("/health", key="none") == (200, {"status": "ok"}), "a supervisor has no key"
     assert served.ask("/nothing")[0] == 404
     assert served.ask("/docs")[0] == 404
 
@@ -351,6 +415,8 @@ def test_adapters_come_and_go_while_the_server_runs(served: Served, tmp_path: Pa
         for name in ("best", "new")
     ]
     assert texts[0] == texts[1]
+    status, answer = served.ask(load, {"lora_name": "third", "lora_path": "trial-0000"})
+    assert (status, "--max-adapters" in answer["error"]["message"]) == (422, True)
     assert served.ask(unload, {"lora_name": "new"})[0] == 200
     assert served.ask(unload, {"lora_name": "new"})[0] == 404
     assert served.ask("/v1/completions", GOOD | {"model": "new"})[0] == 404

@@ -296,6 +296,20 @@ def test_an_adapter_that_cannot_be_read_any_more_ends_its_own_requests(
         adapters.find("rank1").weights()
 
 
+def test_what_was_removed_is_not_kept_in_memory(served: Served) -> None:
+    adapters = FolderAdapters(served.base, {"rank1": served.folder / "rank1"})
+    engine = Engine(served.base, adapters, pool_tokens=1000, host_bytes=1 << 30)
+    kept = []
+    for _ in range(4):
+        adapters.add("comes", served.folder / "rank5")
+        engine.complete([Request((5, 6, 7), name, FREE) for name in ("rank1", "comes")])
+        adapters.remove("comes")
+        kept.append(engine.store.bytes)
+    assert kept[0] > 0
+    assert kept[1:] == kept[:-1], "the bytes of one at a time"
+    assert engine.store.loads == 5, "what stays is read once"
+
+
 def test_a_chat_is_answered_by_the_current_adapter_and_goes_on_when_it_changes(
     served: Served, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -39,7 +39,7 @@ def test_folders_are_models_of_the_base_that_they_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     served = []
-    monkeypatch.setattr(server, "run", lambda app, address: (served.append(app), address.close()))
+    monkeypatch.setattr(server, "run", lambda app, address, _: (served.append(app), address.close()))
     one, two = adapter(tmp_path / "one"), adapter(tmp_path / "many" / "two")
     words = ["--port", str(free_port()), "--pool-tokens", "100"]
     assert main(["serve", str(one), "--adapters", str(two.parent), *words]) == 0
@@ -61,6 +61,8 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path, capsys: pytest.Capture
         (["a", "b"], "One search can be served"),
         ([str(one), "--wait", "-1"], "at least 0"),
         ([str(one), "--wait", "nan"], "at least 0"),
+        ([str(one), "--max-adapters", "0"], "at least 1"),
+        ([str(one), str(adapter(tmp_path / "more")), "--max-adapters", "1"], "2 adapters"),
         (["postgresql://me:secret@host/name"], "a path, not an address"),
     ):
         assert main(["serve", *words, *port]) == 2

@@ -1,12 +1,9 @@
-"""Texts that grow by tokens, the choice of a token, and requests whose engine has died."""
+"""Texts that grow by tokens, and the choice of a token."""
 
 from __future__ import annotations
 
-import asyncio
-import sys
 import time
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.serve import sampling
-from plait.serve.bodies import _scores
-from plait.serve.driver import BusyError, Driver
-from plait.serve.requests import Completion, GrowingText, Request, Sampling, Score
+from plait.serve.bodies import Answer
+from plait.serve.requests import Completion, GrowingText, Sampling, Score
 
 
 def grown(tokens: Sequence[Any], decode: Any, stop: tuple[str, ...]) -> tuple[list[str], str, bool]:
@@ -134,32 +130,8 @@ def test_equally_likely_tokens_are_drawn_alike_whatever_else_is_in_the_batch() -
 
 def test_a_part_of_a_character_has_no_bytes_of_its_own_text() -> None:
     scores = (Score(-1.0, ((1, -1.0),)), Score(-2.0, ((2, -2.0),)))
-    tops = [[("\N{REPLACEMENT CHARACTER}", -1.0)], [("\u20ac", -2.0)]]
-    shown = _scores(Completion((1, 2), "", "stop", scores), [top[0][0] for top in tops], tops, chat=True)
+    words = {1: "\N{REPLACEMENT CHARACTER}", 2: "\u20ac"}
+    answer = Answer("best", 1, words.__getitem__, chat=True).whole(Completion((1, 2), "", "stop", scores))
+    shown = answer["choices"][0]["logprobs"]
     assert [each["bytes"] for each in shown["content"]] == [None, [0xE2, 0x82, 0xAC]]
     assert [each["top_logprobs"][0]["bytes"] for each in shown["content"]] == [None, [0xE2, 0x82, 0xAC]]
-
-
-class Dying:
-    """An engine whose iteration ends its thread."""
-
-    scheduler = SimpleNamespace(waiting=0)
-    running = ()
-
-    def add(self, _: Request) -> int:
-        return 0
-
-    def step(self) -> None:
-        sys.exit("as memory has run out")
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_nobody_waits_for_a_thread_that_has_died() -> None:
-    driver = Driver(Dying(), most_waiting=9)  # type: ignore[arg-type]
-
-    async def ask() -> None:
-        await asyncio.wait_for(anext(driver.stream(Request((1,)))), 60)
-
-    for _ in range(2):
-        with pytest.raises(BusyError):
-            asyncio.run(ask())

@@ -168,8 +168,13 @@ def _usable(given: Mapping[str, Given], use: Callable[[str, Given], Used]) -> di
     return found
 
 
-def load_base(model: ModelSettings, folders: Mapping[str, Path]) -> tuple[BaseModel, FolderAdapters]:
+def load_base(
+    model: ModelSettings, folders: Mapping[str, Path], *, most: int | None = None
+) -> tuple[BaseModel, FolderAdapters]:
     """The base model on this machine's device, and those adapters of folders that can be used.
+
+    Args:
+        most: adapters that there may be; None: any number.
 
     Raises:
         PlaitError: none can be used.
@@ -185,7 +190,7 @@ def load_base(model: ModelSettings, folders: Mapping[str, Path]) -> tuple[BaseMo
     model = replace(model, dtype=choose_dtype(device)) if model.dtype == AUTO else model
     base = load_model(model, cache=cache_dir(), device=device)
     base.install(backend=choose_kernels("auto", device, base.dtype))
-    adapters = FolderAdapters(base)
+    adapters = FolderAdapters(base, most=most)
     add_adapters(adapters, folders)
     return base, adapters
 

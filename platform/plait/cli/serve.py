@@ -55,7 +55,12 @@ def main(arguments: Sequence[str]) -> int:
         if name in served.folders or name in served.aliases:
             raise ConfigError(f"{folder}", f"There is another model named {name!r}.", "Rename the folder.")
         served.folders[name] = folder
-    base, adapters = load_base(served.model or _base_of(known, folders), served.folders)
+    if len(served.folders) > known.max_adapters:
+        raise ConfigError(
+            f"{len(served.folders)} adapters", f"--max-adapters is {known.max_adapters}.", "Ask for more."
+        )
+    model = served.model or _base_of(known, folders)
+    base, adapters = load_base(model, served.folders, most=known.max_adapters)
     served.aliases = {name: own for name, own in served.aliases.items() if own in (None, *adapters.names)}
     from plait.serve.driver import Driver
     from plait.serve.engine import Engine
@@ -74,7 +79,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     shown_host = f"[{known.host}]" if ":" in known.host else known.host
     print(f"http://{shown_host}:{known.port}/v1 serves {shown}; Ctrl-C stops it.", flush=True)
-    run(app, address)
+    run(app, address, driver)
     return EXIT_DONE
 
 
@@ -213,6 +218,7 @@ def _parser() -> Parser:
     add("--host", default="127.0.0.1", help=f"address; others than this machine's own need {KEY}")
     add("--port", type=int, default=8000, help="default: 8000")
     add("--max-new-tokens", type=int, default=1024, metavar="N", help="most of a request; default: 1024")
+    add("--max-adapters", type=int, default=4096, metavar="N", help="most at once; default: 4096")
     add("--queue", type=int, default=256, metavar="N", help="requests that may wait; default: 256")
     add("--pool-tokens", type=int, default=POOL_TOKENS, metavar="N", help="tokens of all running requests")
     return parser
@@ -251,6 +257,7 @@ def _check(known: argparse.Namespace, key: str | None) -> None:
     for name, least, most in (
         ("port", 1, 65535),
         ("max_new_tokens", 1, None),
+        ("max_adapters", 1, None),
         ("queue", 1, None),
         ("pool_tokens", 1, None),
         ("wait", 0, None),

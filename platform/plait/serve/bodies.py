@@ -8,14 +8,16 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from typing import Any, Literal
 from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from plait.core.errors import InputError
-from plait.serve.requests import MOST_LOG_PROBABILITIES, REPLACEMENT, Completion, Sampling
+from plait.serve.requests import MOST_LOG_PROBABILITIES, REPLACEMENT, Completion, Sampling, Score, Update
+from plait.utils.spelling import did_you_mean
 
 # Options that change nothing with these values; a client may send them.
 NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -27,16 +29,37 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "logit_bias": ({},),
     "suffix": ("",),
 }
+ALIKE = 0.85  # of difflib: names that other servers know are no misspelled ones of this one
 IGNORED = ("user", "metadata", "store", "safety_identifier")
 
 
-class StreamOptions(BaseModel):
+class _Spelled(BaseModel):
+    """A body in which a misspelled name is refused."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _spelled(cls, values: Any) -> Any:
+        if isinstance(values, dict):
+            known = (*cls.model_fields, *cls._also())
+            for name in values:
+                meant = did_you_mean(name, known, cutoff=ALIKE) if name not in known else ""
+                if meant:
+                    raise ValueError(f"{name}: There is no such name here. {meant.strip()}")
+        return values
+
+    @classmethod
+    def _also(cls) -> Iterable[str]:
+        """Names that are known beside the fields."""
+        return ()
+
+
+class StreamOptions(_Spelled):
     """What a stream has besides its pieces."""
 
     include_usage: bool = False
 
 
-class _Body(BaseModel):
+class _Body(_Spelled):
     model_config = ConfigDict(extra="allow")
 
     model: str
@@ -60,6 +83,10 @@ class _Body(BaseModel):
             return values
         return {name: value for name, value in values.items() if value is not None}
 
+    @classmethod
+    def _also(cls) -> Iterable[str]:
+        return (*NEUTRAL, *IGNORED)
+
     @property
     def asked(self) -> str:
         """The name under which the most new tokens are asked for."""
@@ -82,8 +109,6 @@ class _Body(BaseModel):
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if len(stop) > 4:
             raise InputError(f"{len(stop)} stop texts", "There may be four.")
-        if self.stream and self.scored is not None:
-            raise InputError("log-probabilities with stream", "They are given without stream alone.")
         if self.stream_options is not None and not self.stream:
             raise InputError("stream_options without stream", "They are options of a stream.")
         wanted = self._new_tokens(most_new_tokens)
@@ -158,7 +183,7 @@ class ChatBody(_Body):
         return self.top_logprobs if self.logprobs else None
 
 
-class AdapterBody(BaseModel):
+class AdapterBody(_Spelled):
     """The body of /v1/load_lora_adapter and /v1/unload_lora_adapter, as vLLM has them."""
 
     lora_name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
@@ -170,10 +195,15 @@ class Answer:
 
     Args:
         prompt: tokens of the prompt.
+        word: the text of a token.
         counted: whether a stream ends with its usage.
     """
 
-    def __init__(self, model: str, prompt: int, *, chat: bool, counted: bool = False) -> None:
+    def __init__(
+        self, model: str, prompt: int, word: Callable[[int], str], *, chat: bool, counted: bool = False
+    ) -> None:
+        self._word = word
+        self._offset = 0  # letters of the tokens whose scores have been given
         self._chat = chat
         self._model = model
         self._prompt = prompt
@@ -181,23 +211,23 @@ class Answer:
         self._id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid4().hex}"
         self._created = int(time.time())
 
-    def whole(self, ended: Completion, tokens: Sequence[str], tops: Sequence[Any]) -> Any:
-        """The answer with its usage.
-
-        Args:
-            tokens: each new token's text.
-            tops: for each new token, pairs of text and log-probability.
-        """
+    def whole(self, ended: Completion) -> Any:
+        """The answer with its usage."""
         message = {"role": "assistant", "content": ended.text}
         part = {"message": message} if self._chat else {"text": ended.text}
-        scores = _scores(ended, tokens, tops, chat=self._chat) if ended.scores else None
+        scores = self._scores(ended.tokens, ended.scores) if ended.scores else None
         choice = {"index": 0, "finish_reason": ended.reason, "logprobs": scores} | part
         return self._frame("chat.completion" if self._chat else "text_completion", choice) | self._used(ended)
 
-    def piece(self, text: str, reason: str | None) -> Any:
+    def piece(self, update: Update) -> Any:
         """One chunk of a stream."""
+        text, ended = update.text, update.ended
         part = {"delta": {"role": "assistant", "content": text}} if self._chat else {"text": text}
-        choice = {"index": 0, "finish_reason": reason, "logprobs": None} | part
+        scores = None
+        if update.token is not None and update.score is not None:
+            scores = self._scores((update.token,), (update.score,))
+        reason = None if ended is None else ended.reason
+        choice = {"index": 0, "finish_reason": reason, "logprobs": scores} | part
         return self._chunk(choice) | ({"usage": None} if self.counted else {})
 
     def usage(self, ended: Completion) -> Any:
@@ -216,18 +246,20 @@ class Answer:
         head = {"id": self._id, "object": kind, "created": self._created, "model": self._model}
         return head | {"choices": list(choices)}
 
-
-def _scores(ended: Completion, tokens: Sequence[str], tops: Sequence[Any], *, chat: bool) -> dict[str, Any]:
-    own = [score.log_probability for score in ended.scores]
-    if chat:
-        content = [
-            _score(token, value) | {"top_logprobs": [_score(*each) for each in top]}
-            for token, value, top in zip(tokens, own, tops, strict=True)
-        ]
-        return {"content": content}
-    offsets = [len("".join(tokens[:index])) for index in range(len(tokens))]
-    tables = [dict(top) for top in tops]
-    return {"tokens": list(tokens), "token_logprobs": own, "top_logprobs": tables, "text_offset": offsets}
+    def _scores(self, tokens: Sequence[int], scores: Sequence[Score]) -> dict[str, Any]:
+        """The scores of tokens that follow those of the call before."""
+        words = [self._word(token) for token in tokens]
+        own = [score.log_probability for score in scores]
+        tops = [[(self._word(token), value) for token, value in score.top] for score in scores]
+        if self._chat:
+            content = [
+                _score(word, value) | {"top_logprobs": [_score(*each) for each in top]}
+                for word, value, top in zip(words, own, tops, strict=True)
+            ]
+            return {"content": content}
+        *offsets, self._offset = accumulate(map(len, words), initial=self._offset)
+        tables = [dict(top) for top in tops]
+        return {"tokens": words, "token_logprobs": own, "top_logprobs": tables, "text_offset": offsets}
 
 
 def _score(token: str, value: float) -> dict[str, Any]:

@@ -6,7 +6,7 @@ sites' vectors, and each piece is laid out like a cell.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -69,6 +69,9 @@ class AdapterSource(Protocol):
     def find(self, name: str) -> Adapter:
         """The adapter with this name; InputError if there is none."""
 
+    def keys(self) -> set[Hashable]:
+        """The keys of all that requests may name now."""
+
     def lasting(self) -> Sequence[Adapter]:
         """Adapters for which the pool has room beside its tokens."""
 
@@ -115,6 +118,10 @@ class BankAdapters:
         if name not in self.bank.blocks:
             raise InputError(f"adapter {name!r}", "A request's adapter must be loaded.")
         return _BankAdapter(self.bank, name)
+
+    def keys(self) -> set[Hashable]:
+        """As they are now."""
+        return {_BankAdapter(self.bank, name).key for name in self.bank.blocks}
 
     def lasting(self) -> Sequence[Adapter]:
         """All that are pooled."""
@@ -273,18 +280,30 @@ class CellStore:
         pool: each layer's pages, (pages, elements).
         sites: the same pages for each site.
         most_bytes: of what is kept on the host; the least recently needed goes first. 0: nothing is kept.
+        known: the keys of adapters that may be needed again; others are not kept.
+
+    Attributes:
+        loads: adapters read so far.
+        bytes: of adapters that are kept.
     """
 
     def __init__(
-        self, layout: CellLayout, pool: Sequence[Tensor], sites: AdapterPool, *, most_bytes: int = 0
+        self,
+        layout: CellLayout,
+        pool: Sequence[Tensor],
+        sites: AdapterPool,
+        *,
+        most_bytes: int = 0,
+        known: Callable[[], set[Hashable]] = set,
     ) -> None:
         self.layout = layout
         self._pool = pool
         self._sites = sites
         self._direct = places(pool[0])  # the file's tensors are kept, and written into their pages at once
         self._most_bytes = most_bytes
+        self._known = known
         self._kept: dict[Hashable, list[Tensor]] = {}
-        self._bytes = 0
+        self.bytes = 0
         self._coming: dict[Hashable, Future[list[Tensor]]] = {}
         self._reader = ThreadPoolExecutor(1, "adapters") if most_bytes else None
         self.loads = 0
@@ -349,11 +368,16 @@ class CellStore:
             self.loads += 1
             if not self._most_bytes:
                 return found
-            self._bytes += _bytes(found)
+            for key in self._kept.keys() - self._known():
+                self._forget(key)
+            self.bytes += _bytes(found)
         self._kept[adapter.key] = found
-        while self._bytes > self._most_bytes and len(self._kept) > 1:
-            self._bytes -= _bytes(self._kept.pop(next(iter(self._kept))))
+        while self.bytes > self._most_bytes and len(self._kept) > 1:
+            self._forget(next(iter(self._kept)))
         return found
+
+    def _forget(self, key: Hashable) -> None:
+        self.bytes -= _bytes(self._kept.pop(key))
 
 
 def _read(adapter: Adapter) -> Weights:

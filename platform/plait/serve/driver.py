@@ -12,23 +12,27 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+import torch
+
 from plait.serve.engine import Engine
 from plait.serve.metrics import Counts
 from plait.serve.requests import Request, Update
 
 REMEMBERED = 0.98  # of the pace, an iteration later
 ENOUGH = 4.0  # requests that have left the queue, before the pace says something
+STOPPING = "The server is stopping."
+DIED = "The engine has failed, and the server ends; its log says why."
 
 
 class BusyError(Exception):
-    """The queue is full, a request has waited or would wait for too long, or the server is stopping.
+    """A request is not answered now, though it is right: the text says why.
 
     Attributes:
         seconds: after which it may be worth asking again.
     """
 
-    def __init__(self, seconds: float = 1.0) -> None:
-        super().__init__()
+    def __init__(self, why: str, seconds: float = 1.0) -> None:
+        super().__init__(why)
         self.seconds = seconds
 
 
@@ -67,6 +71,9 @@ class Driver:
     Args:
         most_waiting: requests that may wait for room; more are refused.
         most_seconds: that one may wait for; then it is refused, and at once if it would wait for longer.
+
+    Attributes:
+        error: what ended the engine's thread before it was stopped; no request is answered after it.
     """
 
     def __init__(self, engine: Engine, *, most_waiting: int, most_seconds: float = float("inf")) -> None:
@@ -77,8 +84,11 @@ class Driver:
         self._pace = Pace()
         self._changed = threading.Condition()
         self._new: list[_Ticket] = []
+        self._adding: _Ticket | None = None  # no longer new, not yet active
         self._active: dict[int, _Ticket] = {}
         self._stopping = False
+        self.error: BaseException | None = None
+        self._watchers: list[Callable[[], None]] = []
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -86,7 +96,7 @@ class Driver:
         """The updates of a request, to its end. Closing the iterator earlier frees its pages.
 
         Raises:
-            BusyError: the queue is full.
+            BusyError: the queue is full, it has waited or would wait for too long, or the server ends.
             PlaitError: the request cannot run.
         """
         loop = asyncio.get_running_loop()
@@ -109,6 +119,21 @@ class Driver:
         finally:
             ticket.cancelled = True
 
+    @property
+    def ends(self) -> str:
+        """Why no request is answered any more; "" while they are."""
+        if not self._stopping:
+            return ""
+        return STOPPING if self.error is None else DIED
+
+    def watch(self, died: Callable[[], None]) -> None:
+        """Have ``died`` called once the engine's thread has ended with an error, on whatever thread."""
+        with self._changed:
+            if self.error is None:
+                self._watchers.append(died)
+                return
+        died()
+
     def stop(self) -> None:
         """End all requests, and the thread after its iteration."""
         with self._changed:
@@ -120,31 +145,44 @@ class Driver:
         with self._changed:
             waiting = len(self._new) + self.engine.scheduler.waiting
             late = self._pace.wait(waiting) - self._most_seconds if waiting else 0.0
-            if self._stopping or waiting >= self._most_waiting or late > 0:
-                self.counts.end("refused")
-                raise BusyError(max(1.0, late))
-            self._new.append(ticket)
-            self._changed.notify()
+            if self._stopping:
+                refused = self.ends
+            elif waiting >= self._most_waiting:
+                refused = f"{waiting} requests wait already, which is the most."
+            elif late > 0:
+                refused = f"It would wait for more than {self._most_seconds:g} s."
+            else:
+                self._new.append(ticket)
+                self._changed.notify()
+                return
+        self.counts.end("refused")
+        raise BusyError(refused, max(1.0, late))
 
     def _run(self) -> None:
+        failed: BaseException | None = None
         try:
             while not self._stopping:
                 self._iterate()
-        finally:  # whatever ends this thread, no request waits for it
-            with self._changed:
-                self._stopping = True
-                left = [*self._new, *self._active.values()]
-            for ticket in left:
-                ticket.deliver(BusyError())
+        except BaseException as error:  # also SystemExit, of which threading says nothing
+            failed = error
+        with self._changed:  # no request waits for a thread that has ended
+            self._stopping, self.error = True, failed
+            left, watchers = [self._adding, *self._new, *self._active.values()], self._watchers
+        for ticket in left:
+            if ticket is not None:
+                ticket.deliver(BusyError(self.ends))
+        for died in watchers if failed is not None else ():
+            died()
 
     def _iterate(self) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._new or self._active or self._stopping)
             if self._stopping:
                 return
-            new, self._new = self._new, []
-        for ticket in new:
-            self._add(ticket)
+            new = len(self._new)
+        for _ in range(new):
+            self._adding = self._new.pop(0)
+            self._add(self._adding)
         self._leave()
         self._step()
 
@@ -158,7 +196,7 @@ class Driver:
                 self.engine.cancel(number)
                 del self._active[number]
                 self.counts.end("refused" if refused else "cancelled")
-                ticket.deliver(BusyError())
+                ticket.deliver(BusyError(f"It has waited for more than {self._most_seconds:g} s."))
 
     def _add(self, ticket: _Ticket) -> None:
         if ticket.cancelled:
@@ -171,10 +209,16 @@ class Driver:
             ticket.deliver(error)
 
     def _step(self) -> None:
-        """One iteration; if it fails, as when memory runs out, all requests in the engine end with it."""
+        """One iteration; if it fails, as when memory runs out, all requests in the engine end with it.
+
+        Raises:
+            torch.AcceleratorError: the device has failed, after which no iteration succeeds in this process.
+        """
         waiting, began = self.engine.scheduler.waiting, time.monotonic()
         try:
             updates = self.engine.step()
+        except torch.AcceleratorError:
+            raise
         except Exception as error:  # the thread must live: later requests may succeed
             for number, ticket in self._active.items():
                 self.engine.cancel(number)

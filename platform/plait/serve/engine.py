@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby, islice
 
 import torch
@@ -103,7 +103,8 @@ class Engine:
         self._cache = PagedCache(pool, self.page_tokens)
         storage = [pool[index].view(-1) for index, own in enumerate(layers) for _ in own]
         self._pool = AdapterPool(base.sites, tuple(storage))
-        self.store = CellStore(self._layout, pool, self._pool, most_bytes=host_bytes)
+        known = set if adapters is None else adapters.keys
+        self.store = CellStore(self._layout, pool, self._pool, most_bytes=host_bytes, known=known)
         self._requests: dict[int, _Running] = {}
         self._next = 0
 
@@ -343,9 +344,10 @@ class Engine:
     def _take(self, number: int, each: _Running, token: int, score: Score | None, finite: bool) -> Update:
         """Give a request its token."""
         reason: Reason | None = None if finite else "not finite"
-        if finite and token in each.ending:
+        new = finite and token not in each.ending
+        if finite and not new:
             reason = "stop"
-        elif finite:
+        elif new:
             each.new.append(token)
             each.scores += [] if score is None else [score]
             room = min(each.request.sampling.max_new_tokens, self._base.max_length - len(each.request.tokens))
@@ -353,11 +355,17 @@ class Engine:
                 reason = "stop"
             elif len(each.new) == room:
                 reason = "length"
-        piece = each.text.piece(last=reason is not None)
+        update = Update(
+            number,
+            each.text.piece(last=reason is not None),
+            token=token if new else None,
+            score=score if new else None,
+        )
         if reason is None:
-            return Update(number, piece)
+            return update
         self.cancel(number)
-        return Update(number, piece, Completion(tuple(each.new), each.text.text, reason, tuple(each.scores)))
+        ended = Completion(tuple(each.new), each.text.text, reason, tuple(each.scores))
+        return replace(update, ended=ended)
 
     def _decode(self, tokens: Sequence[int]) -> str:
         options = {

@@ -75,11 +75,22 @@ def _stamp(folder: Path) -> Stamp:
 
 
 class FolderAdapters:
-    """Adapters that requests may name; only their sizes are kept."""
+    """Adapters that requests may name; only their sizes are kept.
+
+    Args:
+        most: adapters that there may be; None: any number.
+    """
 
     bank = None
 
-    def __init__(self, base: BaseModel, folders: Mapping[str, Path] = MappingProxyType({})) -> None:
+    def __init__(
+        self,
+        base: BaseModel,
+        folders: Mapping[str, Path] = MappingProxyType({}),
+        *,
+        most: int | None = None,
+    ) -> None:
+        self._most = most
         self._sizes = {site.name: (site.in_features, site.out_features) for site in base.sites}
         self._quantise = base.identity.quantise
         self._said_unknown = False
@@ -104,7 +115,7 @@ class FolderAdapters:
         """Add an adapter.
 
         Raises:
-            InputError: the name is taken.
+            InputError: the name is taken, or there are as many as there may be.
             StorageError, ModelError: the folder has none for this base model.
         """
         stamp = _stamp(folder)
@@ -114,6 +125,12 @@ class FolderAdapters:
             if name in self._adapters:
                 raise InputError(
                     f"adapter {name!r}", "There is one with this name already.", "Remove it first."
+                )
+            if self._most is not None and len(self._adapters) >= self._most:
+                raise InputError(
+                    f"adapter {name!r}",
+                    f"There are {self._most} adapters, which is the most.",
+                    "Remove one first, or start the server with more: --max-adapters.",
                 )
             self._added += 1
             self._adapters[name] = FolderAdapter(
@@ -160,6 +177,11 @@ class FolderAdapters:
             if name not in self._adapters:
                 raise InputError(f"adapter {name!r}", "There is no adapter with this name.")
             return self._adapters[name]
+
+    def keys(self) -> set[Hashable]:
+        """The keys of all that are there now."""
+        with self._lock:
+            return {each.key for each in self._adapters.values()}
 
     def lasting(self) -> Sequence[Adapter]:
         """The one that needs most room, so that a request that fits without an adapter fits with one."""

@@ -59,6 +59,7 @@ def page(counts: Counts, engine: Engine, adapters: int) -> str:
         ("requests_running", "Requests that have pages.", len(engine.running)),
         ("requests_waiting", "Requests that wait for room.", engine.scheduler.waiting),
         ("adapters", "Adapters that requests may name.", adapters),
+        ("adapter_host_bytes", "Bytes of adapters kept in host memory.", engine.store.bytes),
         ("pool_pages", "Pages of the pool.", pool.pages),
         ("pool_pages_unused", "Pages that no running request needs.", pool.unused),
     ):

@@ -108,15 +108,21 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What one iteration added to a request's text; ``ended`` is the whole of it at its end.
+    """What one iteration added to a request's text.
 
-    ``error`` says why the request has ended without a text: its adapter could not be read.
+    Attributes:
+        ended: the whole of it, at its end.
+        error: why the request has ended without a text: its adapter could not be read.
+        token, score: the new token, if it belongs to the text, and its score if these were requested. The
+            token's text may come later.
     """
 
     request: int
     text: str
     ended: Completion | None = None
     error: PlaitError | None = None
+    token: int | None = None
+    score: Score | None = None
 
 
 class GrowingText:

@@ -43,7 +43,7 @@ JSON = "application/json"
 STOPPING_SECONDS = 30
 LOG = logging.getLogger("uvicorn.error")
 FAILED = "The server failed; its log says why."
-STOPPED = "The server is stopping."
+HEALTH = "/health"
 Made = TypeVar("Made")
 WORDS = {
     401: "authentication_error",
@@ -151,6 +151,11 @@ class Endpoint:
         self._models.remove(body.lora_name)
         return Response(f"{body.lora_name} was removed.")
 
+    async def health(self) -> Response:
+        """Whether requests are answered; supervisors ask for it without a key."""
+        ends = self._driver.ends
+        return JSONResponse({"status": ends or "ok"}, status_code=503 if ends else 200)
+
     async def metrics(self) -> Response:
         """Prometheus's page."""
         adapters = self._models.adapters
@@ -192,7 +197,7 @@ class Endpoint:
         sampling = body.sampling(self._limits.new_tokens)
         updates = self._driver.stream(requests.Request(tokens, adapter, sampling))
         counted = body.stream_options is not None and body.stream_options.include_usage
-        answer = Answer(body.model, len(tokens), chat=chat, counted=counted)
+        answer = Answer(body.model, len(tokens), self._word, chat=chat, counted=counted)
         if body.stream:
             first = await _unless_left(request, _first(updates))  # an error still has a status of its own
             return StreamingResponse(
@@ -200,12 +205,7 @@ class Endpoint:
                 media_type="text/event-stream",
                 background=BackgroundTask(updates.aclose),  # of a client that has left before the first piece
             )
-        return JSONResponse(self._whole(answer, await _unless_left(request, _ended(updates))))
-
-    def _whole(self, answer: Answer, ended: Completion) -> Any:
-        scored = ended.tokens if ended.scores else ()
-        tops = [[(self._word(token), value) for token, value in score.top] for score in ended.scores]
-        return answer.whole(ended, [self._word(token) for token in scored], tops)
+        return JSONResponse(answer.whole(await _unless_left(request, _ended(updates))))
 
     def _word(self, token: int) -> str:
         return str(self._base.tokeniser.decode([token]))
@@ -254,24 +254,20 @@ async def _events(answer: Answer, first: Update, updates: AsyncGenerator[Update]
     try:
         async with aclosing(updates):
             last = first
-            yield _event(answer, first)
+            yield _data(answer.piece(first))
             if first.ended is None:
                 async for last in updates:
-                    yield _event(answer, _finite(last))
+                    yield _data(answer.piece(_finite(last)))
         if answer.counted and last.ended is not None:
             yield _data(answer.usage(last.ended))
         yield "data: [DONE]\n\n"
     except HTTPException as error:
         yield _data(_error_body(error.status_code, str(error.detail)))
-    except BusyError:
-        yield _data(_error_body(503, STOPPED))
+    except BusyError as error:
+        yield _data(_error_body(503, str(error)))
     except Exception:
         LOG.exception("An answer failed.")
         yield _data(_error_body(500, FAILED))
-
-
-def _event(answer: Answer, update: Update) -> str:
-    return _data(answer.piece(update.text, None if update.ended is None else update.ended.reason))
 
 
 def _data(value: Any) -> str:
@@ -288,7 +284,8 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, or pass the request on."""
-        refusal = self._refusal(scope["method"], Headers(scope=scope)) if scope["type"] == "http" else None
+        guarded = scope["type"] == "http" and scope["path"] != HEALTH
+        refusal = self._refusal(scope["method"], Headers(scope=scope)) if guarded else None
         await (self._app if refusal is None else refusal)(scope, receive, send)
 
     def _refusal(self, method: str, headers: Headers) -> Response | None:
@@ -329,6 +326,7 @@ def make_app(endpoint: Endpoint, driver: Driver, *, key: str | None, limits: Lim
     app.add_api_route(
         "/v1/unload_lora_adapter", endpoint.remove_adapter, methods=["POST"], response_model=None
     )
+    app.add_api_route(HEALTH, endpoint.health, methods=["GET"], response_model=None)
     app.add_api_route("/metrics", endpoint.metrics, methods=["GET"], response_model=None)
     app.add_middleware(Guard, key=key, body_bytes=limits.body_bytes)
     if local:
@@ -351,7 +349,7 @@ def _add_errors(app: FastAPI) -> None:
         return _error(422, str(error)[:1000])
 
     async def busy(_: Request, error: Any) -> Response:
-        return _error(503, "The server is busy.", {"Retry-After": str(math.ceil(error.seconds))})
+        return _error(503, str(error), {"Retry-After": str(math.ceil(error.seconds))})
 
     async def failed(_: Request, __: Any) -> Response:
         return _error(500, FAILED)
@@ -373,8 +371,25 @@ def _error_body(status: int, message: str) -> Any:
     return {"error": {"message": shown, "type": kind, "param": None, "code": status}}
 
 
-def run(app: FastAPI, address: socket.socket) -> None:
-    """Serve at a bound address until a signal; requests that run then have some seconds to end."""
+def run(app: FastAPI, address: socket.socket, driver: Driver) -> None:
+    """Serve at a bound address until a signal; requests that run then have some seconds to end.
+
+    Raises:
+        PlaitError: the engine's thread has ended, after which nothing can be answered.
+    """
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=STOPPING_SECONDS)
+    server = uvicorn.Server(config)
+
+    def end() -> None:
+        LOG.critical("The engine's thread has ended.", exc_info=driver.error)
+        server.should_exit = True
+
+    driver.watch(end)
     with suppress(KeyboardInterrupt):  # raised once more when all has ended
-        uvicorn.Server(config).run(sockets=[address])
+        server.run(sockets=[address])
+    if driver.error is not None:
+        raise PlaitError(
+            f"the engine: {type(driver.error).__name__}: {driver.error}",
+            "Without it no request is answered, so the server has ended.",
+            "The traceback is above. Start it again.",
+        ) from driver.error
