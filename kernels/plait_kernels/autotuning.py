@@ -231,15 +231,15 @@ def _on_device(shape: Shape, device: torch.device, dtype: torch.dtype) -> Measur
 
     def measure(chosen: Choice, stage: str) -> float:
         try:
-            launcher = Launcher(own, plain, made.weight, chosen)
-            s = launcher.down()
-            ds = s if stage in ("down", "up") else launcher.up_gradient(made.grad, s)
+            run = Launcher(own, plain, made.weight, chosen)
+            s = run.down(own, plain)
+            ds = s if stage in ("down", "up") else run.up_gradient(own, made.grad, s)
             stages: dict[str, Callable[[], object]] = {
-                "down": launcher.down,
-                "up": lambda: launcher.up(s, None),
-                "up_gradient": lambda: launcher.up_gradient(made.grad, s),
-                "down_gradient": lambda: launcher.down_gradient(ds),
-                "dx": lambda: launcher.dx(made.grad, ds),
+                "down": lambda: run.down(own, plain),
+                "up": lambda: run.up(own, plain, s, made.weight, None),
+                "up_gradient": lambda: run.up_gradient(own, made.grad, s),
+                "down_gradient": lambda: run.down_gradient(own, plain, ds),
+                "dx": lambda: run.dx(own, made.grad, ds, made.weight),
             }
             return median_seconds(stages[stage], device)
         except torch.OutOfMemoryError:

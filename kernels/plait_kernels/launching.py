@@ -15,15 +15,85 @@ from torch import Tensor
 
 Note = Callable[[Any, tuple[object, ...]], None]
 _notes: list[Note] = []
+_absent: list[None] = []  # not empty: Triton is asked on meta tensors, too
+GIVEN: Any = object()  # stands for an argument of a `Launch` that each call gives
+_ALIGNMENT = 16  # bytes; of whether an address is a multiple of it Triton makes binaries of their own
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **constants: object) -> None:
-    """Launch a kernel; its first argument is a tensor. On meta tensors it does nothing, as operators do."""
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **constants: object) -> Any:
+    """Launch a kernel on the device of its first argument, a tensor; what Triton compiled for it.
+
+    On meta tensors it does nothing, as operators do.
+    """
     for note in _notes:
         note(kernel, arguments)
     first = arguments[0]
-    if not isinstance(first, Tensor) or not first.is_meta:
-        kernel[grid](*arguments, **constants)
+    if not isinstance(first, Tensor) or not first.is_meta or _absent:
+        return _on_device(first, lambda: kernel[grid](*arguments, **constants))
+    return None
+
+
+def _on_device(first: object, run: Callable[[], Any]) -> Any:
+    """Triton launches on the current device, which another one's tensors are not on."""
+    if isinstance(first, Tensor) and first.is_cuda and first.get_device() != torch.cuda.current_device():
+        with torch.cuda.device(first.device):
+            return run()
+    return run()
+
+
+class Launch:
+    """A launch that is asked for again and again, with other tensors in some places and all else the same.
+
+    Triton looks at every argument of every launch to find its binary, which takes the host longer than all
+    the rest. Here it does so once; then the binary is asked directly.
+
+    Args:
+        arguments: as for :func:`launch`, with `GIVEN` for tensors that each call gives. Their dtypes must
+            always be the same, and so must the device.
+    """
+
+    __slots__ = ("_arguments", "_constants", "_grid", "_kernel", "_places", "_ready", "_run")
+
+    def __init__(self, kernel: Any, grid: tuple[int, ...], *arguments: object, **constants: object) -> None:
+        self._kernel, self._grid, self._arguments, self._constants = kernel, grid, arguments, constants
+        self._places = [place for place, each in enumerate(arguments) if each is GIVEN]
+        self._ready: list[Any] = []  # the arguments as the binary takes them
+        self._run: Callable[..., None] | None = None
+
+    def __call__(self, *given: Tensor) -> None:
+        """Launch; all tensors are on the same device."""
+        first = given[0]
+        if first.is_meta and not _absent and not _notes:
+            return
+        if self._run is None or _notes:
+            self._through_triton(given)
+            return
+        arguments, joined = self._ready.copy(), 0
+        for place, tensor in zip(self._places, given, strict=True):
+            arguments[place] = address = tensor.data_ptr()
+            joined |= address
+        if joined % _ALIGNMENT:
+            self._through_triton(given)
+        elif first.is_cuda and first.get_device() != torch.cuda.current_device():
+            with torch.cuda.device(first.device):
+                self._run(*arguments)
+        else:
+            self._run(*arguments)
+
+    def _through_triton(self, given: tuple[Tensor, ...]) -> None:
+        arguments = list(self._arguments)
+        for place, tensor in zip(self._places, given, strict=True):
+            arguments[place] = tensor
+        compiled = launch(self._kernel, self._grid, *arguments, **self._constants)
+        # The interpreter compiles nothing; elsewhere than on CUDA binaries differ by more than alignment.
+        if self._run is not None or compiled is None or compiled.metadata.target.backend != "cuda":
+            return
+        if all(tensor.data_ptr() % _ALIGNMENT == 0 for tensor in given):
+            names = self._kernel.arg_names[len(arguments) :]
+            constants = [self._constants[name] for name in names]
+            self._ready = [each.data_ptr() if isinstance(each, Tensor) else each for each in arguments]
+            self._ready += constants
+            self._run = compiled[(*self._grid, 1, 1)[:3]]
 
 
 def room(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
@@ -50,3 +120,13 @@ def noted(note: Note) -> Iterator[None]:
         yield
     finally:
         _notes.remove(note)
+
+
+@contextmanager
+def on_meta() -> Iterator[None]:
+    """Ask Triton for launches on meta tensors, too, where its driver launches nothing."""
+    _absent.append(None)
+    try:
+        yield
+    finally:
+        _absent.pop()

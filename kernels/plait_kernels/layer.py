@@ -22,6 +22,7 @@ class Layer:
 
     Attributes:
         widest: the most outputs of a site.
+        kind: what launches of layers of one microbatch differ by: columns of each site, and outputs.
         align: 16 if all columns begin at a multiple of it, so that several elements may be loaded at once;
             else 1.
         tables: what a backend made for it.
@@ -29,6 +30,7 @@ class Layer:
 
     def __init__(self, placed: tuple[Placed, ...], out_features: int) -> None:
         self.placed = placed
+        self.kind = (*((columns.start, columns.stop) for _, columns in placed), out_features)
         self.widest = max((site.out_features for site, _ in placed), default=0)
         edges = [edge for _, columns in placed for edge in (columns.start, columns.stop)]
         self.align = 16 if all(edge % 16 == 0 for edge in (*edges, out_features)) else 1

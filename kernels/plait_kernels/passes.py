@@ -5,18 +5,20 @@ No weight gets a gradient, since all of them are frozen.
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Sequence
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from plait_kernels.launching import launch, room
+from plait_kernels.launching import GIVEN, Launch, room
 from plait_kernels.plain import GELU_TANH
 from plait_kernels.triton_backend import TRITON
 
 _ELEMENTS = 4096  # of a program, if its rows are short
 WIDEST = 16384  # features of a norm, whose rows a program holds whole; at 32768 registers spill
+_KEPT = 256  # launches of a pass: its sizes times the rows of microbatches
 _COLUMNS = 1024  # of a block of a gated MLP
 
 
@@ -56,18 +58,33 @@ def rms(
     All contiguous. Without a residual the last is x itself.
     """
     out, scales = room(x, x.shape), room(x, (*x.shape[:-1], 1), torch.float32)
-    total = x if residual is None else room(x, x.shape)
     rows = scales.numel()
+    total = x if residual is None else room(x, x.shape)
     if rows:
-        grid, constants = _whole_rows(rows, x.shape[-1])
-        sum_out = None if residual is None else total
-        launch(
-            _kernels().rms,
-            grid,
-            *(x, residual, weight, out, sum_out, scales, rows, x.shape[-1], eps, offset),
-            **{"RESIDUAL": residual is not None, "ROUNDED": offset == 0, **constants},
-        )
+        shape = (rows, x.shape[-1], eps, offset)
+        run = _rms(_kind(x, weight), shape, added=residual is not None)
+        if residual is None:
+            run(x, weight, out, scales)
+        else:
+            run(x, residual, weight, out, total, scales)
     return out, scales, total
+
+
+def _kind(*tensors: Tensor) -> tuple[object, ...]:
+    """What makes a binary another one: the device and the dtypes."""
+    return (tensors[0].device, *(tensor.dtype for tensor in tensors))
+
+
+@lru_cache(_KEPT)
+def _rms(_kind: tuple[object, ...], shape: tuple[int, int, float, float], *, added: bool) -> Launch:
+    grid, constants = _whole_rows(*shape[:2])
+    other = GIVEN if added else None
+    return Launch(
+        _kernels().rms,
+        grid,
+        *(GIVEN, other, GIVEN, GIVEN, other, GIVEN, *shape),
+        **{"RESIDUAL": added, "ROUNDED": shape[3] == 0, **constants},
+    )
 
 
 def rms_back(
@@ -76,14 +93,20 @@ def rms_back(
     """The gradient of x, which was `total`; plus ``more``, that of `total` itself."""
     dx, rows = room(x, x.shape), scales.numel()
     if rows:
-        grid, constants = _whole_rows(rows, x.shape[-1])
-        launch(
-            _kernels().rms_back,
-            grid,
-            *(grad, x, weight, scales, more, dx, rows, x.shape[-1], offset),
-            **{"RESIDUAL": more is not None, **constants},
-        )
+        run = _rms_back(_kind(x, weight), (rows, x.shape[-1], offset), added=more is not None)
+        run(grad, x, weight, scales, *(() if more is None else (more,)), dx)
     return dx
+
+
+@lru_cache(_KEPT)
+def _rms_back(_kind: tuple[object, ...], shape: tuple[int, int, float], *, added: bool) -> Launch:
+    grid, constants = _whole_rows(*shape[:2])
+    return Launch(
+        _kernels().rms_back,
+        grid,
+        *(GIVEN, GIVEN, GIVEN, GIVEN, GIVEN if added else None, GIVEN, *shape),
+        **{"RESIDUAL": added, **constants},
+    )
 
 
 def _blocks(rows: int, width: int) -> tuple[tuple[int, int], dict[str, int]]:
@@ -97,9 +120,7 @@ def gated(x: Tensor, kind: int) -> Tensor:
     width = x.shape[-1] // 2
     out = room(x, (*x.shape[:-1], width))
     if out.numel():
-        rows = out.numel() // width
-        grid, constants = _blocks(rows, width)
-        launch(_kernels().gated, grid, x, out, rows, width, TANH=kind == GELU_TANH, **constants)
+        _gated("gated", _kind(x), (out.numel() // width, width, kind))(x, out)
     return out
 
 
@@ -107,25 +128,38 @@ def gated_back(grad: Tensor, x: Tensor, kind: int) -> Tensor:
     """The gradient of gate and up."""
     dx, width = room(x, x.shape), grad.shape[-1]
     if grad.numel():
-        rows = grad.numel() // width
-        grid, constants = _blocks(rows, width)
-        launch(_kernels().gated_back, grid, grad, x, dx, rows, width, TANH=kind == GELU_TANH, **constants)
+        _gated("gated_back", _kind(x), (grad.numel() // width, width, kind))(grad, x, dx)
     return dx
+
+
+@lru_cache(_KEPT)
+def _gated(name: str, _kind: tuple[object, ...], shape: tuple[int, int, int]) -> Launch:
+    rows, width, kind = shape
+    grid, constants = _blocks(rows, width)
+    tensors = (GIVEN,) * (2 if name == "gated" else 3)
+    kernel = getattr(_kernels(), name)
+    return Launch(kernel, grid, *tensors, rows, width, TANH=kind == GELU_TANH, **constants)
 
 
 def rotate_(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> None:
     """Rotate in place: (rows, heads, size), whose rows may lie apart, by (rows, rotated size)."""
-    rows, heads, size = x.shape
-    half = cos.shape[-1] // 2
-    if not rows:
-        return
+    if len(x):
+        strides = (x.stride(0), cos.stride(0))
+        _rotate(_kind(x, cos, sin), x.shape, cos.shape[-1] // 2, strides, back=back)(x, cos, sin)
+
+
+@lru_cache(_KEPT)
+def _rotate(
+    _kind: tuple[object, ...], shape: Sequence[int], half: int, strides: tuple[int, int], *, back: bool
+) -> Launch:
+    rows, heads, size = shape
     width = _power(half)
     block_heads = min(max(1, _ELEMENTS // 2 // width), _power(heads))
     block = min(max(1, _ELEMENTS // 2 // width // block_heads), _power(rows))
     grid = (-(-rows // block), -(-heads // block_heads))
-    launch(
+    return Launch(
         _kernels().rotate,
         grid,
-        *(x, cos, sin, rows, x.stride(0), cos.stride(0), heads, size, half, -1.0 if back else 1.0),
+        *(GIVEN, GIVEN, GIVEN, rows, *strides, heads, size, half, -1.0 if back else 1.0),
         **{"BR": block, "BH": block_heads, "BF": width},
     )

@@ -14,13 +14,18 @@ from plait_kernels.autotuning import choice
 from plait_kernels.backends import Backend, register
 from plait_kernels.launching import launch
 from plait_kernels.layer import LayerCall
-from plait_kernels.triton_launch import Launcher
+from plait_kernels.triton_launch import launcher
 
 
 def available(device: torch.device) -> bool:
     """Whether Triton can run on the device: a CUDA one, meta tensors, or any in Triton's interpreter."""
     kind = device.type
-    return (kind in ("cuda", "meta") or os.environ.get("TRITON_INTERPRET") == "1") and _installed()
+    return (kind in ("cuda", "meta") or interpreted()) and _installed()
+
+
+def interpreted() -> bool:
+    """Whether Triton's interpreter is on, which compiles nothing."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @cache
@@ -52,10 +57,9 @@ def _launches(device: torch.device) -> bool:
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, call: LayerCall) -> tuple[Tensor, list[Tensor]]:
     """Output (tokens, out) and S, packed."""
     x = x if x.stride(1) == 1 else x.contiguous()
-    chosen = choice(call, x)
-    launcher = Launcher(call, x, weight, chosen)
-    s = launcher.down()
-    return launcher.up(s, None if bias is None else bias.contiguous()), [s]
+    run = launcher(call, x, weight, choice(call, x))
+    s = run.down(call, x)
+    return run.up(call, x, s, weight, None if bias is None else bias.contiguous()), [s]
 
 
 def backward(
@@ -63,12 +67,11 @@ def backward(
 ) -> Tensor | None:
     """Add the gradients of A and B to the bank; return that of x if it is needed."""
     x = x if x.stride(1) == 1 else x.contiguous()
-    grad = grad if grad.stride(1) == 1 else grad.contiguous()
-    chosen = choice(call, x)
-    launcher = Launcher(call, x, weight, chosen)
-    ds = launcher.up_gradient(grad, saved[0])
-    launcher.down_gradient(ds)
-    return launcher.dx(grad, ds) if need_dx else None
+    grad = grad.contiguous()
+    run = launcher(call, x, weight, choice(call, x))
+    ds = run.up_gradient(call, grad, saved[0])
+    run.down_gradient(call, x, ds)
+    return run.dx(call, grad, ds, weight) if need_dx else None
 
 
 TRITON = register(

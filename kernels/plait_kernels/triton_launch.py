@@ -9,13 +9,16 @@ measured to be faster (`autotuning`).
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from plait_kernels.launching import add_product, launch, room
+from plait_kernels.launching import GIVEN, Launch, add_product, room
 from plait_kernels.layer import LayerCall
 from plait_kernels.tables import (
     FEW_RANKS,
@@ -30,6 +33,7 @@ from plait_kernels.tables import (
 from plait_kernels.tiles import Choice, Tiles
 
 _SUM_BLOCK = 1024
+_Made = TypeVar("_Made")
 _EVERY_RANK, _FEW, _MANY = range(1, 2**31), range(1, FEW_RANKS + 1), range(FEW_RANKS + 1, 2**31)
 
 
@@ -44,217 +48,308 @@ def _blocks(size: int, block: int) -> int:
     return -(-size // block)
 
 
-class Launcher:
-    """The launches of one call of one layer, and what they share."""
+@dataclass(frozen=True, slots=True)
+class _Summed:
+    """Launches that leave partial sums of some elements, and those that add them up."""
 
-    def __init__(self, call: LayerCall, x: Tensor, weight: Tensor, chosen: Choice) -> None:
+    launches: list[Launch]
+    sums: list[Launch]
+    elements: int
+
+
+class Launcher:
+    """The launches of the calls of one kind of layer in one microbatch; see :func:`launcher`.
+
+    What such layers share is looked at once: tables, numbers, grids, binaries. Scratch memory is that of the
+    microbatch's calls in one stream, which follow each other.
+    """
+
+    def __init__(
+        self, call: LayerCall, x: Tensor, weight: Tensor, chosen: Choice, *, stream: int = 0
+    ) -> None:
         self.forward, self.backward = _kernels()
-        self.call, self.x, self.weight, self.chosen = call, x, weight, chosen
+        self.chosen = chosen
         self.table = span_table(call.routing)
-        self.sites = site_table(call)
         self.site_count = len(call.placed)
-        self.features = x.shape[1]
+        self.features, self.x_stride = x.shape[1], x.stride(0)
+        self.outputs, self.weight_strides = weight.shape[0], weight.stride()
         self.bank_sites = len(call.bank.sites)
         self.precision = "ieee" if x.dtype == torch.float32 else "tf32"
         self.counters = call.routing.counters
-        self.align = call.layer.align
+        self.align, self.widest = call.layer.align, call.layer.widest
+        self.like = x.new_empty(0)
+        self._memory: dict[str, Tensor] = call.routing.tables.setdefault(("memory", stream), {})
+        self._made: dict[object, Any] = {}
+
+    def _once(self, make: Callable[..., _Made], call: LayerCall, *given: object) -> _Made:
+        """What a method makes, the first time that it is needed.
+
+        The microbatch keeps its launchers, so they keep nothing of a call, which has the microbatch.
+        """
+        key = (make.__name__, *given)
+        found = self._made.get(key)
+        if found is None:
+            found = self._made[key] = make(call, *given)
+        return cast("_Made", found)
+
+    # ---- memory ---------------------------------------------------------------------------------------
+
+    def packed(self, splits: int = 1, name: str = "") -> Tensor:
+        """An empty tensor for S or dS; float32 parts if several splits are summed afterwards.
+
+        ``name``: of scratch memory that it takes; otherwise it is a new one.
+        """
+        shape = (self.site_count, self.table.packed)
+        if splits == 1:
+            return self._scratch(name, shape, self.like.dtype) if name else room(self.like, shape)
+        return self._scratch("parts", (splits, *shape), torch.float32)
+
+    def _scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Memory that the calls of a microbatch use one after the other; the largest stays."""
+        size = math.prod(shape)
+        found = self._memory.get(name)
+        if found is None or found.numel() < size:
+            found = self._memory[name] = room(self.like, (size,), dtype)
+        return found[:size].view(shape)
+
+    # ---- launches -------------------------------------------------------------------------------------
 
     def common(self, tiles: Tiles) -> dict[str, Any]:
         """The constants of every product's launch."""
         return {"PRECISION": self.precision, "num_warps": tiles.warps, "num_stages": tiles.stages}
 
-    def packed(self, splits: int) -> Tensor:
-        """An empty tensor for S or dS; float32 parts if several splits are summed afterwards."""
-        shape = (self.site_count, self.table.packed)
-        if splits == 1:
-            return room(self.x, shape)
-        return room(self.x, (splits, *shape), torch.float32)
-
-    def summed(self, parts: Tensor, splits: int) -> Tensor:
-        """The sum over splits, in order, in the compute dtype.
+    def _summing(self, _call: LayerCall, splits: int) -> Launch:
+        """Sums over splits, in order, in the compute dtype.
 
         The elements of an adapter at a site that it does not target are never written, and their sum is never
         read; of what lay there it may be NaN, of which the interpreter warns.
         """
-        if splits == 1:
-            return parts
-        out = self.packed(1)
-        elements = out.numel()
+        elements = self.site_count * self.table.packed
         constants = {"SPLITS": splits, "BLOCK": _SUM_BLOCK}
         grid = (_blocks(elements, _SUM_BLOCK),)
-        launch(self.forward.sum_splits, grid, parts, out, elements, elements, **constants)
-        return out
+        return Launch(self.forward.sum_splits, grid, GIVEN, GIVEN, elements, elements, **constants)
 
-    def down(self) -> Tensor:
-        """S, packed."""
+    def _down(self, call: LayerCall) -> list[Launch]:
         tiles, table = self.chosen.down, self.table
-        work = work_table(self.call.routing, tiles.rows, _EVERY_RANK)
-        s = self.packed(tiles.splits)
+        work = work_table(call.routing, tiles.rows, _EVERY_RANK)
         depth = _blocks(_blocks(self.features, tiles.splits), tiles.depth) * tiles.depth
-        for each in work.classes:
-            launch(
+        return [
+            Launch(
                 self.forward.down,
                 (self.site_count, each.count, tiles.splits),
-                *(self.x, self.x.stride(0), s, table.packed, self.site_count * table.packed, table.origin),
-                *(work.work, each.begin, table.spans, self.sites, table.addresses, self.bank_sites),
+                *(GIVEN, self.x_stride, GIVEN, table.packed, self.site_count * table.packed, table.origin),
+                *(work.work, each.begin, table.spans, GIVEN, table.addresses, self.bank_sites),
                 *(self.counters, self.features, depth),
                 **{"DROPOUT": table.dropout, "RANKS": each.factor, "BR": each.width},
                 **{"BM": tiles.rows, "BK": tiles.depth, **self.common(tiles)},
             )
-        return self.summed(s, tiles.splits)
+            for each in work.classes
+        ]
 
-    def up(self, s: Tensor, bias: Tensor | None) -> Tensor:
-        """The layer's output: base product and up-projection."""
-        tiles, table, weight = self.chosen.fused_forward or self.chosen.up, self.table, self.weight
-        out = room(self.x, (self.x.shape[0], weight.shape[0]))
-        rows = tile_table(self.call.routing, tiles.rows)
-        blocks = block_table(self.call, tiles.columns, weight.shape[0])
-        shared = (s, table.packed, table.origin, rows.tiles)
-        constants = {"BIAS": bias is not None, "ALIGN": self.align, "RANKS": table.rank_factor}
+    def down(self, call: LayerCall, x: Tensor) -> Tensor:
+        """S, packed."""
+        splits, sites = self.chosen.down.splits, site_table(call)
+        s = self.packed()
+        parts = s if splits == 1 else self.packed(splits)
+        for each in self._once(self._down, call):
+            each(x, parts, sites)
+        if splits > 1:
+            self._once(self._summing, call, splits)(parts, s)
+        return s
+
+    def _up(self, call: LayerCall, biased: bool) -> Launch:
+        tiles, table = self.chosen.fused_forward or self.chosen.up, self.table
+        rows = tile_table(call.routing, tiles.rows)
+        blocks = block_table(call, tiles.columns, self.outputs)
+        shared = (GIVEN, table.packed, table.origin, rows.tiles)
+        constants = {"BIAS": biased, "ALIGN": self.align, "RANKS": table.rank_factor}
         constants |= {"BM": tiles.rows, "BN": tiles.columns, **self.common(tiles)}
-        given_bias = weight if bias is None else bias
         if self.chosen.fused_forward is None:
-            launch(
+            return Launch(
                 self.forward.up,
                 (blocks.shape[0], rows.count),
-                *(out, out.stride(0), given_bias, *shared, table.spans, table.scales),
-                *(self.sites, table.addresses, self.bank_sites, blocks),
+                *(GIVEN, self.outputs, GIVEN, *shared, table.spans, table.scales),
+                *(GIVEN, table.addresses, self.bank_sites, blocks),
                 **constants,
             )
-            return add_product(out, self.x, weight.T)
-        launch(
+        return Launch(
             self.forward.linear_up,
             (rows.count * blocks.shape[0],),
-            *(self.x, self.x.stride(0), weight, weight.stride(0), weight.stride(1)),
-            *(given_bias, out, out.stride(0), *shared, rows.count, table.spans, table.scales),
-            *(self.sites, table.addresses, self.bank_sites, blocks, blocks.shape[0], self.features),
+            *(GIVEN, self.x_stride, GIVEN, *self.weight_strides),
+            *(GIVEN, GIVEN, self.outputs, *shared, rows.count, table.spans, table.scales),
+            *(GIVEN, table.addresses, self.bank_sites, blocks, blocks.shape[0], self.features),
             **{"BK": tiles.depth, "GROUP": 8, **constants},
         )
+
+    def up(self, call: LayerCall, x: Tensor, s: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The layer's output: base product and up-projection."""
+        run, sites = self._once(self._up, call, bias is not None), site_table(call)
+        out = room(x, (x.shape[0], self.outputs))
+        given_bias = weight if bias is None else bias
+        if self.chosen.fused_forward is None:
+            run(out, given_bias, s, sites)
+            return add_product(out, x, weight.T)
+        run(x, weight, given_bias, out, s, sites)
         return out
 
-    def up_gradient(self, grad: Tensor, s: Tensor) -> Tensor:
-        """Add dB to the bank; return dS."""
-        tiles = self.chosen.up_gradient
-        ds = self.packed(tiles.splits)
-        widest = self.call.layer.widest
-        few = work_table(self.call.routing, tiles.rows, _FEW)
-        if few.classes:
-            self._few_ranks(grad, s, ds, few, widest)
+    def up_gradient(self, call: LayerCall, grad: Tensor, s: Tensor) -> Tensor:
+        """Add dB to the bank; return dS, which the microbatch's next call overwrites."""
+        splits, sites = self.chosen.up_gradient.splits, site_table(call)
+        ds = self.packed(name="ds")
+        parts = ds if splits == 1 else self.packed(splits)
+        self._run(self._once(self._few_ranks, call), sites, grad, s, parts)
         if self.table.max_rank > FEW_RANKS:
-            self._wide_ds(grad, ds, widest)
-            self._wide_db(grad, s, widest)
-        return self.summed(ds, tiles.splits)
+            for each in self._once(self._wide_ds, call):
+                each(grad, parts, sites)
+            self._run(self._once(self._wide_db, call), sites, grad, s)
+        if splits > 1:
+            self._once(self._summing, call, splits)(parts, ds)
+        return ds
 
-    def _partial(self, slots: int, width: int) -> Tensor:
-        """Room for the partial sums of adapters of several tiles."""
-        return room(self.x, (max(1, slots * width),), torch.float32)
+    def _run(self, made: _Summed, sites: Tensor, *given: Tensor) -> None:
+        partial = self._scratch("partial", (made.elements,), torch.float32)
+        for each in made.launches:
+            each(*given, partial, sites)
+        for each in made.sums:
+            each(partial, sites)
 
-    def _few_ranks(self, grad: Tensor, s: Tensor, ds: Tensor, work: WorkTable, widest: int) -> None:
+    def _summed(self, launches: list[Launch], work: WorkTable, widest: int, width: int, is_b: int) -> _Summed:
+        """Sums of at most ``widest`` elements of each site, of ``width`` of all sites."""
+        if work.slots == 0:
+            return _Summed(launches, [], 1)
+        table = self.table
+        sums = Launch(
+            self.backward.sum_partials,
+            (_blocks(widest * work.max_rank, _SUM_BLOCK), work.shared_count, self.site_count),
+            *(GIVEN, table.gradient_origin, work.shared, table.spans, GIVEN, table.gradients),
+            *(self.bank_sites, work.slots),
+            **{"IS_B": is_b, "BLOCK": _SUM_BLOCK},
+        )
+        return _Summed(launches, [sums], work.slots * width)
+
+    def _few_ranks(self, call: LayerCall) -> _Summed:
         """dS and dB of adapters of few ranks."""
         tiles, table = self.chosen.up_gradient, self.table
-        width = _blocks(_blocks(widest, tiles.splits), tiles.columns) * tiles.columns
-        partial = self._partial(work.slots, self.weight.shape[0])
-        for each in work.classes:
-            launch(
+        work = work_table(call.routing, tiles.rows, _FEW)
+        width = _blocks(_blocks(self.widest, tiles.splits), tiles.columns) * tiles.columns
+        launches = [
+            Launch(
                 self.backward.up_gradient,
                 (self.site_count, each.count, tiles.splits),
-                *(grad, grad.stride(0), s, ds, table.packed, self.site_count * table.packed, table.origin),
-                *(table.gradient_origin, partial, work.work, each.begin, table.spans, table.scales),
-                *(self.sites, table.addresses, table.gradients, self.bank_sites, work.slots, width),
+                *(GIVEN, self.outputs, GIVEN, GIVEN, table.packed, self.site_count * table.packed),
+                *(table.origin, table.gradient_origin, GIVEN, work.work, each.begin, table.spans),
+                *(table.scales, GIVEN, table.addresses, table.gradients, self.bank_sites, work.slots, width),
                 **self._by_width(each, tiles),
                 **{"BM": tiles.rows, "BN": tiles.columns},
             )
-        self._sum_partials(partial, work, widest, is_b=True)
+            for each in work.classes
+        ]
+        return self._summed(launches, work, self.widest, self.outputs, is_b=1)
 
     def _by_width(self, each: WidthClass, tiles: Tiles) -> dict[str, Any]:
         return {"ALIGN": self.align, "RANKS": each.factor, "BR": each.width, **self.common(tiles)}
 
-    def _wide_ds(self, grad: Tensor, ds: Tensor, widest: int) -> None:
+    def _wide_ds(self, call: LayerCall) -> list[Launch]:
         """dS of adapters of many ranks."""
         tiles, table, splits = self.chosen.down, self.table, self.chosen.up_gradient.splits
-        work = work_table(self.call.routing, tiles.rows, _MANY)
-        width = _blocks(_blocks(widest, splits), tiles.depth) * tiles.depth
-        for each in work.classes:
-            launch(
+        work = work_table(call.routing, tiles.rows, _MANY)
+        width = _blocks(_blocks(self.widest, splits), tiles.depth) * tiles.depth
+        return [
+            Launch(
                 self.backward.wide_ds,
                 (self.site_count, each.count, splits),
-                *(grad, grad.stride(0), ds, table.packed, self.site_count * table.packed, table.origin),
-                *(work.work, each.begin, table.spans, table.scales, self.sites, table.addresses),
+                *(GIVEN, self.outputs, GIVEN, table.packed, self.site_count * table.packed, table.origin),
+                *(work.work, each.begin, table.spans, table.scales, GIVEN, table.addresses),
                 *(self.bank_sites, self.counters, width),
                 **self._by_width(each, tiles),
                 **{"BM": tiles.rows, "BK": tiles.depth},
             )
+            for each in work.classes
+        ]
 
-    def _wide_db(self, grad: Tensor, s: Tensor, widest: int) -> None:
+    def _wide_db(self, call: LayerCall) -> _Summed:
         """dB of adapters of many ranks."""
         tiles, table = self.chosen.down_gradient, self.table
-        work = work_table(self.call.routing, tiles.rows * tiles.splits, _MANY)
-        partial = self._partial(work.slots, self.weight.shape[0])
-        for each in work.classes:
-            launch(
+        work = work_table(call.routing, tiles.rows * tiles.splits, _MANY)
+        launches = [
+            Launch(
                 self.backward.wide_db,
-                (self.site_count, _blocks(widest, tiles.columns), each.count),
-                *(grad, grad.stride(0), s, table.packed, table.gradient_origin, partial, work.work),
-                *(each.begin, table.spans, table.scales, self.sites, table.gradients, self.bank_sites),
+                (self.site_count, _blocks(self.widest, tiles.columns), each.count),
+                *(GIVEN, self.outputs, GIVEN, table.packed, table.gradient_origin, GIVEN, work.work),
+                *(each.begin, table.spans, table.scales, GIVEN, table.gradients, self.bank_sites),
                 *(work.slots, self.counters),
                 **self._by_width(each, tiles),
                 **{"BM": tiles.rows, "BK": tiles.columns},
             )
-        self._sum_partials(partial, work, widest, is_b=True)
+            for each in work.classes
+        ]
+        return self._summed(launches, work, self.widest, self.outputs, is_b=1)
 
-    def down_gradient(self, ds: Tensor) -> None:
-        """Add dA to the bank."""
+    def _down_gradient(self, call: LayerCall) -> _Summed:
         tiles, table = self.chosen.down_gradient, self.table
-        work = work_table(self.call.routing, tiles.rows * tiles.splits, _EVERY_RANK)
-        partial = self._partial(work.slots, self.features * self.site_count)
-        for each in work.classes:
-            launch(
+        work = work_table(call.routing, tiles.rows * tiles.splits, _EVERY_RANK)
+        launches = [
+            Launch(
                 self.backward.down_gradient,
                 (self.site_count, _blocks(self.features, tiles.columns), each.count),
-                *(self.x, self.x.stride(0), ds, table.packed, table.gradient_origin, partial, work.work),
-                *(each.begin, table.spans, self.sites, table.gradients, self.bank_sites, work.slots),
+                *(GIVEN, self.x_stride, GIVEN, table.packed, table.gradient_origin, GIVEN, work.work),
+                *(each.begin, table.spans, GIVEN, table.gradients, self.bank_sites, work.slots),
                 *(self.counters, self.features),
                 **{"DROPOUT": table.dropout, "RANKS": each.factor, "BR": each.width},
                 **{"BM": tiles.rows, "BK": tiles.columns, **self.common(tiles)},
             )
-        self._sum_partials(partial, work, self.features, is_b=False)
+            for each in work.classes
+        ]
+        return self._summed(launches, work, self.features, self.features * self.site_count, is_b=0)
 
-    def _sum_partials(self, partial: Tensor, work: WorkTable, widest: int, *, is_b: bool) -> None:
-        if work.slots == 0:
-            return
+    def down_gradient(self, call: LayerCall, x: Tensor, ds: Tensor) -> None:
+        """Add dA to the bank."""
+        self._run(self._once(self._down_gradient, call), site_table(call), x, ds)
+
+    def _dx(self, call: LayerCall) -> Launch:
         table = self.table
-        launch(
-            self.backward.sum_partials,
-            (_blocks(widest * work.max_rank, _SUM_BLOCK), work.shared_count, self.site_count),
-            *(partial, table.gradient_origin, work.shared, table.spans, self.sites, table.gradients),
-            *(self.bank_sites, work.slots),
-            **{"IS_B": int(is_b), "BLOCK": _SUM_BLOCK},
-        )
-
-    def dx(self, grad: Tensor, ds: Tensor) -> Tensor:
-        """The gradient of x: base product and low-rank part."""
-        table, weight = self.table, self.weight
         tiles = self.chosen.fused_backward or self.chosen.dx
-        dx = room(grad, self.x.shape)
-        rows = tile_table(self.call.routing, tiles.rows)
-        low_rank = (ds, table.packed, table.origin, rows.tiles)
-        tail = (self.sites, self.site_count, table.addresses, self.bank_sites, self.counters, self.features)
+        rows = tile_table(call.routing, tiles.rows)
+        low_rank = (GIVEN, table.packed, table.origin, rows.tiles)
+        tail = (GIVEN, self.site_count, table.addresses, self.bank_sites, self.counters, self.features)
         constants = {"DROPOUT": table.dropout, "RANKS": table.rank_factor, "BM": tiles.rows}
         constants |= self.common(tiles)
         if self.chosen.fused_backward is None:
-            launch(
+            return Launch(
                 self.backward.dx_low_rank,
                 (_blocks(self.features, tiles.columns), rows.count),
-                *(dx, dx.stride(0), *low_rank, table.spans, *tail),
+                *(GIVEN, self.features, *low_rank, table.spans, *tail),
                 **{"BK": tiles.columns, **constants},
             )
-            return add_product(dx, grad, weight)
         blocks = _blocks(self.features, tiles.depth)
-        launch(
+        return Launch(
             self.backward.dx_linear,
             (rows.count * blocks,),
-            *(grad, grad.stride(0), weight, weight.stride(0), weight.stride(1), dx, dx.stride(0)),
-            *(*low_rank, rows.count, table.spans, *tail, weight.shape[0], blocks),
+            *(GIVEN, self.outputs, GIVEN, *self.weight_strides, GIVEN, self.features),
+            *(*low_rank, rows.count, table.spans, *tail, self.outputs, blocks),
             **{"BN": tiles.columns, "BK": tiles.depth, "GROUP": 8, **constants},
         )
+
+    def dx(self, call: LayerCall, grad: Tensor, ds: Tensor, weight: Tensor) -> Tensor:
+        """The gradient of x: base product and low-rank part."""
+        run, sites = self._once(self._dx, call), site_table(call)
+        dx = room(grad, (grad.shape[0], self.features))
+        if self.chosen.fused_backward is None:
+            run(dx, ds, sites)
+            return add_product(dx, grad, weight)
+        run(grad, weight, dx, ds, sites)
         return dx
+
+
+def launcher(call: LayerCall, x: Tensor, weight: Tensor, chosen: Choice) -> Launcher:
+    """The launches of a layer's call, which layers of the same sizes in a microbatch share.
+
+    Args:
+        x: rows of contiguous features; gradients of the output must be contiguous.
+    """
+    stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
+    key = (call.layer.kind, x.shape[1], x.stride(0), x.dtype, weight.stride(), id(chosen), stream)
+    found = call.routing.tables.get(key)
+    if found is None:  # it keeps `chosen`, so that its number stays its own
+        found = call.routing.tables[key] = Launcher(call, x, weight, chosen, stream=stream)
+    return cast("Launcher", found)

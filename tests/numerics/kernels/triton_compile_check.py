@@ -14,15 +14,16 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from plait_kernels import AdapterStep, Bank, Site, joint_adamw, loss, passes
+from plait_kernels.absent import AbsentDevice
 from plait_kernels.layer import layer_call
 from plait_kernels.plain import GELU_TANH, SILU
 from plait_kernels.synthetic import Shape, problem
@@ -43,22 +44,6 @@ ALL = [
     (torch.float32, (3, 100), 0.1, (64, 32), True),
     (torch.float32, (16, 16), 0.0, (48, 9), False),
 ]
-
-
-class AbsentDevice:
-    """As much of a driver as compiling asks for."""
-
-    def __init__(self, capability: int) -> None:
-        self.capability = capability
-
-    def get_current_device(self) -> int:
-        return self.capability  # binaries are kept by device
-
-    def get_current_stream(self, device: int) -> int:
-        return device
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.capability, 32)
 
 
 def registers(binary: bytes) -> tuple[int, int]:
@@ -111,14 +96,15 @@ def launch(case: dict[str, object], every: bool) -> None:
     bias = made.weight.new_zeros(made.weight.shape[0]) if case["bias"] else None
     for stage, name, chosen in choices(case["dtype"], every):
         case["tiles"] = name
-        launcher = Launcher(call, made.x.detach(), made.weight, chosen)
-        s = launcher.packed(1)
+        x, weight, grad = made.x.detach(), made.weight, made.grad
+        own = Launcher(call, x, weight, chosen)
+        s = own.packed()
         run = {
-            "down": launcher.down,
-            "up": lambda own=launcher, s=s: own.up(s, bias),
-            "up_gradient": lambda own=launcher, s=s: own.up_gradient(made.grad, s),
-            "down_gradient": lambda own=launcher, s=s: own.down_gradient(s),
-            "dx": lambda own=launcher, s=s: own.dx(made.grad, s),
+            "down": partial(own.down, call, x),
+            "up": partial(own.up, call, x, s, weight, bias),
+            "up_gradient": partial(own.up_gradient, call, grad, s),
+            "down_gradient": partial(own.down_gradient, call, x, s),
+            "dx": partial(own.dx, call, grad, s, weight),
         }
         for own_stage, own_run in run.items():
             if stage in ("all", own_stage):
@@ -177,6 +163,8 @@ def main(capabilities: list[int], which: str) -> None:
     JITFunction.run = compile_only
     for capability in capabilities:
         driver.set_active(AbsentDevice(capability))
+        for kept in (passes._rms, passes._rms_back, passes._gated, passes._rotate):
+            kept.cache_clear()  # binaries of the device before
         for values in {"all": ALL, "sample": SAMPLE}.get(which, ()):
             current = dict(zip(CASE, values, strict=True))
             launch(current, which == "all")
