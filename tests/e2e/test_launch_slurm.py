@@ -83,7 +83,9 @@ def test_an_interrupted_search_is_queued_again(
         Path("queued").unlink(missing_ok=True)
 
 
-@pytest.mark.parametrize("limit", ["5", "5:00", "0:05:00", "1-0", "0-0:05", "1-00:00:00", "UNLIMITED"])
+@pytest.mark.parametrize(
+    "limit", ["5", "5:00", "0:05:00", "1-0", "0-0:05", "1-00:00:00", "UNLIMITED", "INFINITE"]
+)
 def test_limits_that_slurm_reads_are_written_as_they_are(
     limit: str, folder: Path, short: tuple[str, ...]
 ) -> None:

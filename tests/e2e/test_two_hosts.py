@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ import slow_link
 from plait.cli.main import main
 
 FIRST, SECOND = "10.77.0.1", "10.77.0.2"
+CONTROL = ("29610", "29611")  # ports of the coordinator and its store
 KEY = "a key that both hosts share"
 HANGS = 300.0
 DELAY, RATE = 0.002, 100e6  # seconds in each direction, bits a second
@@ -56,7 +58,7 @@ class Hosts:
             self._ip("netns", "add", name)
             self._ip("-n", name, "link", "set", "lo", "up")
         ends = [f"{name}={address}" for name, address in zip(self.names, (FIRST, SECOND), strict=True)]
-        words = [sys.executable, slow_link.__file__, *ends, str(DELAY), str(RATE)]
+        words = [sys.executable, slow_link.__file__, *ends, str(DELAY), str(RATE), *CONTROL]
         self._link = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
         assert self._link.stdout is not None
         assert self._link.stdout.readline() == "open\n"
@@ -84,6 +86,10 @@ class Hosts:
     def cut(self) -> None:
         """Take the second host from the network: nothing says that it is gone."""
         self._ip("-n", self.names[1], "link", "set", slow_link.DEVICE, "down")
+
+    def toggle_exchange(self) -> None:
+        """Cut the processes off from each other, but not from the coordinator; the next call mends that."""
+        self._link.send_signal(signal.SIGUSR1)
 
     def close(self) -> None:
         for each in (*self._started, self._link):
@@ -140,6 +146,31 @@ def test_a_search_on_two_hosts_refuses_a_wrong_key_and_outlives_the_loss_of_one(
     until(folder / "first", "was silent for", [first])
     assert first.wait(HANGS) == 0, (folder / "first").read_text()
     assert "1 process trains again" in (folder / "first").read_text()
+    found = {row["trial"]: row["objective"] for row in leaderboard()}
+    monkeypatch.chdir(place("alone"))
+    assert main(COMMAND) == 0
+    assert found == pytest.approx({row["trial"]: row["objective"] for row in leaderboard()}, rel=1e-5)
+
+
+def test_a_network_that_fails_between_processes_alone_is_noticed_within_the_limit(
+    hosts: Hosts,
+    folder: Path,
+    place: Callable[[str], Path],
+    leaderboard: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = ["cluster.silence_seconds=10", "cluster.join_seconds=150"]
+    first = hosts.start(0, folder, "first", KEY, *limits)
+    hosts.start(1, folder, "second", KEY, *limits)
+    until(folder / "first", "trial-0000 started", [first])
+    until_saved(folder, [first])
+    hosts.toggle_exchange()
+    cut = time.monotonic()
+    until(folder / "first", "while training: the link to the other processes broke", [first])
+    assert time.monotonic() - cut < 10.0 + 20.0  # what the kernel and this machine add
+    hosts.toggle_exchange()
+    assert first.wait(HANGS) == 0, (folder / "first").read_text()
+    assert "2 processes train again" in (folder / "first").read_text()
     found = {row["trial"]: row["objective"] for row in leaderboard()}
     monkeypatch.chdir(place("alone"))
     assert main(COMMAND) == 0

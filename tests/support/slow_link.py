@@ -1,7 +1,7 @@
 """A link between two network namespaces with a delay and a bandwidth limit, for kernels without netem: every
-packet goes through this process.
+packet goes through this process. After SIGUSR1 only packets of some TCP ports do; after another all do again.
 
-    python slow_link.py NAMESPACE=ADDRESS NAMESPACE=ADDRESS SECONDS BITS_PER_SECOND
+    python slow_link.py NAMESPACE=ADDRESS NAMESPACE=ADDRESS SECONDS BITS_PER_SECOND [PORT ...]
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import ctypes
 import fcntl
 import os
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -36,9 +37,14 @@ def end(namespace: str, address: str) -> int:
 
 
 class Direction:
-    """Packets on their way from one end to the other."""
+    """Packets on their way from one end to the other.
+
+    Attributes:
+        only: ports whose packets are taken alone; None: all are.
+    """
 
     def __init__(self, source: int, target: int, delay: float, rate: float) -> None:
+        self.only: frozenset[int] | None = None
         self.source, self._target, self._delay, self._rate = source, target, delay, rate
         self._packets: deque[tuple[float, bytes]] = deque()
         self._free = 0.0  # when the last packet is on the line
@@ -49,6 +55,8 @@ class Direction:
             packet = os.read(self.source, 65536)
         except OSError:  # that end is down
             time.sleep(0.01)
+            return
+        if self.only is not None and self.only.isdisjoint(ports(packet)):
             return
         if len(self._packets) < MOST:
             self._free = max(self._free, time.monotonic()) + 8 * len(packet) / self._rate
@@ -66,10 +74,22 @@ class Direction:
         return 1.0
 
 
-def main(first: str, second: str, delay: str, rate: str) -> None:
+def ports(packet: bytes) -> tuple[int, ...]:
+    """Both ports of a TCP packet over IPv4; none of another packet."""
+    begin = (packet[0] & 15) * 4
+    return struct.unpack_from("!HH", packet, begin) if packet[0] >> 4 == 4 and packet[9] == 6 else ()
+
+
+def main(first: str, second: str, delay: str, rate: str, *kept: str) -> None:
     """Carry packets until this process is killed."""
     links = [end(*each.split("=")) for each in (first, second)]
     ways = [Direction(*pair, float(delay), float(rate)) for pair in (links, links[::-1])]
+
+    def toggle(*_: object) -> None:
+        for way in ways:
+            way.only = frozenset(map(int, kept)) if way.only is None else None
+
+    signal.signal(signal.SIGUSR1, toggle)
     print("open", flush=True)
     while True:
         wait = min(way.deliver() for way in ways)

@@ -70,6 +70,7 @@ from plait.distributed.channel import (
     Share,
     VersionError,
     connect,
+    limit_links,
 )
 from plait.distributed.fleet import Fleet
 from plait.distributed.launch import Launcher, _given_up, _remaining, fitted
@@ -952,7 +953,9 @@ def test_a_link_that_breaks_without_a_death_ends_all_who_would_wait_for_ever(
         ends[2].send(Beat())  # it waits for what does not come, and says that it lives
 
     processes.watch = watch
-    with pytest.raises(LostProcessError, match=r"^process 1 .*: the link to the others broke") as caught:
+    with pytest.raises(
+        LostProcessError, match=r"^process 1 .* while measuring its speed: the link"
+    ) as caught:
         processes.ask_all(Measure())
     assert (caught.value.remedy, processes.culprit, processes.live) == ("A remedy.", None, False)
     assert all(isinstance(each.receive(), Measure) for each in ends)
@@ -961,6 +964,36 @@ def test_a_link_that_breaks_without_a_death_ends_all_who_would_wait_for_ever(
             each.receive()
     with pytest.raises(LostProcessError, match="process 1"):
         processes.ask_all(Measure())
+
+
+def test_what_was_refused_before_says_nothing_of_what_is_asked_now(door: Door) -> None:
+    processes = Processes(60.0, lambda _: None)
+    end = connect(door.address, KEY)
+    processes.all.append(Process(Hello(0, "host", 0), came_in(door, end)))
+    end.send(Refusal(StorageError("a full disk")))
+    with pytest.raises(StorageError):
+        processes.ask_all(Measure())
+    assert list(processes.refused) == [0]
+    end.send(Answer())
+    processes.ask_all(Measure())
+    assert not processes.refused
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="only Linux limits what is repeated")
+def test_links_that_others_have_made_get_the_limit_too() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as link,
+    ):
+        files = len(list(Path("/dev/fd").iterdir()))
+        limit_links(12.0)
+        assert len(list(Path("/dev/fd").iterdir())) == files
+        assert link.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        names = ("TCP_USER_TIMEOUT", "TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT")
+        found = [link.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in names]
+        assert found == [12_000, 4, 2, 4]
+        link.sendall(b"more")
+        assert server.accept()[0].recv(4) == b"more"
 
 
 def test_a_process_that_stops_in_the_middle_of_an_answer_is_lost() -> None:

@@ -25,6 +25,7 @@ SYSTEMS = ("slurm",)
 LAUNCHED = ("cluster.processes", "cluster.per_host")  # srun says how many there are
 SAVE_SECONDS = 120  # before the end of its time the search is asked to save and end
 KILLED_RESTARTS = 3  # of a job; after so many one in which a task was killed is not queued again
+NO_LIMIT = ("UNLIMITED", "INFINITE")  # words of Slurm
 LEAST_MINUTES = 5  # the signal may come a minute earlier; in less time hardly anything trains
 SCRIPT = """#!/usr/bin/env bash
 #SBATCH --job-name={job}
@@ -123,11 +124,11 @@ def _word(text: str) -> str:
 
 def _limit(text: str) -> str:
     """A limit as Slurm reads it, which leaves time to train before the search is asked to save."""
-    if text.upper() == "UNLIMITED":
+    if text.upper() in NO_LIMIT:
         return text
     if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", text):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no limit of Slurm's: write [DAYS-]HOURS:MINUTES:SECONDS, minutes, or UNLIMITED"
+            f"{text!r} is no limit of Slurm's: write [DAYS-]HOURS:MINUTES:SECONDS, minutes, or {NO_LIMIT[0]}"
         )
     days, dash, clock = text.rpartition("-")
     parts = [int(each) for each in clock.split(":")]  # a single one is minutes, after days hours

@@ -11,6 +11,7 @@ import os
 import platform
 import queue
 import socket
+import stat
 import struct
 import threading
 from contextlib import suppress
@@ -70,6 +71,8 @@ class Join:
         seconds: longest wait until all have joined.
         address: of the network by which the others reach this one; "": that of its link.
         interface: of that network, if it was given.
+        unreached: seconds after which a process on another host that cannot be reached is given up; 0: all
+            are on one host.
     """
 
     number: int
@@ -79,6 +82,7 @@ class Join:
     seconds: float
     address: str = ""
     interface: str | None = None
+    unreached: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,8 +217,37 @@ class Beat:
     """The process lives and carries out a request."""
 
 
-# A host that is gone without a word is noticed after a minute, by those who wait for it without a limit.
-KEEP_ALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 60_000}
+MOST_SECONDS = 86400.0  # that every system takes as a limit
+GONE_SECONDS = 60.0  # after which a host that is gone is noticed by those who wait for it without a limit
+
+
+def limit_links(seconds: float) -> None:
+    """Have the system end every link of this process whose other end cannot be reached for so long.
+
+    torch.distributed sets no such limit on its own links: what is sent into a broken network is repeated for
+    15 minutes, and who only receives waits for ever.
+    """
+    for each in Path("/dev/fd").iterdir():
+        with suppress(OSError):  # it is closed by now
+            if stat.S_ISSOCK(os.fstat(int(each.name)).st_mode):
+                with socket.socket(fileno=os.dup(int(each.name))) as link:
+                    if link.type == socket.SOCK_STREAM and link.family in (socket.AF_INET, socket.AF_INET6):
+                        _limit(link, seconds)
+
+
+def _limit(link: socket.socket, seconds: float) -> None:
+    """End a link whose other end does not answer for so long, whether or not something is sent to it.
+
+    Its system answers, not its process, which may compute for longer.
+    """
+    seconds = min(seconds, MOST_SECONDS)
+    third, sixth = max(1, int(seconds / 3)), max(1, int(seconds / 6))
+    options = {"TCP_KEEPIDLE": third, "TCP_KEEPINTVL": sixth, "TCP_KEEPCNT": 4}
+    options["TCP_USER_TIMEOUT"] = int(1000 * seconds)
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in options.items():
+        if hasattr(socket, name):
+            link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 class Channel:
@@ -236,10 +269,7 @@ class Channel:
         with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as link:
             self.near, self.far = str(link.getsockname()[0]), str(link.getpeername()[0])
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else 40 ms for a small message
-            link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for name, value in KEEP_ALIVE.items():
-                if hasattr(socket, name):
-                    link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+            _limit(link, GONE_SECONDS)
             for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO) if seconds is not None else ():
                 link.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds or 0), 0))
 

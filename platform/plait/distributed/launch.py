@@ -369,6 +369,7 @@ class Launcher:
             cluster.join_seconds,
             outward if processes[number].channel.far == HERE else "",
             cluster.interface,
+            0.0 if self._one_host else cluster.silence_seconds,
         )
 
     def _served(self) -> int:

@@ -49,6 +49,7 @@ from plait.distributed.channel import (
     Share,
     VersionError,
     connect,
+    limit_links,
 )
 from plait.distributed.exchange import Exchange
 from plait.distributed.links import Links
@@ -97,6 +98,7 @@ class Replica:
         self._data: dict[DataSpec, TokenisedData] = {}
         self._contents: dict[str, TokenisedData] = {}  # by digest
         self._made_exchange: Exchange | None = None
+        self._unreached = 0.0
         self._worker: LocalWorker | None = None
 
     def _have(self, part: Part) -> BaseModel:
@@ -139,6 +141,8 @@ class Replica:
                 self.close()
                 self.number, self._worker = request.number, None
                 self._made_exchange = self._join(request)
+                self._unreached = request.unreached
+                self._limit_links()
                 return Answer()
             case See(file):
                 _see(file)
@@ -147,6 +151,7 @@ class Replica:
                 return Answer(kernels=choose_kernels(kernels, self._device, self._dtype))
             case Build():
                 self._worker = self._build(request)
+                self._limit_links()  # it may have made more
                 return Answer(facts=self.worker.facts)
             case Measure():
                 return Answer(rate=product_rate(self._device, self._dtype))
@@ -248,6 +253,12 @@ class Replica:
                 f"Gradients use the network interface {interface or 'of the host name'}, on any port.",
                 "Set cluster.interface to one through which all hosts reach each other.",
             ) from error
+
+    def _limit_links(self) -> None:
+        """Notice a network that fails between two processes, who else wait for each other and say that they
+        live."""
+        if self._unreached:
+            limit_links(self._unreached)
 
     def close(self) -> None:
         """Leave the group, if it is in one."""

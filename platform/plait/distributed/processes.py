@@ -154,7 +154,7 @@ class Processes:
         how: how it was lost, in words.
         status: with which it has ended by itself, if it has and that is known.
         error: since one was lost: what was said then.
-        refused: what was refused last, and why, by the processes' places.
+        refused: what was refused of what was sent last, and why, by the processes' places.
     """
 
     def __init__(
@@ -206,6 +206,7 @@ class Processes:
         """
         if self.error is not None:
             raise self.error
+        self.refused = {}
         asked = Asked(set(requests), together=any(map(_together, requests.values())))
         for number, request in requests.items():
             process, sent = self.all[number], time.monotonic()
@@ -281,7 +282,7 @@ class Processes:
             for process in others:
                 if process.channel.connection in links:
                     self._receive(process)
-        return self.ended_by(self._named(number, error))
+        return self.ended_by(self._named(number, error, f" while {self.all[number].doing}"))
 
     def ended_by(self, error: Ending) -> Ending:
         """End all processes, some of which wait for an answer that will not come."""
@@ -290,9 +291,9 @@ class Processes:
         self.error = error
         return error
 
-    def _named(self, number: int, error: Said) -> Said:
+    def _named(self, number: int, error: Said, doing: str = "") -> Said:
         """What one could not do and others could: then it matters which."""
-        return type(error)(f"{self.all[number]}: {error.value}", error.rule, error.remedy)
+        return type(error)(f"{self.all[number]}{doing}: {error.value}", error.rule, error.remedy)
 
     def _ready(self, pending: Mapping[object, tuple[int, Process]]) -> list[tuple[int, Process]]:
         """The processes that have sent something, of those that are to answer.
