@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -139,9 +140,14 @@ def test_an_interrupt_while_nothing_trains(
     assert main(["resume", "mine", "engine.threads=1"]) == 130
     assert "Interrupted. `plait resume mine engine.threads=1` resumes it." in capsys.readouterr().err
     assert main(["train"]) == 130
-    assert "Interrupted. `plait resume` lists" in capsys.readouterr().err
+    assert "Interrupted before training began: start the same command again." in capsys.readouterr().err
+
+    def recorded(_: Sequence[str]) -> int:
+        raise KeyboardInterrupt("my search")
+
+    monkeypatch.setattr("plait.cli.main.train", recorded)
     assert main(["train", "tracking.root=my runs"]) == 130
-    assert "`plait resume 'tracking.root=my runs'` lists" in capsys.readouterr().err
+    assert "`plait resume 'my search' 'tracking.root=my runs'` resumes it." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -320,8 +326,8 @@ sys.exit(plait.main())
 @pytest.mark.parametrize(
     ("where", "number", "said"),
     [
-        ("at start", signal.SIGTERM, "Interrupted."),
-        ("at start", signal.SIGHUP, "Interrupted."),
+        ("at start", signal.SIGTERM, "Interrupted before"),
+        ("at start", signal.SIGHUP, "Interrupted before"),
         ("at exit", signal.SIGINT, ""),  # the second Ctrl-C: Python would show where it is at its own end
     ],
 )
@@ -337,6 +343,52 @@ def test_signals_at_the_start_and_at_the_end_leave_no_traceback(
     assert program.returncode == 130
     assert errors.startswith(said)
     assert "Traceback" not in errors
+
+
+def test_ctrl_c_that_python_drops_comes_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Dropping:
+        def __del__(self) -> None:  # as a library's callback, from which nothing is raised
+            signal.raise_signal(signal.SIGINT)
+
+    def interrupted(_: Sequence[str]) -> int:
+        Dropping()
+        time.sleep(60)
+        return 0
+
+    monkeypatch.setattr("plait.cli.main.train", interrupted)
+    began = time.monotonic()
+    assert main(["train"]) == 130
+    assert time.monotonic() - began < 30
+    assert capsys.readouterr().err == "Interrupted before training began: start the same command again.\n"
+
+
+WHILE_TORCH_IS_IMPORTED = """
+import sys
+from plait.cli.main import main
+
+class Interrupting:  # behind torch's caches, which say at exit how they were used
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch._higher_order_ops.cond":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupting())
+sys.argv[1:] = ["sweep", "model=tiny"]
+main()
+"""
+
+
+def test_ctrl_c_while_torch_is_imported_says_nothing_of_torch(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    program = [sys.executable, "-c", WHILE_TORCH_IS_IMPORTED]
+    done = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.stderr == "Interrupted before training began: start the same command again.\n"
+    assert done.stdout.splitlines() == [
+        "Checking the search ...",
+        "Loading torch, transformers and MLflow ...",
+    ]
+    assert done.returncode == 130
 
 
 def test_finding_a_verb_that_is_not_there() -> None:

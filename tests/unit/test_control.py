@@ -426,7 +426,7 @@ def test_status_is_what_the_study_knows(tmp_path: Path, said: Said) -> None:
     study._storage.set_trial_intermediate_value(study.get_trials()[4]._trial_id, 20, 1.75)
     said("pause")
     first, counts, best, *trials, last = said().splitlines()
-    assert first == "mine is not running. Pending: paused."
+    assert first == "mine is not running. Pending: paused. `plait control mine resume` ends the pause."
     assert counts == "6 trials: 1 queued, 1 orphaned, 2 finished, 1 pruned, 1 running on host node7."
     assert best.startswith("Best: trial-0001, eval/loss 1.25 adapter.rank=")
     assert re.match(r"  trial-0003  running   adapter.rank=", trials[0])
@@ -509,7 +509,7 @@ def test_running_and_resumable_searches_are_listed(
     assert said("pause").startswith(
         "All trials are paused after the current step; `plait control mine resume`"
     )
-    assert said().startswith("mine is paused.")
+    assert said().startswith("mine is paused. `plait control mine resume` ends the pause.")
     assert main(["control", "--root", str(runs)]) == 0
     assert capsys.readouterr().out == "mine\tpaused\n`plait control mine status` shows its status.\n"
     (search_folder(runs, "killed") / "adapters" / "trial-0000").mkdir(parents=True)
@@ -521,12 +521,12 @@ def test_running_and_resumable_searches_are_listed(
     assert "Type `plait control mine pause`." in capsys.readouterr().err
     assert main(["control", "kiled", "pause", "--root", str(runs)]) == 2
     assert "Did you mean killed?" in capsys.readouterr().err
-    assert main(["control", "mi", "--root", str(runs)]) == 0
+    assert main(["control", "mi", f"tracking.root={runs}"]) == 0
     assert capsys.readouterr().out.startswith("mine is paused.")
     search_folder(runs, "mining").mkdir()
     assert main(["control", "mi", "--root", str(runs)]) == 2
     assert "Several names begin with it: mine, mining." in capsys.readouterr().err
-    assert main(["trace", "kill", "--root", str(runs)]) == 2
+    assert main(["trace", "kill", f"tracking.root={runs}"]) == 2
     assert "plait trace killed" in capsys.readouterr().err
 
 

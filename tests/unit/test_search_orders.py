@@ -98,6 +98,14 @@ def test_a_trial_released_during_a_pause_resumes_after_it(tmp_path: Path) -> Non
     assert {event.step for event in bench.of(JobPaused)} == {2}
 
 
+def test_how_a_pause_ends_is_said_when_it_begins_and_an_interrupt_knows_of_it(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, halving(trials=4, parallel=2), owner=from_poll(2, PAUSED), stop_at=8)
+    result = bench.run()
+    said = "paused, as requested with `plait control`; `plait control NAME resume` ends the pause"
+    assert [event.text for event in bench.of(Notice)] == [said]
+    assert (result.interrupted, result.ended_by) == (True, "paused")
+
+
 def test_a_search_that_was_killed_in_a_pause_stays_paused(tmp_path: Path) -> None:
     bench = Bench(tmp_path, halving(trials=4, parallel=2), owner=from_poll(2, PAUSED), checkpoint_steps=1)
     with pytest.raises(KilledError):

@@ -97,8 +97,10 @@ def run(program: str, arguments: Sequence[str], flags: Mapping[str, str] | None 
         PlaitError: bad input of any kind, including Hydra's own errors.
     """
     _check_options(program, arguments)
-    # Hydra shows what every library logs; this one logs that it has found its fonts.
-    logging.getLogger("matplotlib.font_manager").setLevel(logging.WARNING)
+    # Hydra shows what every library logs. One logs that it has found its fonts; torch logs its caches at exit
+    # where Ctrl-C came before it had set its own level.
+    for library in ("matplotlib.font_manager", "torch"):
+        logging.getLogger(library).setLevel(logging.WARNING)
     application = Application([*program.split(), *arguments], flags or {})
     start = hydra.main(version_base=VERSION_BASE, config_path=str(conf_dir()), config_name=ROOT)(application)
     with _command_line(program, arguments), _errors_come_through(), explained(application, arguments):

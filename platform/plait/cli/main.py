@@ -22,6 +22,7 @@ HELP = ("-h", "--help", "help")
 ALONE = (*HELP, "--version")  # options without a verb
 EXIT_BROKEN_PIPE = 141  # a shell's status for a command that SIGPIPE ended
 COMPLETION = ("-sc", "--shell-completion")
+AGAIN_SECONDS = 0.02  # until Ctrl-C comes again where it was dropped
 SHOWN_FIRST, SHOWN_LAST = 4000, 400  # characters of a longer text in an error
 
 
@@ -32,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Without ``arguments``, it uses the program's own arguments, and the program ends with this call.
     """
     ending = Ending() if arguments is None else None
-    with _ended_by_signals():
+    with _ended_by_signals(), _interrupts_kept():
         status = _main(list(sys.argv[1:] if arguments is None else arguments))
     if ending is not None:
         ending.leave(status)
@@ -84,6 +85,26 @@ def _ended_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@contextmanager
+def _interrupts_kept() -> Iterator[None]:
+    """Within the context, Ctrl-C comes again a moment later where Python drops it, because a callback was
+    running in which nothing can be raised: SQLAlchemy has many."""
+    before = sys.unraisablehook
+
+    def keep(dropped: sys.UnraisableHookArgs) -> None:
+        if issubclass(dropped.exc_type, KeyboardInterrupt):
+            again = (threading.main_thread().ident, signal.SIGINT)
+            threading.Timer(AGAIN_SECONDS, signal.pthread_kill, again).start()
+        else:
+            before(dropped)
+
+    sys.unraisablehook = keep
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
+
+
 def _main(given: list[str]) -> int:
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # an ASCII terminal must not end a search
@@ -93,10 +114,10 @@ def _main(given: list[str]) -> int:
         return status
     except PlaitError as error:
         return report(error)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         # Ctrl-C also ends a `tee` that reads the output, and may come a second time.
         with suppress(OSError, KeyboardInterrupt):
-            print(_interrupted(given), file=sys.stderr, flush=True)
+            print(_interrupted(given, str(error)), file=sys.stderr, flush=True)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         if not _reader_left():
@@ -126,8 +147,8 @@ def refusal(error: Exception) -> PlaitError:
     raise error
 
 
-def _interrupted(given: Sequence[str]) -> str:
-    """The last line, which says if there may be a search to resume."""
+def _interrupted(given: Sequence[str], name: str) -> str:
+    """The last line; ``name``: of a search that can be resumed."""
     if given[:1] not in (["sweep"], ["train"], ["resume"]):
         return "Interrupted."
     from plait.utils.addresses import redact
@@ -135,8 +156,10 @@ def _interrupted(given: Sequence[str]) -> str:
     named = [word for word in given[1:] if "=" not in word and not word.startswith("-")]
     if given[0] == "resume" and named:
         return f"Interrupted. `{redact(shlex.join(('plait', *given)))}` resumes it."
-    root = next((f" {shlex.quote(word)}" for word in given if word.startswith("tracking.root=")), "")
-    return f"Interrupted. `plait resume{root}` lists the searches that can be resumed."
+    if not name:
+        return "Interrupted before training began: start the same command again."
+    root = [word for word in given if word.startswith("tracking.root=")]
+    return f"Interrupted. `{shlex.join(('plait', 'resume', name, *root))}` resumes it."
 
 
 def _reader_left() -> bool:

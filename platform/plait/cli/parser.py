@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import argparse
-from typing import NoReturn
+import re
+import sys
+from typing import Any, NoReturn
 
 from plait.core.errors import ConfigError
 
+STORE_KEY = re.compile(r"^tracking\.(uri|root|experiment)=")
+
 
 class Parser(argparse.ArgumentParser):
-    """Reports wrong arguments as a ConfigError, which is printed like any other: without passwords."""
+    """Reports wrong arguments as a ConfigError, which is printed like any other: without passwords.
+
+    Where a verb has ``--root`` and the like, it takes ``tracking.root=FOLDER`` as well, which all verbs do.
+    """
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse like any parser, after translating such arguments."""
+        words = sys.argv[1:] if args is None else args
+        return super().parse_known_args([self._as_option(word) for word in words], namespace)
+
+    def _as_option(self, word: str) -> str:
+        key = STORE_KEY.match(word)
+        known = key is not None and f"--{key[1]}" in self._option_string_actions
+        return STORE_KEY.sub(r"--\1=", word) if known else word
 
     def error(self, message: str) -> NoReturn:
         """Raise it, with the usage as the rule."""

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from plait.cli.parser import Parser
+from plait.cli.parser import STORE_KEY, Parser
 from plait.core.errors import EXIT_DONE, ConfigError, choices
 from plait.core.settings import TrackingSettings
 from plait.utils.paths import as_path, search_folder, search_names
@@ -25,7 +23,7 @@ def ui(arguments: Sequence[str]) -> int:
         "NAME is the search to show, by default the newest. Other options are passed on to `mlflow server`."
     )
     words = list(arguments)
-    named = bool(words) and not words[0].startswith("-") and not _STORE_KEY.match(words[0])
+    named = bool(words) and not words[0].startswith("-") and not STORE_KEY.match(words[0])
     name = words.pop(0) if named else None
     known, rest = parser.parse_known_args(words)
     say(READING)
@@ -58,21 +56,9 @@ def leaderboard(arguments: Sequence[str]) -> int:
     return EXIT_DONE
 
 
-_STORE_KEY = re.compile(r"^tracking\.(uri|root|experiment)=")
-
-
-class _StoreParser(Parser):
-    """Accepts ``tracking.root=DIR`` and the like, as in `plait sweep`, for ``--root DIR``."""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse like any parser, after translating such arguments."""
-        words = sys.argv[1:] if args is None else args
-        return super().parse_known_args([_STORE_KEY.sub(r"--\1=", word) for word in words], namespace)
-
-
 def store_parser(verb: str, description: str) -> Parser:
     """The parser of a verb that reads the store, with the options that say where the store is."""
-    parser = _StoreParser(prog=f"plait {verb}", description=description)
+    parser = Parser(prog=f"plait {verb}", description=description)
     defaults = TrackingSettings()
     parser.add_argument(
         "--uri", help="MLflow tracking URI; default: MLFLOW_TRACKING_URI, else SQLite under --root"
@@ -144,5 +130,5 @@ def no_such_search(command: str, root: Path, name: str) -> ConfigError:
     return ConfigError(
         f"{command} {name}: there is no search with this name in {root}",
         f"{meant}Available: {choices(there) or 'none'}.",
-        "If its runs are in another folder, add --root FOLDER.",
+        "Are its runs in another folder? Add tracking.root=FOLDER.",
     )

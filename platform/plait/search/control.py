@@ -91,11 +91,12 @@ class SearchControl:
         if mode == "finished":
             first = f"{self._name} is finished."
         elif mode == "not running":
-            first = f"{self._name} is not running." + (
-                f" Pending: {ordered}." if ordered != "running" else ""
-            )
+            first = f"{self._name} is not running."
+            first += "" if ordered == "running" else f" Pending: {ordered}."
+            first += f" `plait control {self._quoted} resume` ends the pause." if ordered == "paused" else ""
         else:
             first = f"{self._name} is {mode}."
+            first += f" `plait control {self._quoted} resume` ends the pause." if mode == "paused" else ""
         more = f"`plait leaderboard {self._quoted}` shows its trials"
         last = f"{more}, `plait resume {self._quoted}` resumes it." if mode == "not running" else f"{more}."
         rows = [f"  {row}" for row in self._processes()]

@@ -317,6 +317,7 @@ class Launch:
                 stopper=stopper,
                 read_orders=attend,
                 view=view,
+                lift=self._lift,
             ).run()
 
     def _conclude(self, tracker: Tracker, figures: Figures) -> bool:
@@ -366,11 +367,16 @@ class Launch:
             words.append(f"tracking.experiment={tracking.experiment}")
         return tracker.page or redact(shlex.join(words))
 
-    def _verb(self, verb: str) -> list[str]:
+    def _verb(self, verb: str, *more: str) -> list[str]:
         """A command on this search, from the present folder."""
         root = self._settings.tracking.root
         own = [] if root == TrackingSettings().root else [f"tracking.root={root}"]
-        return ["plait", verb, self._source.name, *own]
+        return ["plait", verb, self._source.name, *more, *own]
+
+    @property
+    def _lift(self) -> str:
+        """The command that ends a pause."""
+        return shlex.join(self._verb("control", "resume"))
 
     def _report(self, result: SearchEnd, tracker: Tracker, trouble: str, account: str) -> None:
         facts = {"tracked in": str(tracker.location), "view with": self._view(tracker)}
@@ -383,6 +389,8 @@ class Launch:
         if result.interrupted or result.ended_by:
             lifted = [TRY_ALL] if result.ended_by == "failing" else []
             facts["resume with"] = shlex.join([*self._verb("resume"), *lifted])
+        if result.ended_by == "paused":
+            facts["end the pause with"] = self._lift
         self._screen.summarise(tracker.board, facts)
 
     def _say(self, *lines: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from plait.search.storage import SharedStudy
 
 ORDERS = "plait.orders"  # study: the orders, as plain data
+ORDERED = "as requested with `plait control`"
 POLL_SECONDS = 2.0  # interval at which a worker reads them
 
 Mode = Literal["running", "paused", "stopping", "cancelling"]
@@ -33,6 +34,11 @@ class Orders:
     stops: tuple[int, ...] = ()
     ended: int = 0
     was: Mode = "running"
+
+    def describe(self, lift: str) -> str:
+        """The mode in words; ``lift``: the command that ends a pause."""
+        text = f"{self.mode}, {ORDERED}"
+        return f"{text}; `{lift}` ends the pause" if self.mode == "paused" else text
 
 
 class StudyOrders:

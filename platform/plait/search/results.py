@@ -25,8 +25,8 @@ class SearchEnd:
 
     Attributes:
         interrupted: whether it was interrupted by Ctrl-C or the end of its process.
-        ended_by: what keeps it from its end: the user's order ("stopping", "cancelling"), or "failing" if too
-            many trials failed; "" if all trials have ended.
+        ended_by: what keeps it from its end: the user's order ("stopping", "cancelling", "paused" if it was
+            interrupted in a pause), or "failing" if too many trials failed; "" if all trials have ended.
         why: the same, in words.
         name: the search's name in its study.
     """

@@ -24,7 +24,7 @@ from plait.core.messages import Event, JobAdmitted, JobEvaluated, JobGenerated, 
 from plait.core.settings import SearchSettings
 from plait.engine.iteration import SPENT
 from plait.search.objective import Observed, rejection
-from plait.search.orders import ENDING, Orders
+from plait.search.orders import ENDING, ORDERED, Orders
 from plait.search.results import SearchEnd, failure_limit
 from plait.search.stopper import Stopper
 from plait.search.study import StudyTrials
@@ -33,7 +33,6 @@ from plait.tracking.names import EVAL_ACCURACY
 
 WAIT_SECONDS = 0.2  # interval of checks while no trial runs
 LOOK_SECONDS = 1.0  # interval of checks of what other workers suggested, decided at a rung or adopted
-ORDERED = "as requested with `plait control`"
 BY_USER = "by the user"
 ADOPTED = "another worker could not reach this one and adopted the trial"
 
@@ -167,6 +166,7 @@ class SearchLoop:
         stopper: ends trials early; None lets all of them finish.
         read_orders: returns the user's orders; called before every iteration.
         view: shows what happens; None shows nothing.
+        lift: the command that ends a pause, for messages.
     """
 
     def __init__(
@@ -180,7 +180,9 @@ class SearchLoop:
         stopper: Stopper | None = None,
         read_orders: Callable[[], Orders] = Orders,
         view: View | None = None,
+        lift: str = "plait control NAME resume",
     ) -> None:
+        self._lift = lift
         self._source = source
         self._make_job = make_job
         self._coordinator = coordinator
@@ -223,7 +225,8 @@ class SearchLoop:
                 self._source.withdraw_orders()
                 return self._result()
         self._interrupt()
-        return SearchEnd(tuple(self._source.finished()), interrupted=True)
+        pause = self._orders.mode if self._orders.mode == "paused" else ""
+        return SearchEnd(tuple(self._source.finished()), interrupted=True, ended_by=pause)
 
     @property
     def _in_slots(self) -> list[RunningTrial]:
@@ -264,7 +267,7 @@ class SearchLoop:
             self._orders = replace(self._orders, mode=self._orders.was)
         mode = self._orders.mode
         if mode != before.mode and mode != "running":
-            self._record(Notice(f"{mode}, {ORDERED}"))
+            self._record(Notice(self._orders.describe(self._lift)))
         for name, each in self._trials.items():
             if mode == "cancelling" or each.trial.number in self._orders.stops:
                 self._coordinator.cancel(name, BY_USER)

@@ -40,34 +40,47 @@ def run_search(
 
     Raises:
         InputError: anything that is wrong, raised before the model is loaded whenever possible.
+        KeyboardInterrupt: before it trains; with its name if it can be resumed.
     """
     with _processes(command) as processes:
         check_command(command)
         identity = identify(command.space, command.base, command.settings)
         name = command.settings.search.name or identity.name
-        tracking = command.settings.tracking
-        new, ours = recorded_command(tracking.root, name) is None, store_elsewhere(tracking) is None
-        if new:  # one that has ended is reported without its model
-            check_files(command.settings.model)
-        storage, began = find_study(command, name, identity)
-        screen.say("Loading torch, transformers and MLflow ...")
-        from plait.search.launch import Launch, prepare_search
+        with _named_if_resumable(command, name):
+            tracking = command.settings.tracking
+            new, ours = recorded_command(tracking.root, name) is None, store_elsewhere(tracking) is None
+            if new:  # one that has ended is reported without its model
+                check_files(command.settings.model)
+            storage, began = find_study(command, name, identity)
+            screen.say("Loading torch, transformers and MLflow ...")
+            from plait.search.launch import Launch, prepare_search
 
-        if new and ours:  # before the store is made
-            check_model(settle_dtype(command.settings).model, command.probes)
-        screen.say("Opening the tracking store ...")
-        away = ask_store(command.settings)
-        run_id = tracked_run(storage, name, command.settings, away)
-        if new and not ours:  # a server answers or not within seconds, and a model may have to be fetched
-            check_model(settle_dtype(command.settings).model, command.probes)
-        fresh = command.settings.search.fresh or not began
-        prepared = prepare_search(command, name, screen) if fresh else None
-        interrupts = Interrupts(screen.announce, signals)
-        source = _open_study(command, identity, Patience(screen.say, lambda: interrupts.requested))
-        with closing(source):
-            launch = Launch(command, source, screen, interrupts, processes, run_id=run_id, away=away)
-            end = launch.go(prepared)
-        return replace(end, name=source.name)
+            if new and ours:  # before the store is made
+                check_model(settle_dtype(command.settings).model, command.probes)
+            screen.say("Opening the tracking store ...")
+            away = ask_store(command.settings)
+            run_id = tracked_run(storage, name, command.settings, away)
+            if new and not ours:  # a server answers or not within seconds, and a model may have to be fetched
+                check_model(settle_dtype(command.settings).model, command.probes)
+            fresh = command.settings.search.fresh or not began
+            prepared = prepare_search(command, name, screen) if fresh else None
+            interrupts = Interrupts(screen.announce, signals)
+            source = _open_study(command, identity, Patience(screen.say, lambda: interrupts.requested))
+            with closing(source):
+                launch = Launch(command, source, screen, interrupts, processes, run_id=run_id, away=away)
+                end = launch.go(prepared)
+            return replace(end, name=source.name)
+
+
+@contextmanager
+def _named_if_resumable(command: SearchCommand, name: str) -> Iterator[None]:
+    """Within the context, an interrupt has the search's name if `plait resume` knows it by now."""
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        if recorded_command(command.settings.tracking.root, name) is None:
+            raise
+        raise KeyboardInterrupt(name) from interrupt
 
 
 @contextmanager

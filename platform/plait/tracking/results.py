@@ -258,9 +258,9 @@ def _find(settings: TrackingSettings, name: str | None) -> tuple[Store, Run]:
     raise SearchError(
         f"search {name!r} is not in {where}" if name else f"no search in {where}",
         "The search must exist in this store.",
-        f"Available: {', '.join(listed[:SHOWN])}. If its runs are in another folder, add --root FOLDER."
+        f"Available: {', '.join(listed[:SHOWN])}. Are its runs in another folder? Add tracking.root=FOLDER."
         if listed
-        else "Start one with `plait sweep`, or name the folder of its searches (--root FOLDER).",
+        else "Start one with `plait sweep`, or name the folder of its searches (tracking.root=FOLDER).",
     )
 
 
