@@ -48,6 +48,7 @@ def test_a_search_with_two_objectives_a_constraint_and_enqueued_points_resumes(
 ) -> None:
     command = ["sweep", *short, *SEARCH, "search.name=two"]
     assert main([*command, f"search.enqueue=[{POINTS}]", "search.trials=3"]) == 0
+    assert "search/stopping=patience goes by eval/loss alone, the first objective" in capsys.readouterr().out
     begun = trials(folder)
     assert (begun[0].params, begun[1].params["adapter.rank"]) == ({"adapter.rank": 8, "train.lr": 0.05}, 1)
     more = [*command, f"search.enqueue=[{POINTS}, {{adapter.rank: 4, train.lr: 0.1}}]", "search.trials=6"]

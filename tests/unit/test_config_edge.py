@@ -100,7 +100,7 @@ def wrong(config: dict[str, Any]) -> ConfigError:
     ("config", "found", "said"),
     [
         ({"adapter": {"rnak": 8}}, "adapter.rnak", "Did you mean adapter.rank"),
-        ({"adapter": {"rank": "abc"}}, "adapter.rank='abc'", "whole number"),
+        ({"adapter": {"rank": "abc"}}, "adapter.rank='abc'", "whole number. Write it in digits, such as 8."),
         ({"adapter": {"rank": 1.5}}, "adapter.rank=1.5", "whole number"),
         ({"adapter": {"rank": True}}, "adapter.rank=True", "whole number"),
         ({"adapter": {"rank": None}}, "adapter.rank=None", "whole number"),
@@ -111,7 +111,7 @@ def wrong(config: dict[str, Any]) -> ConfigError:
         ({"adapter": {"target_modules": ["a", 3]}}, "adapter.target_modules", "text or a list"),
         ({"train": {"betas": [0.9]}}, "train.betas", "a list of 2"),
         ({"train": {"schedule": "cubic"}}, "train.schedule='cubic'", "constant, cosine, linear"),
-        ({"train": {"lr": "fast"}}, "train.lr='fast'", "a number"),
+        ({"train": {"lr": "fast"}}, "train.lr='fast'", "a number. Write it in digits, such as 0.5 or 1e-4."),
         ({"train": {"steps": 3, "epochs": 2}}, "train.steps=3, train.epochs=2", "Only one"),
         ({"train": {"seed": -1}}, "train.seed=-1", "between 0 and"),
         ({"data": {"source": "???"}}, "data.source is not set", "needs a value"),

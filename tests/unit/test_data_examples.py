@@ -100,6 +100,18 @@ def test_named_fields_come_before_known_formats():
         ),
         pytest.param({"messages": "[{"}, None, ["messages is '[{'", "list of messages"], id="no-json"),
         pytest.param({"prompt": [USER]}, None, ["fields prompt", "but no completion."], id="half"),
+        pytest.param(
+            {"propmt": "x", "completion": "y"},
+            None,
+            ["It has propmt. Did you mean prompt? A row must"],
+            id="misspelled",
+        ),
+        pytest.param(
+            {"question": "x"},
+            NamedFields("qestion", "reply"),
+            ["no field 'qestion'. Did you mean question?"],
+            id="named-field-misspelled",
+        ),
         pytest.param({"prompt": [USER], "completion": "x"}, None, ["completion is 'x'"], id="mixed"),
         pytest.param({"messages": [USER], "tools": "x"}, None, ["tools is 'x'", "functions"], id="tools"),
         pytest.param(
@@ -147,3 +159,9 @@ def test_an_error_does_not_repeat_a_long_row(row):
     with pytest.raises(DataError) as caught:
         read_example(row, "here")
     assert len(str(caught.value)) < 1000
+
+
+def test_fields_of_another_format_are_not_taken_for_misspelled_ones() -> None:
+    with pytest.raises(DataError) as caught:
+        read_example({"question": "x", "response": "y"}, "a.jsonl, line 1")
+    assert "Did you mean" not in str(caught.value)

@@ -118,6 +118,16 @@ def test_the_direction_follows_the_metric() -> None:
     assert rung_metric(SearchSettings(stopping=other)) == RungMetric(
         "throughput/tokens_per_s", minimise=False
     )
+    both = SearchSettings(
+        metric=("eval/loss", "adapter.rank"),
+        direction=("minimize", "minimize"),
+        stopping=StoppingSettings(kind="median"),
+    )
+    said = "search/stopping=median goes by eval/loss alone, the first objective: search.stopping.metric names"
+    assert rung_metric(both).describe(both).startswith(said)
+    named = replace(both, stopping=StoppingSettings(kind="median", metric="eval/loss"))
+    for quiet in (SearchSettings(stopping=both.stopping), named, replace(both, stopping=StoppingSettings())):
+        assert rung_metric(quiet).describe(quiet) == ""
     assert rung_metric(SearchSettings(direction="maximize")) == RungMetric("eval/loss", minimise=False)
 
 

@@ -53,6 +53,11 @@ ELSEWHERE = {
     "experiment_name": "tracking.experiment",
     "study_name": "search.name",
 }
+WRITTEN = {  # how values of a kind are written
+    "a whole number": "Write it in digits, such as 8.",
+    "a number": "Write it in digits, such as 0.5 or 1e-4.",
+    "a list": "Write it in brackets, such as [1,2].",
+}
 MOST = 1e300  # whole numbers above it cannot be converted to floats
 
 
@@ -185,5 +190,7 @@ def _describe(hint: Any) -> str:
 
 
 def _wrong(key: str, value: object, wanted: str) -> ConfigError:
-    remedy = f"Quote it: {key}=\"'{value}'\"" if wanted == "text" and isinstance(value, (int, float)) else ""
+    remedy = WRITTEN.get(wanted, "")
+    if wanted == "text" and isinstance(value, (int, float)):
+        remedy = f"Quote it: {key}=\"'{value}'\""
     return ConfigError(f"{key}={value!r}", f"{key} must be {wanted}.", remedy)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from plait.core.errors import DataError, choices
+from plait.utils.spelling import did_you_mean
 
 ROLES = {name: name for name in ("system", "developer", "user", "assistant", "tool")}
 SHAREGPT_ROLES = ROLES | {"human": "user", "gpt": "assistant", "observation": "tool"}
@@ -18,6 +20,7 @@ FORMATS = (
 NOT_TEXT = ("messages", "conversations", "tools", "chat_template_kwargs")
 MOST_SHOWN = 60  # characters of a value in an error
 MOST_NAMES = 20  # fields of a row in an error
+LEAST_ALIKE = 0.8  # least ratio of difflib, for the name of a field
 
 Row = Mapping[str, object]
 
@@ -89,7 +92,11 @@ def read_example(row: Row, where: str, named: NamedFields | None = None) -> Exam
 
 
 def _lacking(row: Row) -> str:
-    """A sentence about the field that a row of a known format lacks; "" if it has none of its fields."""
+    """Sentences about the fields that a row of a known format lacks, or has misspelled; "" if it has none."""
+    known = dict.fromkeys(name for needed, _ in _FORMATS for name in needed)
+    for name in itertools.islice(row, MOST_NAMES):
+        if name not in known and (meant := did_you_mean(name, known.keys() - row.keys(), cutoff=LEAST_ALIKE)):
+            return f"It has {shortened(name)}. {meant}"
     for needed, _ in _FORMATS:
         if there := [name for name in needed if name in row]:
             lacking = next(name for name in needed if name not in row)
@@ -107,7 +114,7 @@ def _text(row: Row, name: str, where: str) -> str:
     if name not in row:
         raise DataError(
             f"{where}: {_fields(row)}",
-            f"The row has no field {name!r}.",
+            f"The row has no field {name!r}. {did_you_mean(name, row, cutoff=LEAST_ALIKE)}".strip(),
             "Correct the row, or name another field.",
         )
     value = row[name]

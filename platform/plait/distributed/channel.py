@@ -218,7 +218,7 @@ class Beat:
 
 
 MOST_SECONDS = 86400.0  # that every system takes as a limit
-GONE_SECONDS = 60.0  # after which a host that is gone is noticed by those who wait for it without a limit
+UNREACHED_SECONDS = 60.0  # after which those who wait for a host without a limit notice that it has left
 
 
 def limit_links(seconds: float) -> None:
@@ -269,7 +269,7 @@ class Channel:
         with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as link:
             self.near, self.far = str(link.getsockname()[0]), str(link.getpeername()[0])
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else 40 ms for a small message
-            _limit(link, GONE_SECONDS)
+            _limit(link, UNREACHED_SECONDS)
             for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO) if seconds is not None else ():
                 link.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds or 0), 0))
 

@@ -39,6 +39,7 @@ from plait.search.results import (
     write_result,
 )
 from plait.search.run import Interrupts, SearchLoop, View
+from plait.search.rungs import rung_metric
 from plait.search.stopper import Stopper, make_stopper, shortest_budget
 from plait.search.storage import from_anywhere
 from plait.search.study import StudyTrials
@@ -230,6 +231,8 @@ class Launch:
         self._settings = prepared.settings
         budget = shortest_budget(self._command.probes, prepared.data.catalogue)
         stopper = make_stopper(search, budget, source.rungs)
+        if stopper is not None:
+            self._say(rung_metric(search).describe(search))
         _remember(self._command, source.name)
         result, concluded = self._run(prepared, stopper)
         if not result.interrupted and not result.ended_by:

@@ -36,6 +36,16 @@ class RungMetric:
     metric: str
     minimise: bool
 
+    def describe(self, search: SearchSettings) -> str:
+        """What is said at the start where one of several objectives decides at rungs without being named."""
+        stopping = search.stopping
+        if len(search.objectives) == 1 or stopping.metric is not None or not stopping.active:
+            return ""
+        return (
+            f"search/stopping={stopping.kind} goes by {self.metric} alone, the first objective: "
+            "search.stopping.metric names another, search/stopping=none ends no trial early."
+        )
+
     def badness(self, value: float) -> float:
         """A number that sorts the best first."""
         return value if self.minimise else -value
