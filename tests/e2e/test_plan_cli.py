@@ -98,7 +98,6 @@ def test_the_tables_say_what_is_unknown(short: Short, capsys: pytest.CaptureFixt
         (("engine.capacity=8",), "tokens"),
         (("adapter.target_modules=[nothing]",), "nothing"),
         (("cluster.kind=moon",), "local or described"),
-        (("cluster.processes=2", "cluster.pipeline=2"), "are not planned yet"),
         (
             ("search.sampler=random", "train.lr=interval(1e-5,1e-3)", "search.trials=1000000"),
             "at most 10,000",

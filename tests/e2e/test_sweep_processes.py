@@ -17,8 +17,16 @@ from trace_files import overlaps, tracks_of
 
 from plait.cli.main import main
 from plait.core.messages import RunSchedule
+from plait.core.settings import ClusterSettings, EngineSettings, ModelSettings, RunSettings
+from plait.cost.memory import MemoryCoefficients, MemoryModel
+from plait.cost.profile_store import Profile, ProfileKey, save_profile
+from plait.cost.time import HeadTime, LayerTime, TimeModel
 from plait.distributed import launch
 from plait.distributed.fleet import Fleet
+from plait.engine.build import free_memory
+from plait.engine.devices import device_kind
+from plait.models.load import inspect_model
+from plait.utils.paths import cache_dir
 
 SEARCH = ("adapter.rank=1,2,3", "search.sampler=grid", "search.name=mine", "adapter.dropout=0.1")
 
@@ -55,6 +63,53 @@ def test_two_processes_train_what_one_does(
         if thread == 1
     ]
     assert [each["tokens"] for each in planned] == trained
+
+
+def store_profile(settings: RunSettings, capacity: int) -> None:
+    """A profile by which a microbatch is too large for a process with the whole model, not for a stage."""
+    model = inspect_model(settings.model, cache=cache_dir())
+    key = ProfileKey.of(model.digest, "float32", device_kind("cpu"), settings.engine, on_cpu=True)
+    room = settings.planner.memory_share * free_memory(settings)
+    memory = MemoryModel.of(MemoryCoefficients(token=1.35 * room / capacity))
+    time = TimeModel(model.layer_count, {1: LayerTime(1e-3, 1e-6)}, {1: HeadTime(0.0, 1e-6)})
+    names = tuple({each.name.rpartition(".")[2] for each in model.linears})
+    save_profile(
+        Profile(key, "tiny", memory, time, capacity, (), names, "measured", 0.0, 0.1), cache=cache_dir()
+    )
+
+
+def test_the_replicas_that_are_chosen_train_what_one_process_does(
+    folder: Path,
+    short: tuple[str, ...],
+    leaderboard: Any,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the plan and the search alike; a search that resumes keeps its own."""
+    command = ["sweep", *short, *SEARCH, "model.dtype=float32", "engine.capacity=512", "train.eval_every=1"]
+    assert main(command) == 0
+    alone = objectives(leaderboard)
+    monkeypatch.setenv("PLAIT_CACHE", str(folder / "cache"))
+    two = ClusterSettings(processes=2)
+    model = ModelSettings(kind="tiny", dtype="float32")
+    store_profile(RunSettings(model=model, engine=EngineSettings(threads=1), cluster=two), 512)
+    auto = [*command, "search.fresh=true", "cluster.processes=2", "cluster.deployment=auto"]
+    capsys.readouterr()
+    assert main(["plan", *auto[1:], "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    whole, stages, slices, sharded = plan["candidates"]
+    assert "one job needs about" in whole["why"]
+    assert slices["jobs"] == sharded["jobs"] == 0
+    assert (stages["replicas"], stages["why"], stages["jobs"]) == ("⟨1,2⟩ ×1", "", 3)
+    assert plan["predicted_seconds"] > 3 * stages["step_seconds"] > 0
+    assert [(each["pp"], each["layer_split"]) for each in plan["replicas"]] == [(2, [2, 2])]
+    shutil.rmtree(folder / "plait-runs" / "searches")
+    assert main(auto) == 0
+    assert "⟨1,2⟩ ×1, of the least predicted seconds of 4 candidates" in capsys.readouterr().out
+    assert objectives(leaderboard) == pytest.approx(alone, rel=1e-5)
+    kept = json.loads((folder / "plait-runs" / "searches" / "mine" / "plan.json").read_text())
+    assert kept["choices"]["deployment"] == "1 2 0 2,2"
+    assert [each["pp"] for each in kept["replicas"]] == [2]
 
 
 @pytest.fixture

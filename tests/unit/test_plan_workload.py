@@ -99,7 +99,9 @@ def planned(number: int, *, capacities: tuple[int, ...] = (), speeds: tuple[floa
         Replica(at, devices=(f"cuda:{at}",), capacity=rooms[at], speed=rates[at]) for at in range(number)
     ]
     settings = RunSettings(cluster=ClusterSettings(processes=number, price_per_device_hour=2.0))
-    return plan_here(workload, settings, admission, profile, Here("", replicas, number, dispatch=time))
+    return plan_here(
+        workload, settings, admission, profile, Here("", replicas, number, dispatch=time, time=time)
+    )
 
 
 def test_one_process_has_no_table_of_processes() -> None:

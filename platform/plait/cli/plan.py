@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,9 +32,9 @@ from plait.planning.described import plan_described
 from plait.planning.expected import rates_of
 from plait.planning.here import Here, plan_here
 from plait.planning.model_memory import model_memory
-from plait.planning.outlook import ChangeOutlook, DevicesOutlook, ObjectiveOutlook, Outlook
+from plait.planning.outlook import CandidateOutlook, ChangeOutlook, DevicesOutlook, ObjectiveOutlook, Outlook
 from plait.planning.workload import Workload
-from plait.search.checks import check_model
+from plait.search.checks import check_cut, check_model
 from plait.search.points import too_few_points
 from plait.search.study import suggest_jobs
 from plait.search.trials import SearchCommand
@@ -133,12 +134,6 @@ def plan_search(
             "Choose one with cluster=NAME (`plait plan --help` lists them). cluster.processes=N is for this "
             "machine.",
         )
-    if command.settings.cluster.staged:
-        raise ConfigError(
-            f"replicas of {', '.join(map(str, command.settings.cluster.stages))} processes",
-            "The stages of a model on this machine are not planned yet.",
-            "Leave it out, or plan pipelines for a described cluster with cluster=NAME.",
-        )
     if command.settings.cluster.kind == "local":
         return _plan_local(command)
     settings, cluster = described(command.settings)
@@ -217,17 +212,23 @@ def _number(text: str) -> int:
 
 def _plan_local(command: SearchCommand) -> Outlook:
     from plait.engine.admission import Admission, choose_capacity
+    from plait.engine.deployments import measure, settle_deployment, time_of
     from plait.engine.devices import choose_device
     from plait.engine.replicas import dispatch_time, replicas_of
 
     settings = settle_dtype(command.settings)
     check_engine(settings, command.probes)
     shape = check_model(settings.model, command.probes)
+    check = partial(check_cut, shape=shape, jobs=command.probes)
+    check(settings)
     jobs = suggest_jobs(replace(command, settings=settings))
     opened = open_data(settings, shape.max_length, jobs)
     _say_of_rows(opened)
     data = opened.catalogue
     # For a new search; `plait sweep` resumes an earlier one of this name with its own capacity.
+    settings, choice = settle_deployment(
+        settings, shape, data, command.probes, check, points=command.space.size
+    )
     stored = stored_profile(settings, shape.digest)
     facts = worker_facts(settings, shape, free_memory(settings))
     asked = {(job.adapter, data.longest(job.data), job.train.global_batch) for job in jobs}
@@ -236,27 +237,34 @@ def _plan_local(command: SearchCommand) -> Outlook:
     workload = Workload.of(jobs, data)
     device, processes = choose_device(settings.engine.device), settings.cluster.processes
     memory = replica_bytes(settings)
-    facts = replace(
-        facts,
-        memory_bytes=min(memory),
-        held=tuple(facts.whole(each) for each in memory),
-        devices=(str(device),) * processes,
-        speeds=settings.cluster.speeds[:processes],
-    )
+    if not settings.cluster.staged:
+        held, speeds = tuple(facts.whole(each) for each in memory), settings.cluster.speeds[:processes]
+        facts = replace(facts, memory_bytes=min(memory), held=held, speeds=speeds)
+    facts = replace(facts, devices=(str(device),) * len(settings.cluster.stages))
     admission = Admission(facts, settings, stored)
     replicas = replicas_of(facts, settings, stored)
     admission.take_replicas(replicas)
     number = processes if device.type == "cuda" else 1  # on a processor they share it
     threads = threads_each(settings) if processes > 1 else None
+    time, unknown = time_of(settings, shape, stored, min(memory))
     each = f"{min(memory) / 2**30:.1f} GiB" + (f", engine.threads={threads}" if threads else "")
     here = Here(
         devices=f"{number} × {device}, {each}{' for each process' if processes > 1 else ''}",
         number=number,
-        threads=threads,
+        measure=measure(settings),
         replicas=replicas,
         dispatch=dispatch_time(facts, stored),
+        time=time,
+        unknown=unknown,
     )
-    return plan_here(workload, settings, admission, stored, here)
+    outlook = plan_here(workload, settings, admission, stored, here)
+    if choice is None:
+        return outlook
+    rows = (
+        CandidateOutlook(str(each.shape), each.jobs, each.bytes, each.seconds, each.why)
+        for each in choice.candidates
+    )
+    return replace(outlook, candidates=tuple(rows))
 
 
 def draw_workload(
@@ -334,6 +342,8 @@ def show(outlook: Outlook, console: Console) -> None:
         plain(console, f"profile: {outlook.profile}")
     if outlook.measure:
         plain(console, NO_PROFILE.format(outlook.measure))
+    if outlook.candidates:
+        console.print(_candidates(outlook))
     console.print(_replicas(outlook), _groups(outlook), _trials(outlook), _totals(outlook))
     if outlook.processes:
         console.print(_processes(outlook))
@@ -434,6 +444,25 @@ def _replicas(outlook: Outlook) -> Table:
             )
             for each in outlook.replicas
         ),
+    )
+
+
+def _candidates(outlook: Outlook) -> Table:
+    """The replicas that were weighed, and why one was chosen."""
+    return filled(
+        "Candidates",
+        ("replicas", "jobs at once", "memory of the fullest process", "seconds of a step", ""),
+        (
+            (
+                each.replicas,
+                str(each.jobs or ""),
+                _bytes(each.predicted_bytes),
+                _seconds(each.step_seconds),
+                each.why or "< chosen",
+            )
+            for each in outlook.candidates
+        ),
+        left=("replicas", ""),
     )
 
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from plait.core.checks import POSITIVE_SHARE, Rule, above, at_least, between, check, each, one_of
 from plait.core.errors import ConfigError
 from plait.core.objectives import Constraint, Objective
+from plait.core.space import as_written
 
 MODEL_KINDS = ("smollm2", "hf", "gguf", "tiny")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -28,6 +29,10 @@ GPU_CAPACITIES = (
     4096,
 )  # on a GPU: the first that leaves memory for other jobs
 DIRECTIONS = ("minimize", "maximize")
+SIZES = Rule(
+    "auto or a list of numbers at least 1",
+    lambda given: given == AUTO if isinstance(given, str) else all(each >= 1 for each in given),
+)
 EACH_DIRECTION = Rule(
     "maximize, minimize or a list of them",
     lambda given: {given} <= set(DIRECTIONS) if isinstance(given, str) else set(given) <= set(DIRECTIONS),
@@ -120,12 +125,13 @@ class ClusterSettings:
     interface: str | None = None
     key_file: str | None = None
     pipeline: Annotated[int, between(1, 1024)] = 1
-    deployment: Annotated[tuple[int, ...], each(at_least(1))] = ()
+    deployment: Annotated[tuple[int, ...] | str, SIZES] = ()
     tensor: Annotated[int, between(1, 1024)] = 1
     redeploy: bool = False
     layer_split: Annotated[tuple[int, ...], each(at_least(1))] = ()
     optimiser: Annotated[str, one_of("repeated", "sharded")] = "repeated"
     shard_base: bool = False
+    link_gb_per_s: Annotated[float | None, above(0)] = None
     join_seconds: Annotated[float, above(0)] = 60.0
     silence_seconds: Annotated[float, at_least(5)] = 60.0
     restarts: Annotated[int, at_least(0)] = 5
@@ -151,9 +157,15 @@ class ClusterSettings:
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """How many processes hold each replica, in their order."""
+        """How many processes hold each replica, in their order; single ones until they are chosen."""
         together = self.pipeline * self.tensor
-        return self.deployment or (together,) * max(1, self.processes // together)
+        given = () if isinstance(self.deployment, str) else self.deployment
+        return given or (together,) * max(1, self.processes // together)
+
+    @property
+    def to_choose(self) -> bool:
+        """Whether the replicas are still to be chosen."""
+        return self.deployment == AUTO
 
     @property
     def staged(self) -> bool:
@@ -182,8 +194,21 @@ class ClusterSettings:
                 )
         self._check_deployment()
 
+    def _check_to_choose(self) -> None:
+        """Check that nothing is given that is chosen."""
+        usual = ClusterSettings()
+        keys = ("pipeline", "tensor", "layer_split", "shard_base", "redeploy", "capacities")
+        if given := next((key for key in keys if getattr(self, key) != getattr(usual, key)), None):
+            raise ConfigError(
+                f"cluster.{given}={as_written(getattr(self, given))} with cluster.deployment={AUTO}",
+                "Then the replicas, their stages and slices, and whether the base is sharded, are chosen.",
+                f"Leave one of them out; `plait plan` with cluster.deployment={AUTO} shows all candidates.",
+            )
+
     def _check_deployment(self) -> None:
         """Check that the replicas have all processes, and that what is set beside holds for stages."""
+        if self.to_choose:
+            self._check_to_choose()
         if sum(self.stages) != self.processes or (self.deployment and self.pipeline > 1):
             key, value = (
                 ("deployment", list(self.deployment)) if self.deployment else ("pipeline", self.pipeline)

@@ -151,6 +151,21 @@ class TimeModel:
         head = {tp: HeadTime(each.fixed / speed, each.labelled / speed) for tp, each in self.head.items()}
         return replace(self, layer=layer, head=head)
 
+    def gathering(self, seconds: float) -> TimeModel:
+        """The model where each layer of each microbatch waits so long for weights that others have."""
+        layer = {tp: replace(each, fixed=each.fixed + seconds) for tp, each in self.layer.items()}
+        return replace(self, layer=layer)
+
+    def sliced(self, tp: int, token_seconds: float) -> TimeModel:
+        """The model of ``tp`` slices of each layer, as far as no measured degree says it: all but the fixed
+        part is divided, and each token of a layer is exchanged in ``token_seconds``."""
+        if tp in self.layer:
+            return self
+        whole, head = self.layer_time(1), self.head_time(1)
+        layer = LayerTime(whole.fixed, whole.token / tp + token_seconds, whole.square / tp)
+        sliced = HeadTime(head.fixed, head.labelled / tp)
+        return replace(self, layer={**self.layer, tp: layer}, head={**self.head, tp: sliced})
+
     def layer_time(self, tp: int) -> LayerTime:
         """Coefficients at this tensor-parallel degree.
 

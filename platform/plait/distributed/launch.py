@@ -139,7 +139,7 @@ class Launcher:
             processes = self._processes = Processes(self._cluster.silence_seconds, here.fate, here.end)
         try:
             processes.all = self._grow(processes) if processes.all else self._gather(processes)
-            self._check_folder(processes, folder)
+            self._check_folder(processes, folder, settings.cluster)
             fleet = self._load_or_leave_out(processes, settings, data)
         except BaseException as error:
             if isinstance(error, LostProcessError):
@@ -338,14 +338,14 @@ class Launcher:
             processes.refused = other
             raise error
 
-    def _check_folder(self, processes: Processes, folder: Path) -> None:
+    def _check_folder(self, processes: Processes, folder: Path, cluster: ClusterSettings) -> None:
         """See that those who read or write the search's files have its folder: the first process, and all
         that may be stages.
 
         Raises:
             StorageError: one on another host has not.
         """
-        cluster, here = self._cluster, socket.gethostname()
+        here = socket.gethostname()
         reading = processes.all if cluster.staged or cluster.redeploy else processes.all[:1]
         far = [number for number, each in enumerate(reading) if each.hello.host != here]
         if not far:

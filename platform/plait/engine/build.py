@@ -179,7 +179,7 @@ def settle_engine(
 ) -> tuple[RunSettings, tuple[str, ...]]:
     """The settings with the run's capacity, and what the user should know about it."""
     facts = worker_facts(settings, shape, free_memory(settings))
-    before = {} if settings.search.fresh else _recorded_choices(folder)
+    before = recorded_before(settings, folder)
     recorded = before.get("capacity")
     profile = stored_profile(settings, shape.digest)
     capacity = choose_capacity(
@@ -336,7 +336,7 @@ def build_coordinator(
         kernels = _same_kernels(kernels, device, dtype, folder)
     engine = replace(settings.engine, kernels=kernels)
     begun = replace(settings, engine=engine, cluster=_same_speeds(settings, folder))
-    before = {} if settings.search.fresh else _recorded_choices(folder)
+    before = recorded_before(settings, folder)
     own_worker = partial(_local_worker, tiles=str(before.get("tiles", "")))
     worker = (make_worker or own_worker)(begun, data)
 
@@ -370,7 +370,7 @@ def build_coordinator(
 def _same_speeds(settings: RunSettings, folder: Path) -> ClusterSettings:
     """The cluster with the speeds that the search was started with, if they are left to be measured."""
     cluster = settings.cluster
-    before = {} if settings.search.fresh else _recorded_choices(folder)
+    before = recorded_before(settings, folder)
     recorded = tuple(map(float, str(before.get("speeds", "")).split()))
     if cluster.speeds or cluster.processes == 1 or len(recorded) != cluster.processes:
         return cluster
@@ -413,6 +413,11 @@ def write_plan(folder: Path, plan: Plan) -> str:
     with disk_errors(folder, rule, "Free some space, or make the folder writable."):
         write_text(folder / PLAN_FILE, text)
     return text
+
+
+def recorded_before(settings: RunSettings, folder: Path) -> Choices:
+    """The choices with which a search was trained before, unless it begins afresh."""
+    return {} if settings.search.fresh else _recorded_choices(folder)
 
 
 def _recorded_choices(folder: Path) -> Choices:

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from plait.core.plans import Replica
+from plait.core.plans import Microbatch, Replica
 from plait.core.settings import RunSettings
 from plait.cost.clusters import HOUR
 from plait.cost.profile_store import Profile
+from plait.cost.replica import Configuration, ReplicaCost
 from plait.cost.time import MicrobatchShape, TimeModel
 from plait.engine.admission import Admission, Demand
 from plait.engine.packer import Packer
@@ -29,6 +30,7 @@ SHARED = (
     "Processes on one processor share its memory bandwidth: together they are slower than the profile, "
     "which was measured with only one of them running."
 )
+DRAINED = "Each step fills and drains the stages of a replica; training drains a single pipeline more rarely."
 NOT_REPEATED = (
     "The packing solver reached its time limit: the best packing found is used, and another run may pack "
     "differently."
@@ -47,21 +49,20 @@ class Here:
     Attributes:
         devices: in words.
         number: how many, all of which are paid for.
-        threads: of each process, if several share a processor.
+        measure: the command that measures the seconds of a process.
         replicas: of the processes, with their capacities and speeds.
         dispatch: seconds by which samples are dispatched to them, as in a run.
+        time: seconds of their microbatches; None: unknown.
+        unknown: why they are.
     """
 
     devices: str
     replicas: Sequence[Replica]
     number: int = 1
-    threads: int | None = None
+    measure: str = "plait profile"
     dispatch: TimeModel | None = None
-
-    @property
-    def measure(self) -> str:
-        """The command that measures the seconds of a process."""
-        return "plait profile" if self.threads is None else f"plait profile engine.threads={self.threads}"
+    time: TimeModel | None = None
+    unknown: str = ""
 
 
 def plan_here(
@@ -81,16 +82,16 @@ def plan_here(
         for job in workload.jobs
     }
     waves = _waves(demands, settings, admission)
-    capacity, time = settings.engine.capacity_or_usual, None if profile is None else profile.time
-    packer, speeds = Packer(here.replicas, here.dispatch), tuple(each.speed for each in here.replicas)
+    capacity, time = settings.engine.capacity_or_usual, here.time
+    packer = Packer(here.replicas, here.dispatch)
     parts = [
-        (wave, phase, _Packed.of(phase, workload.labelled_share, packer, time, speeds))
+        (wave, phase, _Packed.of(phase, workload.labelled_share, packer, here))
         for wave, names in enumerate(waves, start=1)
         for phase in workload.phases(names)
     ]
     groups = _groups(parts, here.number, lambda names: admission.predicted([demands[name] for name in names]))
     alone = [
-        _Packed.of(phase, workload.labelled_share, packer, time, speeds)
+        _Packed.of(phase, workload.labelled_share, packer, here)
         for job in workload.jobs
         for phase in workload.phases([job.name])
     ]
@@ -102,7 +103,7 @@ def plan_here(
         cluster="local",
         devices=here.devices,
         profile=_described(profile),
-        replicas=_replicas(capacity, groups, admission, list(demands.values()), processes),
+        replicas=_replicas(here.replicas, capacity, groups, admission, list(demands.values()), together),
         groups=tuple(groups),
         microbatches=sum(group.microbatches for group in groups),
         microbatches_alone=sum(each.microbatches for each in alone),
@@ -117,8 +118,8 @@ def plan_here(
         ),
         money=None if price is None or seconds is None else here.number * seconds / HOUR * price,
         error=None if profile is None or time is None else profile.time_error,
-        error_source=HELD_OUT if time is not None else f"none: seconds need a profile, from `{here.measure}`",
-        measure=here.measure if time is None else "",
+        error_source=HELD_OUT if time is not None else here.unknown or f"none: {_needed(here)}",
+        measure=here.measure if profile is None or profile.time is None else "",
         processes=processes,
     )
 
@@ -148,25 +149,17 @@ class _Packed:
     tokens: tuple[float, ...]
 
     @classmethod
-    def of(
-        cls,
-        phase: Phase,
-        labelled_share: float,
-        packer: Packer,
-        time: TimeModel | None,
-        speeds: Sequence[float],
-    ) -> _Packed:
+    def of(cls, phase: Phase, labelled_share: float, packer: Packer, here: Here) -> _Packed:
         """The microbatches as the engine packs them."""
-        batches, scale = phase.batches, phase.scale
+        batches, scale, time, replicas = phase.batches, phase.scale, here.time, here.replicas
         packed = [packer.pack(turn) for turn in turns(batches, [tuple(batches)])]
-        tokens, busy = np.zeros((2, len(packed), len(speeds)))
+        tokens, busy = np.zeros((2, len(packed), len(replicas)))
         for step, microbatches in enumerate(packed):
-            for each in microbatches:
-                tokens[step, each.replica] += each.tokens
-                if time is not None:
-                    lengths = [length for segment in each.segments for length in segment.lengths]
-                    shape = MicrobatchShape.of(lengths, labelled=round(labelled_share * each.tokens))
-                    busy[step, each.replica] += time.microbatch(shape) / speeds[each.replica]
+            for at, replica in enumerate(replicas):
+                own = [each for each in microbatches if each.replica == replica.id]
+                tokens[step, at] = sum(each.tokens for each in own)
+                if time is not None and own:
+                    busy[step, at] = _seconds(replica, own, time, labelled_share)
         return cls(
             round(scale * sum(map(len, packed))),
             None if time is None else scale * float(busy.max(axis=1).sum()),
@@ -175,14 +168,45 @@ class _Packed:
         )
 
 
+def _seconds(
+    replica: Replica, microbatches: Sequence[Microbatch], time: TimeModel, labelled_share: float
+) -> float:
+    """Seconds of a replica's microbatches: those of its slowest stage and, while it fills and drains, of the
+    longest microbatch."""
+    lengths = [[n for segment in each.segments for n in segment.lengths] for each in microbatches]
+    shapes = [MicrobatchShape.of(own, labelled=round(labelled_share * sum(own))) for own in lengths]
+    split = replica.layer_split or (time.layers,)
+    stages = np.array(
+        [
+            [
+                time.stage(shape, tp=replica.tp, layers=layers, last=stage == len(split) - 1).total
+                for stage, layers in enumerate(split)
+            ]
+            for shape in shapes
+        ]
+    )
+    ramp = 0.0
+    if len(split) > 1:
+        most = max(max(own) for own in lengths)
+        configuration = Configuration(
+            replica.tp, len(split), max(most, replica.capacity or 0), layer_split=split
+        )
+        ramp = ReplicaCost.of(configuration, [most], time, labelled_share=labelled_share).ramp
+    return float(stages.sum(axis=0).max() + ramp * stages.max()) / replica.speed
+
+
+def _needed(here: Here) -> str:
+    return f"seconds need a profile, from `{here.measure}`"
+
+
 def _processes(
     replicas: Sequence[Replica],
     parts: Sequence[_Packed],
     admission: Admission,
     waves: Sequence[Sequence[Demand]],
 ) -> tuple[ProcessOutlook, ...]:
-    """What each of several processes holds and does; nothing for a single one."""
-    if len(replicas) == 1:
+    """What each of several whole replicas, a process each, holds and does; nothing for a single one."""
+    if len(replicas) == 1 or any(each.tp * each.pp > 1 for each in replicas):
         return ()
     seconds = _total(part.seconds for part in parts)
     found = []
@@ -212,6 +236,7 @@ def _assumptions(
         NO_STEPS: timed,
         NO_EXCHANGE: timed and processes > 1,
         SHARED: timed and here.number < processes,
+        DRAINED: timed and any(each.pp > 1 for each in here.replicas),
         NOT_REPEATED: not repeats,
     }
     return tuple(line for line, holds in said.items() if holds)
@@ -256,19 +281,32 @@ def _described(profile: Profile | None) -> str | None:
 
 
 def _replicas(
+    replicas: Sequence[Replica],
     capacity: int,
     groups: Sequence[GroupOutlook],
     admission: Admission,
     demands: Sequence[Demand],
-    processes: Sequence[ProcessOutlook],
+    waves: Sequence[Sequence[Demand]],
 ) -> tuple[ReplicaOutlook, ...]:
-    """The replicas, those of one capacity together."""
+    """The replicas, those that are alike together, with the peak of the fullest process."""
     source = PROFILED if admission.model_for(demands) is not None else ESTIMATED
-    if not processes:
+    if len(replicas) == 1 and replicas[0].tp * replicas[0].pp == 1:
         most = max(group.predicted_bytes or 0 for group in groups)
         return (ReplicaOutlook(1, 1, 1, capacity, (), most, source),)
-    held = Counter((each.capacity, each.predicted_bytes) for each in processes)
-    return tuple(ReplicaOutlook(1, 1, count, own, (), most, source) for (own, most), count in held.items())
+    held = Counter(
+        (
+            each.tp,
+            each.pp,
+            each.capacity or 0,
+            each.layer_split if each.pp > 1 else (),
+            max(admission.predicted_on(each, own) for own in waves),
+        )
+        for each in replicas
+    )
+    return tuple(
+        ReplicaOutlook(tp, pp, count, own, split, most, source)
+        for (tp, pp, own, split, most), count in held.items()
+    )
 
 
 def fill_waves(names: Sequence[str], fits: Callable[[Sequence[str]], bool]) -> list[tuple[str, ...]]:

@@ -71,6 +71,24 @@ class ProcessOutlook:
 
 
 @dataclass(frozen=True, slots=True)
+class CandidateOutlook:
+    """Replicas that this machine's processes could make.
+
+    Attributes:
+        jobs: of those that may train at once, how many fit; 0: none does.
+        predicted_bytes: peak of the fullest process with these.
+        step_seconds: of one step of each job that may train at once.
+        why: why it is not chosen; "" if it is.
+    """
+
+    replicas: str
+    jobs: int
+    predicted_bytes: int | None
+    step_seconds: float | None
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class TrialOutlook:
     """One trial.
 
@@ -183,6 +201,7 @@ class Outlook:
         every: the outlook for each requested number of devices.
         why: why one of these is the best.
         processes: the outlook for each of several processes on this machine.
+        candidates: replicas that were weighed, if they were left open, and why one was chosen.
         measure: the command that measures the seconds, if they are unknown for want of a profile.
         money: cost of the devices; None if a price or the time is not known.
         error: mean absolute relative error of predicted seconds, as measured by the profile; None if it
@@ -213,6 +232,7 @@ class Outlook:
     every: tuple[DevicesOutlook, ...] = ()
     why: str = ""
     processes: tuple[ProcessOutlook, ...] = ()
+    candidates: tuple[CandidateOutlook, ...] = ()
     measure: str = ""
     money: float | None = None
     error: float | None = None

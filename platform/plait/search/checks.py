@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import optuna
@@ -30,6 +31,7 @@ from plait.engine.build import (
     worker_facts,
 )
 from plait.engine.catalogue import DataCatalogue
+from plait.engine.deployments import settle_deployment
 from plait.engine.steps import DataOrder
 from plait.search.attributes import TRACKED
 from plait.search.identity import ROWS, Identity, check_problem
@@ -178,10 +180,13 @@ def prepare(command: SearchCommand, name: str) -> Prepared:
     probes, folder = command.probes, search_folder(command.settings.tracking.root, name)
     settings = settle_dtype(command.settings)
     shape = check_model(settings.model, probes)
-    check_stages(settings, shape.layer_count, probes)
-    check_slices(settings, shape, probes)
+    check_cut(settings, shape, probes)
     data = open_data(settings, shape.max_length, probes)
     catalogue = data.catalogue
+    check = partial(check_cut, shape=shape, jobs=probes)
+    settings, choice = settle_deployment(
+        settings, shape, catalogue, probes, check, points=command.space.size, folder=folder
+    )
     settings, said = settle_engine(settings, shape, catalogue, probes, folder)
     profile = stored_profile(settings, shape.digest)
     check_memory(settings, shape, catalogue, probes, free_memory(settings), profile)
@@ -192,7 +197,18 @@ def prepare(command: SearchCommand, name: str) -> Prepared:
         f"{ROWS}data {spec.source} {spec.options}": count_rows(spec, catalogue.of(spec)) for spec in specs
     }
     own = {DTYPE: settings.model.dtype, "model": shape.digest}
-    return Prepared(own | material, data, settings, (*data.said, *said))
+    chosen = () if choice is None else (str(choice),)
+    return Prepared(own | material, data, settings, (*data.said, *chosen, *said))
+
+
+def check_cut(settings: RunSettings, shape: ModelShape, jobs: Sequence[JobSpec]) -> None:
+    """Refuse replicas that the model cannot be cut into, or that cannot do what the jobs ask.
+
+    Raises:
+        ConfigError, ModelError: as for :func:`check_stages` and :func:`check_slices`.
+    """
+    check_stages(settings, shape.layer_count, jobs)
+    check_slices(settings, shape, jobs)
 
 
 def check_stages(settings: RunSettings, layers: int, jobs: Sequence[JobSpec]) -> None:

@@ -25,6 +25,7 @@ from plait.core.settings import AUTO, RunSettings, TrackingSettings
 from plait.engine.build import PLAN_FILE, build_coordinator, write_plan
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
+from plait.engine.deployments import written
 from plait.search.checks import DTYPE, Prepared, prepare
 from plait.search.orders import Orders
 from plait.search.points import too_few_points
@@ -267,10 +268,10 @@ class Launch:
             tracker.record("data.json", data.facts)
             tracker.record("lengths.json", data.lengths)
             # The choices, in case this ends early.
-            tracker.record(PLAN_FILE, write_plan(folder, coordinator.plan()))
+            tracker.record(PLAN_FILE, self._write_plan(folder, coordinator.plan()))
             with Figures(settings.tracking, run_id, settings.search.storage) as figures:
                 result = self._train(coordinator, tracker, stopper, watch)
-            tracker.record(PLAN_FILE, write_plan(folder, coordinator.plan()))
+            tracker.record(PLAN_FILE, self._write_plan(folder, coordinator.plan()))
             tracker.end_search(JobState.PAUSED if result.interrupted else JobState.FINISHED, result.why)
         write_result(result, settings.search, self._command.directory)
         # After an interrupt there is no time, and a store that lacks points has no figures yet.
@@ -279,6 +280,12 @@ class Launch:
         self._report(result, tracker, figures.trouble, "" if many is None else coordinator.account)
         self._say(*tracker.notices)
         return result, concluded
+
+    def _write_plan(self, folder: Path, plan: Plan) -> str:
+        """Store the plan with the replicas that were chosen, if they were left open; return its JSON."""
+        if self._command.settings.cluster.to_choose:
+            plan = replace(plan, choices={**plan.choices, "deployment": written(self._settings.cluster)})
+        return write_plan(folder, plan)
 
     def _start(self, tracker: Tracker, stopper: Stopper | None) -> str:
         """Make the search's run, or resume it, one process at a time; returns MLflow's id of it."""
