@@ -263,7 +263,9 @@ class Launch:
             )
             self._say(_describe_engine(coordinator.plan()))
             run_id = self._start(tracker, stopper)
-            self._say(f"View with: {self._view(tracker)}")
+            self._say(
+                f"View with: {self._view(tracker)}", "Training; the first lines follow the first step ..."
+            )
             tracker.use_data(self._data_facts(data.catalogue))
             tracker.record("data.json", data.facts)
             tracker.record("lengths.json", data.lengths)
