@@ -44,9 +44,9 @@ from plait_bench.progress import part
 TABLE_2 = "LobRA §5.2, Table 2, which has the deployment, not this number"
 STEPS = ("heterogeneous replicas, length-based", "+ balanced dispatch", "+ dynamic bucketing")  # of figure 8
 BOUNDARIES = (
-    "The paper gives neither its fixed bucket boundaries nor its lengths. The padding of the boundaries "
-    "determines what dynamic bucketing can save, the spread of the lengths what balancing can: the details "
-    "show both moved."
+    "The paper gives neither the boundaries of its fixed buckets, which are its artifact's here, nor its "
+    "lengths. The padding of the boundaries determines what dynamic bucketing can save, the spread of the "
+    "lengths what balancing can: the details show both moved."
 )
 OURS = "Plait's deployment, shares by replica"
 SAMPLE_STEPS = 100  # the distribution is that of 100 steps' sequences, as in the paper
@@ -54,19 +54,28 @@ DEPLOY_LIMITS = Limits(nodes=500, gap=0.005, seconds=30.0)
 STEP_LIMITS = Limits(nodes=100, gap=0.005, seconds=5.0)
 LAYERS = 32  # layers of Llama-2-7B, which the published steps are for
 COLUMNS = ("tp", "seq_len", "mbs", "time")  # columns of the table of layer times
+# Boundaries of 7 fixed buckets in LobRA's artifact (PKU-DAIR/Hetu, lobra/trainer/batch_scheduler.py).
+SEVEN = (256, 512, 1024, 2048, 4096, 8192, 16384)
 Rows = tuple[tuple[int, int, int], ...]  # rows of a deployment: tensor and pipeline degree, replicas
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One data set of the joint batch: published mean and skewness of its lengths, and its batch size."""
+    """One data set of the joint batch: published mean and skewness of its lengths, and its batch size.
+
+    Attributes:
+        longest: the most tokens that its run is set up for, where the artifact's scripts say it.
+    """
 
     name: str
     mean: float
     skewness: float
     batch_size: int
+    longest: int | None = None
 
     def __post_init__(self) -> None:
+        if self.longest is not None and self.longest < 1:
+            raise ConfigError(f"task {self.name}: longest={self.longest}", "It must be at least 1.")
         if not (self.mean > 0 and self.skewness > 0 and self.batch_size >= 1):
             raise ConfigError(
                 f"task {self.name}: mean={self.mean}, skewness={self.skewness}, batch_size={self.batch_size}",
@@ -293,7 +302,8 @@ class AblationOptions:
         fused: the deployment of equal replicas.
         deployment: the published one.
         steps: drawn, over which is averaged.
-        boundaries: of fixed buckets by name; None for the least padding over the sample.
+        boundaries: of LobRA's fixed buckets by name; None for the least padding over the sample. Task-Fused
+            has :data:`SEVEN`.
     """
 
     tasks: tuple[Task, ...]
@@ -371,14 +381,14 @@ def _step_seconds(
     profile: ClusterProfile, batch: Int64, edges: Sequence[int], rows: Mapping[str, Rows]
 ) -> list[float]:
     """Seconds of one step: Task-Fused, the three steps of the ablation, and Plait."""
-    fixed = fixed_buckets(batch, edges)
-    costs = costs_of(profile, fixed.lengths, profile.devices.count)
-    fused, published = replicas(costs, rows["fused"]), replicas(costs, rows["published"])
+    fixed, seven = fixed_buckets(batch, edges), fixed_buckets(batch, SEVEN)
+    fused = replicas(costs_of(profile, seven.lengths, profile.devices.count), rows["fused"])
+    published = replicas(costs_of(profile, fixed.lengths, profile.devices.count), rows["published"])
     moving = dynamic_buckets(batch, required=limits(profile))
     moved = costs_of(profile, moving.lengths, profile.devices.count)
     ours = replicas(moved, rows["ours"])
     return [
-        dealt_seconds(fused, fixed, batch),
+        dealt_seconds(fused, seven, batch),
         length_based(published, fixed.counts).makespan,
         exact_dispatch(published, fixed.counts, STEP_LIMITS).makespan,
         exact_dispatch(replicas(moved, rows["published"]), moving.counts, STEP_LIMITS).makespan,

@@ -15,7 +15,7 @@ from plait.cost.profiles import ClusterProfile
 from plait_bench.benchmarks import BENCHMARKS
 from plait_bench.figures import Figure, Report
 from plait_bench.inputs import OPTIONS, at_least_one, read_profile
-from plait_bench.lobra import SAMPLE_STEPS, Assumption, Rows, Task, Workload
+from plait_bench.lobra import SAMPLE_STEPS, SEVEN, Assumption, Rows, Task, Workload
 from plait_bench.lobra_steps import balanced_seconds, equal_seconds, planned
 from plait_bench.progress import part
 
@@ -123,10 +123,12 @@ def _device_seconds(
     ]
     batches = np.concatenate(drawn, axis=1)
     known, steps = batches[:SAMPLE_STEPS], batches[SAMPLE_STEPS:]
-    systems = {
-        "": [equal_seconds(profile, case.fused, batch, boundaries=None) for batch in steps],
-        ", balanced dispatch": [balanced_seconds(profile, case.fused, batch) for batch in steps],
-        THEIRS: [balanced_seconds(profile, case.deployment, batch) for batch in steps],
+    systems = {  # all with the seven fixed buckets, with which its artifact runs these
+        "": [equal_seconds(profile, case.fused, batch) for batch in steps],
+        ", balanced dispatch": [
+            balanced_seconds(profile, case.fused, batch, boundaries=SEVEN) for batch in steps
+        ],
+        THEIRS: [balanced_seconds(profile, case.deployment, batch, boundaries=SEVEN) for batch in steps],
     }
     if plan:
         own = planned(profile, known, gap=GAP)

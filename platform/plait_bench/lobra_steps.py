@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
 
@@ -15,8 +15,9 @@ from plait.core.jobs import JobSpec
 from plait.core.samples import Int64
 from plait.core.settings import RunSettings
 from plait.cost.profiles import ClusterProfile
+from plait.cost.replica import ReplicaCost
 from plait.planner.buckets import Buckets, dynamic_buckets, fixed_buckets
-from plait.planner.deployment import GAP, best_equal_replicas, deploy
+from plait.planner.deployment import GAP, Deployment, best_equal_replicas, deploy
 from plait.planner.dispatch import dispatch, spread
 from plait_bench.benchmarks import BENCHMARKS
 from plait_bench.exact import exact_deployment
@@ -25,6 +26,7 @@ from plait_bench.inputs import OPTIONS, at_least_one, read_profile
 from plait_bench.lobra import (
     DEPLOY_LIMITS,
     SAMPLE_STEPS,
+    SEVEN,
     Assumption,
     Rows,
     Task,
@@ -37,14 +39,32 @@ from plait_bench.lobra import (
 )
 from plait_bench.progress import part
 
-# LobRA-Sequential's buckets, which the paper does not print: it says that tasks alone have "heterogeneous
-# replicas and workload-balanced data dispatching", and names no dynamic bucketing.
-DOUBLING = (512, 1024, 2048, 4096, 8192, 16384)  # fixed boundaries of systems without dynamic bucketing
-FINER = {
-    ", buckets doubling from 256": (256, *DOUBLING),
-    ", buckets doubling from 128": (128, 256, *DOUBLING),
+# LobRA-Sequential's buckets, of which the paper and its artifact say nothing: the paper says that tasks alone
+# have "heterogeneous replicas and workload-balanced data dispatching", and names no dynamic bucketing. Those
+# of Task-Fused and Task-Sequential are the artifact's seven; both are tried with others, too.
+OTHERS = {
+    ", buckets doubling from 512": SEVEN[1:],
+    ", buckets doubling from 128": (128, *SEVEN),
 }
-SEQUENTIAL = ("", *FINER, ", buckets of 100 steps", ", dynamic buckets")
+SIXTEEN = (
+    144,
+    256,
+    304,
+    512,
+    640,
+    800,
+    1024,
+    1216,
+    1504,
+    1888,
+    2656,
+    4096,
+    4256,
+    5840,
+    8192,
+    16384,
+)  # its 16
+SEQUENTIAL = ("", *OTHERS, ", buckets of 100 steps", ", dynamic buckets")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +172,7 @@ def end_to_end(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[
             )
             for name in seconds
         ]  # fmt: skip
-        for how in ("", *FINER):
+        for how in ("", *OTHERS):
             saved = 100 * (1 - seconds["LobRA"] / seconds[f"Task-Fused{how}"])
             figures.append(Figure(f"LobRA saves over Task-Fused{how}{label}", saved, "%", "simulated"))
         for how in SEQUENTIAL:
@@ -172,7 +192,7 @@ def _systems(profile: ClusterProfile, asked: EndToEndOptions, assumption: Assump
             f"Task-Fused{how}": [
                 equal_seconds(profile, asked.fused, batch, boundaries=edges) for batch in batches
             ]
-            for how, edges in FINER.items()
+            for how, edges in OTHERS.items()
         },
         "LobRA": [balanced_seconds(profile, asked.deployment, batch) for batch in batches],
         "Plait": [balanced_seconds(profile, own, batch) for batch in batches],
@@ -185,7 +205,7 @@ def _systems(profile: ClusterProfile, asked: EndToEndOptions, assumption: Assump
         rows = planned(profile, known, gap=asked.gap)
         for step, batch in enumerate(each[SAMPLE_STEPS:]):
             alone[step] += equal_seconds(profile, asked.sequential[task.name], batch)
-            edges = (DOUBLING, *FINER.values(), _seen(profile, known), None)
+            edges = (SEVEN, *OTHERS.values(), _seen(profile, known), None)
             for how, boundaries in zip(SEQUENTIAL, edges, strict=True):
                 several[how][step] += balanced_seconds(profile, rows, batch, boundaries=boundaries)
     found["Task-Sequential"] = alone.tolist()
@@ -212,7 +232,7 @@ def _devices(profile: ClusterProfile) -> dict[str, int]:
 
 
 def equal_seconds(
-    profile: ClusterProfile, rows: Rows, batch: Int64, *, boundaries: Sequence[int] | None = DOUBLING
+    profile: ClusterProfile, rows: Rows, batch: Int64, *, boundaries: Sequence[int] | None = SEVEN
 ) -> float:
     """Seconds on equal replicas, sequences dealt to them as they come, with fixed boundaries or, without any,
     dynamic ones; a sequence that does not fit is cut."""
@@ -327,7 +347,7 @@ def case_study(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[
     del jobs
     asked, profile = build(StepOptions, options, OPTIONS), read_profile(settings)
     batch = Workload.draw(asked.tasks, asked.assumption, 1).batches[0]
-    fixed, moving = fixed_buckets(batch, DOUBLING), dynamic_buckets(batch, required=limits(profile))
+    fixed, moving = fixed_buckets(batch, SIXTEEN), dynamic_buckets(batch, required=limits(profile))
     figures = []
     for name, buckets in (("by length", fixed), ("balanced", fixed), ("balanced, dynamic buckets", moving)):
         kinds = replicas(costs_of(profile, buckets.lengths, profile.devices.count), asked.deployment)
@@ -355,21 +375,52 @@ def sequential_plans(settings: RunSettings, jobs: Sequence[JobSpec], options: Ma
     for number, assumption in enumerate((asked.assumption, *asked.alternatives)):
         label = "" if number == 0 else f"; {assumption}"
         for task in asked.tasks:
-            devices, note = _alone(profile, task, assumption, asked.steps)
-            name = f"{task.name}: devices of a replica{label}"
-            figures.append(Figure(name, devices, "devices", "computed", note=note))
+            each = _Alone.of(profile, task, assumption, asked.steps)
+            name = f"{task.name}: devices of a replica"
+            figures.append(each.figure(f"{name}{label}", each.by_seconds()))
+            if number == 0:
+                figures.append(each.figure(f"{name}; by throughput", each.by_throughput()))
+                drawn = _Alone.of(profile, replace(task, longest=None), assumption, asked.steps)
+                figures.append(drawn.figure(f"{name}, longest as drawn", drawn.by_seconds()))
     return Report("LobRA, equal replicas for each task", tuple(figures), (str(asked.assumption),))
 
 
-def _alone(profile: ClusterProfile, task: Task, assumption: Assumption, steps: int) -> tuple[int, str]:
-    """Devices of a replica of the best equal replicas for one task; the plan and the longest sequence."""
-    known = Workload.draw([task], assumption, steps).batches
-    edge = max(each for each in DOUBLING if each <= max(limits(profile)))
-    buckets = fixed_buckets(np.minimum(known.ravel(), edge), DOUBLING)
-    counts = tuple(-(-task.batch_size * count // sum(buckets.counts)) for count in buckets.counts)
-    costs = [each for each in costs_of(profile, buckets.lengths, profile.devices.count) if not each.ramp]
-    plan = best_equal_replicas(costs, counts, _devices(profile))
-    return plan.shape[0][0].devices, f"{plan}; longest {int(known.max())} tokens"
+@dataclass(frozen=True, slots=True)
+class _Alone:
+    """One task alone: sequences of each bucket, the cost of every configuration, and the longest sequence."""
+
+    profile: ClusterProfile
+    costs: list[ReplicaCost]
+    counts: tuple[int, ...]
+    longest: int
+
+    @classmethod
+    def of(cls, profile: ClusterProfile, task: Task, assumption: Assumption, steps: int) -> _Alone:
+        """The expected step in the artifact's fixed buckets. One sequence has the longest length, as the
+        artifact's planner makes sure."""
+        known = Workload.draw([task], assumption, steps).batches.ravel()
+        most = min(task.longest or int(known.max()), max(limits(profile)))
+        buckets = fixed_buckets(np.append(np.minimum(known, most), most), SEVEN)
+        counts = [-(-task.batch_size * count // sum(buckets.counts)) for count in buckets.counts]
+        costs = costs_of(profile, buckets.lengths, profile.devices.count)
+        return cls(profile, costs, tuple(counts), most)
+
+    def by_seconds(self) -> Deployment:
+        """The equal replicas with the shortest step."""
+        return best_equal_replicas(self.costs, self.counts, _devices(self.profile))
+
+    def by_throughput(self) -> Deployment:
+        """Those with the most tokens a device and second at the longest sequence (LobRA, appendix A)."""
+        last = max(j for j, count in enumerate(self.counts) if count)
+        able = [cost for cost in self.costs if cost.batch[last]]
+        rates = [1 / float((cost.linear[:, last] * cost.configuration.devices).max()) for cost in able]
+        best = able[int(np.argmax(rates))]
+        return best_equal_replicas([best], self.counts, _devices(self.profile))
+
+    def figure(self, name: str, plan: Deployment) -> Figure:
+        """Devices of one of the plan's replicas."""
+        note = f"{plan}; longest {self.longest} tokens"
+        return Figure(name, plan.shape[0][0].devices, "devices", "computed", note=note)
 
 
 NOT_BEST = "below 1 where the plan of a single step, a heuristic one, is the slower"

@@ -28,6 +28,7 @@ from plait_bench.benchmarks import BENCHMARKS
 from plait_bench.figures import Figure, Report
 from plait_bench.inputs import OPTIONS, at_least_one, read_profile, shipped
 from plait_bench.lengths import Family, LengthGenerator
+from plait_bench.lorafusion_order import next_fit, ordered
 from plait_bench.pipelines import (
     Trace,
     global_batches,
@@ -243,6 +244,7 @@ def opened(settings: RunSettings, options: Mapping[str, object]) -> Opening:
 
 
 WHOLE = "whole microbatches merged"
+OWN = "its artifact's order and merging"
 IN_ORDER = "its microbatches in 1F1B order, as LoRAFusion ran it"
 
 
@@ -430,9 +432,42 @@ def packing_gain(settings: RunSettings, jobs: Sequence[JobSpec], options: Mappin
             "simulated",
             note=counts((False, False)),
         ),
+        *_own_gains(trace, even, asked),
         Figure("packings better than greedy", _share_better(trace, asked), "%", "computed"),
     )
     return Report("lorafusion/packing_gain", figures, asked.assumptions())
+
+
+def _own_gains(trace: Trace, even: Machine, asked: Options) -> list[Figure]:
+    """The gains with the order and merging of LoRAFusion's artifact, over two packings without search."""
+    order, size = list(turns(global_batches(trace), _groups(trace, asked))), asked.capacity
+    packed = {
+        "two-stage": pack_all(order, capacity=size, tile=asked.tile),
+        "greedy": pack_all(order, capacity=size, tile=asked.tile, limits=GREEDY),
+        "samples as they come": [next_fit(turn, capacity=size, tile=asked.tile) for turn in order],
+    }
+    speed = {
+        (how, merging): measure({
+            0: ordered(each, even, capacity=size, tile=asked.tile, merging=merging)
+        })[0].tokens_per_second
+        for how, each in packed.items()
+        for merging in (True, False)
+    }  # fmt: skip
+    best, *others = packed
+    gained = 100 * (speed[best, True] / speed[best, False] - 1)
+    return [
+        Figure(f"merging, {OWN}", gained, "%", "simulated"),
+        *(
+            Figure(
+                f"two-stage packing over {how}, {OWN}",
+                100 * (speed[best, True] / speed[how, True] - 1),
+                "%",
+                "simulated",
+                note=f"{100 * (speed[best, False] / speed[how, False] - 1):.2f} % without merging",
+            )
+            for how in others
+        ),
+    ]
 
 
 def _throughput(

@@ -29,6 +29,7 @@ from plait_bench.lorafusion import read_options, scheduler_time
 from plait_bench.progress import part
 
 SOURCE = "LobRA appendix B.2, Table 5 (70B, 4 tasks)"
+TIE = 0.005  # seconds of plans that LobRA's planner does not tell apart: its solver's gap
 WHOLE_STEP = "whole step (bucketing, search and by replica)"
 ILP = Limits(nodes=500, gap=0.005, seconds=5.0)
 
@@ -130,7 +131,10 @@ def _deployment_figures(
 def _published_plan(
     profile: ClusterProfile, workload: Workload, devices: int, rows: Rows, gap: float
 ) -> list[Figure]:
-    """How far the published deployment is from Plait's: replicas, and seconds of a step dispatched alike."""
+    """How far the published deployment is from Plait's: replicas, and seconds of a step dispatched alike.
+
+    Where one sequence alone takes as long as the step, many deployments are the fastest ones.
+    """
     buckets = workload.buckets(profile)
     costs, counts = costs_of(profile, buckets.lengths, devices), workload.expected(buckets)
     kinds = replicas(costs, rows)
@@ -142,8 +146,13 @@ def _published_plan(
     shown = ", ".join(f"⟨{tp},{pp}⟩×{count}" for tp, pp, count in rows)
     note = f"published {shown}, {theirs:.2f} s; Plait {ours}, {ours.makespan:.2f} s"
     ratio = theirs / ours.makespan
+    longest = max(kind.cost.seconds([0] * (len(counts) - 1) + [1]) for kind in kinds if kind.cost.batch[-1])
+    note += f"; one sequence of the longest bucket alone takes {longest:.2f} s"
+    name = f"{devices} devices: replicas unlike the published ones"
+    nearest = unlike if ratio > 1 + TIE else 0
     return [
-        Figure(f"{devices} devices: replicas unlike the published ones", unlike, "", "computed", note=note),
+        Figure(name, unlike, "", "computed", note=note),
+        Figure(f"{name}; or none if that plan is as fast", nearest, "", "computed", note=note),
         Figure(f"{devices} devices: published plan over Plait's", ratio, "×", "simulated", note=note),
     ]
 

@@ -167,6 +167,7 @@ WITH_JOBS: dict[str, tuple[dict[str, Any], str, Any]] = {
     ),
     "mlora/loss_curves": ({"train.steps": 2}, "train.steps", 3),
     "mlora/single_gpu": ({"train.batch_size": 2}, "bench.options.counts", [1, 4]),
+    "mlora/tensor_measured": ({"bench.options.slices": 2}, "bench.options.tokens", 64),
 }
 LONG |= WITH_JOBS
 JOBS = 4

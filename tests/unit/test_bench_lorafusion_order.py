@@ -1,0 +1,51 @@
+"""LoRAFusion's own order and merging: nothing lost, steps kept apart, the last microbatch filled."""
+
+from __future__ import annotations
+
+from plait.core.plans import GlobalBatch
+from plait.cost.time import LayerTime, TimeModel
+from plait.planner.packing import PackedBatches
+from plait.simulate.forecast import Machine
+from plait.simulate.report import measure
+from plait_bench.lorafusion_order import next_fit, ordered
+
+CAPACITY, TILE = 8, 1
+MACHINE = Machine(TimeModel(2, {1: LayerTime(0.0, 1.0, 0.0)}), (1, 1))
+
+
+def batch(job: str, step: int, *lengths: int) -> GlobalBatch:
+    samples = tuple(range(len(lengths)))
+    return GlobalBatch(job, step, samples, (0,) * len(samples), lengths, 1.0 / sum(lengths))
+
+
+def packed(*batches: GlobalBatch) -> PackedBatches:
+    return next_fit(batches, capacity=CAPACITY, tile=TILE)
+
+
+def works(turns: list[PackedBatches], *, merging: bool) -> list[int]:
+    """Tokens of each microbatch, in their order."""
+    pipeline = ordered(turns, MACHINE, capacity=CAPACITY, tile=TILE, merging=merging)
+    measure({0: pipeline})  # it can be run
+    return [work.tokens for work in pipeline.works]
+
+
+def test_samples_fill_one_microbatch_after_another() -> None:
+    assert packed(batch("a", 0, 5, 2, 4), batch("b", 0, 3, 6)).bins == (
+        *(((0, 0), (0, 1)), ((0, 2), (1, 0)), ((1, 1),)),
+    )
+
+
+def test_the_last_microbatch_takes_the_shortest_samples_of_the_next_turns_last_one() -> None:
+    turns = [packed(batch("a", 0, 8, 4)), packed(batch("b", 0, 8, 3, 2)), packed(batch("a", 1, 8, 4))]
+    assert works(turns, merging=False) == [8, 4, 8, 5, 8, 4]
+    assert works(turns, merging=True) == [8, 6, 8, 3, 8, 4]
+
+
+def test_a_whole_microbatch_is_taken_where_it_fits() -> None:
+    turns = [packed(batch("a", 0, 8, 4)), packed(batch("b", 0, 8, 1, 2)), packed(batch("a", 1, 8))]
+    assert works(turns, merging=True) == [8, 7, 8, 8]
+
+
+def test_a_turn_alone_between_two_of_a_job_is_not_emptied_and_no_ops_keep_steps_apart() -> None:
+    turns = [packed(batch("a", step, 4)) for step in range(2)]
+    assert works(turns, merging=True) == [4, 0, 4]
