@@ -22,12 +22,12 @@ from torch._C._distributed_c10d import FileStore
 from plait.config.fields import build
 from plait.core.errors import LostProcessError
 from plait.core.jobs import JobSpec
-from plait.core.plans import Microbatch
+from plait.core.plans import Microbatch, ReplicaShape
 from plait.core.settings import RunSettings
-from plait.distributed.exchange import Exchange
+from plait.distributed.exchange import Exchange, Sum
+from plait.distributed.layout import Layout
 from plait.distributed.links import Links
 from plait.distributed.replica_run import ReplicaRun
-from plait.distributed.replica_stage import pieces
 from plait.engine.span_recorder import SpanRecorder
 from plait.planner.instructions import Key
 from plait_bench.benchmarks import BENCHMARKS
@@ -78,14 +78,14 @@ class SummingSleep(SleepingStage):
         self.hidden = True
         self._exchange = exchange
         self._open: list[Future[float]] = []  # begun since the last microbatch
-        own = [each.holders for each in pieces([LAYERS, LAYERS])]
-        groups = exchange.groups(own)
-        self._group = next(group for holders, group in groups.items() if process in holders)
+        layout = Layout([ReplicaShape(len(LAYERS))] * 2, [LAYERS, LAYERS])
+        groups = exchange.groups([each.processes for each in layout.pieces()])
+        self._members, self._group = next(each for each in groups.items() if process in each[0])
         self._gradients = torch.ones(numbers)
 
     def begin(self, key: Key) -> Future[float]:
         """Begin to add up a job's gradients."""
-        sums = [(self._group, [self._gradients])]
+        sums = [Sum(self._group, self._members, [self._gradients])]
         begun = self._exchange.add_pieces(sums, lambda: torch.zeros(1, dtype=torch.float64), (key,))
         self._open = [*self._open, begun]
         return begun

@@ -48,7 +48,7 @@ from plait.core.messages import (
     StepDone,
     StepJob,
 )
-from plait.core.plans import Microbatch
+from plait.core.plans import Microbatch, ReplicaShape
 from plait.core.samples import TokenisedData
 from plait.core.settings import ClusterSettings, EngineSettings, ModelSettings, RunSettings
 from plait.distributed import join, process
@@ -74,6 +74,7 @@ from plait.distributed.channel import (
 )
 from plait.distributed.fleet import Fleet
 from plait.distributed.launch import Launcher, _given_up, _remaining, fitted
+from plait.distributed.layout import Layout, Piece, Position
 from plait.distributed.places import (
     ADDRESS,
     LOCAL,
@@ -86,7 +87,6 @@ from plait.distributed.places import (
 )
 from plait.distributed.places import KEY as KEY_NAME
 from plait.distributed.processes import Asked, Fate, Process, Processes
-from plait.distributed.replica_stage import Piece, pieces
 from plait.distributed.start import Start, Started
 from plait.distributed.waiting import Waiting
 from plait.engine.catalogue import DataCatalogue
@@ -843,19 +843,30 @@ def test_a_resumed_jobs_tensors_and_best_weights_are_sent_to_all_processes() -> 
 def test_fewer_processes_keep_the_largest_replicas(
     stages: tuple[int, ...], processes: int, kept: tuple[int, ...]
 ) -> None:
-    assert fitted(stages, processes, 4) == kept
+    assert fitted([*map(ReplicaShape, stages)], processes, 4) == tuple(map(ReplicaShape, kept))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "processes", "kept"),
+    [(("1", "2x2"), 4, ("2x2",)), (("1", "2x2", "2x2"), 7, ("2x2", "3")), (("2x1", "2x1"), 3, ("3",))],
+)
+def test_replicas_in_slices_stay_or_become_stages(
+    shapes: tuple[str, ...], processes: int, kept: tuple[str, ...]
+) -> None:
+    cluster = ClusterSettings(deployment=shapes)
+    assert tuple(map(str, fitted(cluster.shapes, processes, 4))) == kept
 
 
 def test_what_was_set_and_does_not_hold_for_those_that_are_left_is_said() -> None:
     def left(count: int, **given: Any) -> tuple[ClusterSettings, list[str]]:
         cluster = ClusterSettings(**given)
-        remaining = _remaining(cluster, range(count), cluster.stages, 2)
+        remaining = _remaining(cluster, range(count), cluster.shapes, 2)
         return remaining, list(_given_up(cluster, remaining))
 
     split, said = left(3, processes=4, deployment=(2, 2), layer_split=(1, 1))
     assert (split.stages, said) == ((2, 1), [])
     slices, said = left(3, processes=4, pipeline=2, tensor=2)
-    assert (slices.stages, slices.tensor) == ((2, 1), 1)
+    assert (slices.stages, slices.slicing) == ((2, 1), "")
     assert said == [
         "cluster.tensor=2 does not hold for replicas of [2, 1] processes: each stage has whole layers"
     ]
@@ -868,10 +879,24 @@ def test_what_was_set_and_does_not_hold_for_those_that_are_left_is_said() -> Non
 
 def test_layers_are_exchanged_by_those_that_hold_them() -> None:
     whole, cut = [range(4)], [range(1), range(1, 4)]
-    assert pieces([whole, cut]) == [Piece(range(1), (0, 1)), Piece(range(1, 4), (0, 2))]
     halves = [range(2), range(2, 4)]
-    of_three = [Piece(range(1), (0, 2)), Piece(range(1, 2), (0, 3)), Piece(range(2, 4), (1, 3))]
-    assert pieces([halves, cut]) == of_three
+
+    def pieces(own: str, layers: list[list[range]]) -> list[tuple[range, tuple[int, ...]]]:
+        layout = Layout(ClusterSettings(deployment=tuple(own)).shapes, layers)
+        return [(each.layers, each.processes) for each in layout.pieces()]
+
+    assert pieces("12", [whole, cut]) == [(range(1), (0, 1)), (range(1, 4), (0, 2))]
+    of_three = [(range(1), (0, 2)), (range(1, 2), (0, 3)), (range(2, 4), (1, 3))]
+    assert pieces("22", [halves, cut]) == of_three
+
+
+def test_processes_are_numbered_by_replica_stage_and_slice() -> None:
+    shapes = ClusterSettings(deployment=(1, "2x2")).shapes
+    layout = Layout(shapes, [[range(4)], [range(3), range(3, 4)]])
+    assert layout.position(0) == Position(0, 0, 0, range(1), range(1))
+    assert layout.position(4) == Position(1, 1, 1, range(3, 5), range(2, 5, 2))
+    first, second = Piece(range(3), (range(1), range(1, 3))), Piece(range(3, 4), (range(1), range(3, 5)))
+    assert layout.pieces() == [first, second]
 
 
 def test_replicas_that_step_apart_end_the_run() -> None:
@@ -1006,10 +1031,13 @@ def test_a_process_that_stops_in_the_middle_of_an_answer_is_lost() -> None:
             processes.ask_all(Measure())
 
 
+SLICED = Build(SETTINGS.engine, shapes=(ReplicaShape(tensor=2),))
+
+
 @pytest.mark.parametrize(
     ("request_", "error"),
     [
-        (Build(SETTINGS.engine, tensor=2), ModelError("no such file", "A rule.", "A remedy.")),
+        (SLICED, ModelError("no such file", "A rule.", "A remedy.")),
         (RunSchedule(()), ScheduleError("no such file", "A rule.", "A remedy.")),
     ],
 )

@@ -450,7 +450,7 @@ def test_slices_of_layers_and_whole_ones_are_different_portions(tmp_path: Path) 
     key = ProfileKey("m", "cpu", "float32", "auto", False, 1)
     profile = Profile(key, "m", model, None, CAPACITY, (), ("q_proj",), "measured", 0.0, None)
     part = HeldPart(range(1), WEIGHTS, 10**9, tensor=2)
-    own = replace(facts(), stages=(2,), tensor=2, held=((part, part),))
+    own = replace(facts(), stages=(2,), held=((part, part),))
     admit = Admission(own, RunSettings(engine=EngineSettings(capacity=CAPACITY)), profile)
     sliced = Predictions(own, admit, profile, tmp_path)
     jobs = {"a": live("a", 4, [20, 30], admit)}

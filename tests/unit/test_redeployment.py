@@ -10,7 +10,7 @@ from curve_worker import LINEARS, CurveWorker
 from laboratory import random_data, random_texts
 
 from plait.core.jobs import AdapterSpec, JobSpec, TrainSpec
-from plait.core.plans import Replica
+from plait.core.plans import Replica, ReplicaShape
 from plait.core.settings import ClusterSettings, RunSettings
 from plait.engine import redeployment
 from plait.engine.admission import Demand
@@ -109,7 +109,9 @@ def test_stages_are_weighed_with_the_layers_that_the_engine_gives_them(
     use(made, (1, 2), vocabulary=8000)
     assert not made.change([job("short", 8, 20, 100)])
     facts, settings = of_four_layers((1, 2), 2**30, 8000), RunSettings(cluster=ClusterSettings(processes=3))
-    expected = {n: tuple(len(e.layers) for e in cut(facts, settings, (n,), 2**30)[0]) for n in (1, 2, 3)}
+    expected = {
+        n: tuple(len(e.layers) for e in cut(facts, settings, (ReplicaShape(n),), 2**30)[0]) for n in (1, 2, 3)
+    }
     assert expected[2] == (3, 1)
     assert seen == [expected]
 

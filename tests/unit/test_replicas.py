@@ -8,6 +8,7 @@ import pytest
 from curve_worker import ADAPTER, LINEARS, SHAPE, CurveWorker
 
 from plait.core.errors import CapacityError, ConfigError, DataError, ProcessError
+from plait.core.plans import ReplicaShape
 from plait.core.settings import ClusterSettings, EngineSettings, RunSettings
 from plait.cost.memory import MemoryCoefficients, MemoryModel, MemoryObservation, MemoryShape
 from plait.cost.profile_store import Profile, ProfileKey
@@ -75,7 +76,7 @@ def test_the_fullest_stage_decides_who_is_admitted() -> None:
         engine=EngineSettings(capacity=256), cluster=ClusterSettings(processes=2, pipeline=2)
     )
     known = replace(CurveWorker().facts, stages=(2,), devices=("cpu + cpu",))
-    known = replace(known, held=cut(known, settings, (2,), ROOM))
+    known = replace(known, held=cut(known, settings, (ReplicaShape(2),), ROOM))
     (held,) = known.parts
     end = SHAPE.vocabulary * SHAPE.hidden * SHAPE.element_bytes
     assert [part.layers for part in held] == [range(1), range(1, 2)]
@@ -89,7 +90,7 @@ def test_the_fullest_stage_decides_who_is_admitted() -> None:
     assert admission.predicted([job]) == max(first, last) == first
     assert admission.estimate(256, 40, held[0], 2) == 2 * admission.estimate(256, 40, held[0])
     wide = replace(known, shape=replace(SHAPE, vocabulary=60_000, logit_rows=256))  # the head counts
-    wide = replace(wide, held=cut(wide, settings, (2,), ROOM))
+    wide = replace(wide, held=cut(wide, settings, (ReplicaShape(2),), ROOM))
     assert wide.parts[0][1].weight_bytes >= 60_000 * SHAPE.hidden * SHAPE.element_bytes > 100 * end
     needs = Admission(wide, settings)
     assert needs.predicted([job]) == (
@@ -104,7 +105,7 @@ def deep(schedule: str = "plait") -> tuple[RunSettings, WorkerFacts]:
         cluster=ClusterSettings(processes=2, pipeline=2),
     )
     known = replace(CurveWorker().facts, stages=(2,), devices=("cpu + cpu",))
-    return settings, replace(known, held=cut(known, settings, (2,), ROOM))
+    return settings, replace(known, held=cut(known, settings, (ReplicaShape(2),), ROOM))
 
 
 def test_stages_keep_no_more_than_the_batches_of_the_jobs_fill() -> None:
@@ -145,7 +146,7 @@ def test_orders_that_keep_all_microbatches_get_a_capacity_for_all(schedule: str)
     alone = Admission(known, replace(settings, engine=replace(settings.engine, capacity=2048)))
     needed = alone.predicted([alone.demand(ADAPTER, 64, batch)])
     room = replace(known, memory_bytes=int(needed / 0.8) + 1)
-    room = replace(room, held=cut(room, settings, (2,), room.memory_bytes))
+    room = replace(room, held=cut(room, settings, (ReplicaShape(2),), room.memory_bytes))
     assert choose_capacity(open_, room, None, {(ADAPTER, 64, batch)}) == 2048
     assert choose_capacity(open_, room, None, {(ADAPTER, 64, 2 * batch)}) < 2048  # twice as many are kept
 

@@ -7,11 +7,26 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 SCHEMA_VERSION = 1
 SplitName = Literal["train", "validation"]
 Choices = dict[str, str | int | float | bool | None]
+
+
+class ReplicaShape(NamedTuple):
+    """How processes hold a replica together: the stages of a pipeline, each in slices of its layers."""
+
+    pipeline: int = 1
+    tensor: int = 1
+
+    @property
+    def processes(self) -> int:
+        """How many they are."""
+        return self.pipeline * self.tensor
+
+    def __str__(self) -> str:
+        return f"{self.tensor}x{self.pipeline}" if self.tensor > 1 else str(self.pipeline)
 
 
 @dataclass(frozen=True, slots=True)

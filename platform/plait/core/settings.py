@@ -6,6 +6,7 @@ one of them is refused. ``plait.config.build`` builds these from Hydra's DictCon
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -14,7 +15,11 @@ from typing import Annotated, Any, Literal
 from plait.core.checks import POSITIVE_SHARE, Rule, above, at_least, between, check, each, one_of
 from plait.core.errors import ConfigError
 from plait.core.objectives import Constraint, Objective
+<<<<<<< HEAD
 from plait.core.space import as_written
+=======
+from plait.core.plans import ReplicaShape
+>>>>>>> f804be01 (Replicas in slices of layers stand beside others)
 
 MODEL_KINDS = ("smollm2", "hf", "gguf", "tiny")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -29,9 +34,16 @@ GPU_CAPACITIES = (
     4096,
 )  # on a GPU: the first that leaves memory for other jobs
 DIRECTIONS = ("minimize", "maximize")
+<<<<<<< HEAD
 SIZES = Rule(
     "auto or a list of numbers at least 1",
     lambda given: given == AUTO if isinstance(given, str) else all(each >= 1 for each in given),
+=======
+SHAPE = re.compile(r"(?:([1-9]\d{0,3})x)?([1-9]\d{0,3})")  # of a replica: slices x stages, or stages
+EACH_SHAPE = Rule(
+    "a list of the stages of each replica, such as 2, or slices x stages, such as 2x4",
+    lambda given: all(SHAPE.fullmatch(str(entry)) for entry in given),
+>>>>>>> f804be01 (Replicas in slices of layers stand beside others)
 )
 EACH_DIRECTION = Rule(
     "maximize, minimize or a list of them",
@@ -125,7 +137,11 @@ class ClusterSettings:
     interface: str | None = None
     key_file: str | None = None
     pipeline: Annotated[int, between(1, 1024)] = 1
+<<<<<<< HEAD
     deployment: Annotated[tuple[int, ...] | str, SIZES] = ()
+=======
+    deployment: Annotated[tuple[int | str, ...], EACH_SHAPE] = ()
+>>>>>>> f804be01 (Replicas in slices of layers stand beside others)
     tensor: Annotated[int, between(1, 1024)] = 1
     redeploy: bool = False
     layer_split: Annotated[tuple[int, ...], each(at_least(1))] = ()
@@ -156,7 +172,16 @@ class ClusterSettings:
             )
 
     @property
+    def shapes(self) -> tuple[ReplicaShape, ...]:
+        """The shape of each replica, in their order."""
+        found = (SHAPE.fullmatch(str(each)) for each in self.deployment)
+        given = tuple(ReplicaShape(int(each[2]), int(each[1] or 1)) for each in found if each)
+        alike = ReplicaShape(self.pipeline, self.tensor)
+        return given or (alike,) * max(1, self.processes // alike.processes)
+
+    @property
     def stages(self) -> tuple[int, ...]:
+<<<<<<< HEAD
         """How many processes hold each replica, in their order; single ones until they are chosen."""
         together = self.pipeline * self.tensor
         given = () if isinstance(self.deployment, str) else self.deployment
@@ -166,6 +191,21 @@ class ClusterSettings:
     def to_choose(self) -> bool:
         """Whether the replicas are still to be chosen."""
         return self.deployment == AUTO
+=======
+        """How many processes hold each replica, in their order."""
+        return tuple(shape.processes for shape in self.shapes)
+
+    @property
+    def slicing(self) -> str:
+        """The key by which layers are cut into slices, with its value; "" if they are not."""
+        if max(shape.tensor for shape in self.shapes) == 1:
+            return ""
+        return self._given if self.deployment else f"cluster.tensor={self.tensor}"
+
+    @property
+    def _given(self) -> str:
+        return f"cluster.deployment=[{','.join(map(str, self.deployment))}]"
+>>>>>>> f804be01 (Replicas in slices of layers stand beside others)
 
     @property
     def staged(self) -> bool:
@@ -207,17 +247,24 @@ class ClusterSettings:
 
     def _check_deployment(self) -> None:
         """Check that the replicas have all processes, and that what is set beside holds for stages."""
+<<<<<<< HEAD
         if self.to_choose:
             self._check_to_choose()
         if sum(self.stages) != self.processes or (self.deployment and self.pipeline > 1):
             key, value = (
                 ("deployment", list(self.deployment)) if self.deployment else ("pipeline", self.pipeline)
             )
+=======
+        equal = [f"cluster.{key}={own}" for key in ("pipeline", "tensor") if (own := getattr(self, key)) > 1]
+        if sum(self.stages) != self.processes or (self.deployment and equal):
+            given = [self._given] if self.deployment else equal
+            others = [*(equal if self.deployment else ()), f"cluster.processes={self.processes}"]
+>>>>>>> f804be01 (Replicas in slices of layers stand beside others)
             raise ConfigError(
-                f"cluster.{key}={value} with cluster.processes={self.processes}",
-                "All processes belong to replicas: equal ones of cluster.pipeline stages, or those of "
-                "cluster.deployment.",
-                "Set cluster.processes to their sum, and one of the two keys.",
+                f"{' and '.join(given)} with {' and '.join(others)}",
+                "All processes belong to replicas: equal ones of cluster.pipeline stages and cluster.tensor "
+                "slices, or those of cluster.deployment.",
+                "Set cluster.processes to their sum, and either those keys or cluster.deployment.",
             )
         if self.shard_base and (self.staged or self.redeploy or self.processes == 1):
             beside = (
@@ -235,19 +282,13 @@ class ClusterSettings:
                 "Each stage has its own part of every adapter, with its moments.",
                 "Leave cluster.optimiser out.",
             )
-        if self.tensor > 1 and (len(self.stages) > 1 or self.stages[0] % self.tensor):
+        if self.slicing and self.redeploy:
             raise ConfigError(
-                f"cluster.tensor={self.tensor} with replicas of {list(self.stages)} processes",
-                "With slices of each layer there is one replica, of cluster.pipeline stages for now.",
-                f"Set cluster.processes={self.pipeline * self.tensor}, or leave cluster.tensor out.",
-            )
-        if self.tensor > 1 and self.redeploy:
-            raise ConfigError(
-                f"cluster.redeploy=true with cluster.tensor={self.tensor}",
+                f"cluster.redeploy=true with {self.slicing}",
                 "Replicas change between one process and several stages; slices of layers stay.",
                 "Leave one of them out.",
             )
-        stages = [each // self.tensor for each in self.stages]
+        stages = [shape.pipeline for shape in self.shapes]
         if self.layer_split and set(stages) - {1} != {len(self.layer_split)}:
             raise ConfigError(
                 f"cluster.layer_split={list(self.layer_split)} with replicas of {stages} stages",
@@ -426,7 +467,7 @@ class RunSettings:
         object.__setattr__(self, "engine", replace(self.engine, capacity=max(capacities)))
 
     def _check_quantised(self) -> None:
-        cut = [f"cluster.tensor={self.cluster.tensor}"] * (self.cluster.tensor > 1)
+        cut = [self.cluster.slicing] if self.cluster.slicing else []
         cut += ["cluster.shard_base=true"] * self.cluster.shard_base
         if self.model.quantise != WHOLE and cut:
             raise ConfigError(

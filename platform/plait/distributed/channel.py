@@ -32,6 +32,7 @@ import torch
 from plait.core.errors import PlaitError
 from plait.core.jobs import DataSpec
 from plait.core.messages import WorkerEvent
+from plait.core.plans import ReplicaShape
 from plait.core.samples import TokenisedData
 from plait.core.settings import EngineSettings, ModelSettings
 from plait.core.spans import Span
@@ -91,23 +92,21 @@ class Build:
 
     Attributes:
         sharded: whether it keeps the moments of its own part of every adapter alone.
-        stages: how many processes hold each replica, in their order; empty: each process holds one.
+        shapes: of the replicas, in their order; empty: each process holds one.
         split: layers of each stage; empty: balanced.
-        tensor: how many processes hold each stage together, each a slice of every layer.
         shards: whether each process keeps its part of the base model's layers alone.
     """
 
     engine: EngineSettings
     sharded: bool = False
-    stages: tuple[int, ...] = ()
+    shapes: tuple[ReplicaShape, ...] = ()
     split: tuple[int, ...] = ()
-    tensor: int = 1
     shards: bool = False
 
     @property
     def together(self) -> bool:
         """Whether processes read the model's layers together, so that each waits for the others."""
-        return self.tensor > 1 or self.shards
+        return self.shards or any(shape.tensor > 1 for shape in self.shapes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
@@ -25,6 +26,25 @@ from plait.engine.span_recorder import SpanRecorder, Work
 LONGEST = timedelta(days=1)
 PIECE = 2**20  # numbers that are gathered at a time: bounds the memory of a sum
 Result = TypeVar("Result")
+Region = tuple[slice, slice]  # of a matrix
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """Matrices of this process, to be added to those of other ones.
+
+    Attributes:
+        group: these processes.
+        members: their numbers, in the order in which they are added.
+        shapes: of the whole matrices, where members have different parts of them; empty: all have the same.
+        regions: then what of each matrix each member has.
+    """
+
+    group: dist.ProcessGroup
+    members: Sequence[int]
+    matrices: Sequence[Tensor]
+    shapes: Sequence[tuple[int, int]] = ()
+    regions: Sequence[Sequence[Region]] = ()
 
 
 class Exchange:
@@ -40,6 +60,7 @@ class Exchange:
         recorder: of the process's spans.
 
     Attributes:
+        process: number of this one.
         processes: how many there are.
     """
 
@@ -60,7 +81,7 @@ class Exchange:
             timeout=timedelta(seconds=seconds),
         )
         self._recorder = recorder
-        self.processes = processes
+        self.process, self.processes = process, processes
         self._device = device
         self._any(False)  # NCCL connects at the first exchange
         assert dist.group.WORLD is not None
@@ -104,28 +125,23 @@ class Exchange:
 
     def add_pieces(
         self,
-        sums: Sequence[tuple[dist.ProcessGroup, Sequence[Tensor]]],
+        sums: Sequence[Sum],
         squares: Callable[[], Tensor],
         work: Work,
     ) -> Future[float]:
-        """Begin to put the sums over groups into these tensors; the norm of all of them, from ``squares`` of
+        """Begin to put sums into their matrices; the norm of all of them, from ``squares`` of
         all processes, which are asked for when this process's sums are there."""
         self._synchronise()
         return self._thread.submit(self._add_pieces, sums, squares, work)
 
-    def _add_pieces(
-        self,
-        sums: Sequence[tuple[dist.ProcessGroup, Sequence[Tensor]]],
-        squares: Callable[[], Tensor],
-        work: Work,
-    ) -> float:
-        for group, tensors in sums:
-            if tensors:
-                vector = torch.cat([each.flatten() for each in tensors])
-                self._sum(vector, work, group)
-                parts = torch.split(vector, [each.numel() for each in tensors])
-                for tensor, part in zip(tensors, parts, strict=True):
-                    tensor.copy_(part.view(tensor.shape))
+    def _add_pieces(self, sums: Sequence[Sum], squares: Callable[[], Tensor], work: Work) -> float:
+        for each in sums:
+            if each.regions:
+                self._sum_regions(each, work)
+            elif each.matrices:
+                vector = torch.cat([matrix.flatten() for matrix in each.matrices])
+                self._sum(vector, work, each.group)
+                _spread(vector, each.matrices)
         of_all = (each for part in self._all(squares()) for each in part.tolist())
         self._synchronise()
         return math.sqrt(sum(of_all))
@@ -139,6 +155,25 @@ class Exchange:
                 piece.add_(part)
         self._synchronise()
         received = (dist.get_world_size(group) - 1) * vector.nbytes
+        self._recorder.add_beside("exchange", began, work, received)
+
+    def _sum_regions(self, each: Sum, work: Work) -> None:
+        """Each member sends what it has, and all add that into the whole matrices."""
+        began, process, received = self._recorder.clock(), self.process, 0
+        wholes = [torch.zeros(shape, device=self._device) for shape in each.shapes]
+        own = torch.cat([matrix.flatten() for matrix in each.matrices])
+        for member, regions in zip(each.members, each.regions, strict=True):
+            views = [whole[region] for whole, region in zip(wholes, regions, strict=True)]
+            part = own if member == process else own.new_empty(sum(view.numel() for view in views))
+            dist.broadcast(part, src=member, group=each.group)
+            received += 0 if member == process else part.nbytes
+            sizes = [view.numel() for view in views]
+            for view, found in zip(views, torch.split(part, sizes), strict=True):
+                view.add_(found.view(view.shape))
+        here = each.regions[each.members.index(process)]
+        for matrix, whole, region in zip(each.matrices, wholes, here, strict=True):
+            matrix.copy_(whole[region])
+        self._synchronise()
         self._recorder.add_beside("exchange", began, work, received)
 
     def _any(self, own: bool) -> bool:
@@ -204,3 +239,10 @@ class Exchange:
         """Leave the group."""
         self._thread.shutdown()
         dist.destroy_process_group()
+
+
+def _spread(vector: Tensor, matrices: Sequence[Tensor]) -> None:
+    """Put the parts of a vector into these matrices."""
+    parts = torch.split(vector, [matrix.numel() for matrix in matrices])
+    for matrix, part in zip(matrices, parts, strict=True):
+        matrix.copy_(part.view(matrix.shape))

@@ -91,9 +91,8 @@ class Fleet:
             number: Build(
                 replace(engine, capacity=capacities.get(number, engine.capacity)),
                 self._sharded,
-                cluster.stages,
+                cluster.shapes,
                 cluster.layer_split,
-                cluster.tensor,
                 cluster.shard_base,
             )
             for number in range(len(self.processes))
@@ -110,7 +109,6 @@ class Fleet:
                 )
         kinds = tuple(kind for facts in built for kind in facts.kinds)
         devices = self._devices = tuple(device for facts in built for device in facts.devices)
-        tensor = cluster.tensor
         parts = [
             replace(part, memory_bytes=memory_bytes or part.memory_bytes)
             for facts in built
@@ -121,7 +119,7 @@ class Fleet:
             chosen,
             shape=replace(
                 chosen.shape,
-                weight_bytes=sum(part.weight_bytes for part in held[0][::tensor]),
+                weight_bytes=sum(part.weight_bytes for part in held[0][:: held[0][0].tensor]),
                 made_bytes=max(part.made_bytes for part in held[0]),
             ),
             memory_bytes=min(part.memory_bytes for own in held for part in own),
@@ -131,7 +129,6 @@ class Fleet:
             held=held,
             speeds=self._each(cluster.speeds or self._speeds(kinds), min),
             stages=cluster.stages,
-            tensor=tensor,
         )
 
     def _each(self, values: Sequence[Value], merged: Callable[[Sequence[Value]], Value]) -> tuple[Value, ...]:

@@ -26,6 +26,7 @@ from plait.core.errors import (
     ModelError,
     ProcessError,
 )
+from plait.core.plans import ReplicaShape
 from plait.core.settings import ClusterSettings, RunSettings
 from plait.distributed.channel import Door, Join, Load, See
 from plait.distributed.fleet import Fleet
@@ -83,7 +84,7 @@ class Launcher:
         self._waiting = Waiting(self._door, self._count)
         self._here: _Here | None = None
         self._processes: Processes | None = None
-        self._preferred: tuple[int, ...] = ()
+        self._preferred: tuple[ReplicaShape, ...] = ()
         self._request: Load | None = None
         self._layers: int | None = None  # of the model, once it was cut
         self._trained = ""  # the digest of the model, once all have come together
@@ -164,7 +165,7 @@ class Launcher:
 
     def prefer(self, stages: tuple[int, ...]) -> None:
         """Let each replica of the next fleets have so many processes, as far as there are enough."""
-        self._preferred = stages
+        self._preferred = tuple(map(ReplicaShape, stages))
 
     def close(self, *, linger: bool = True) -> None:
         """End all processes; ``linger``: tell those that are still to come that there is nothing to do."""
@@ -317,7 +318,7 @@ class Launcher:
             memory = min(each.hello.memory_bytes // per_host[each.hello.host] for each in all_processes)
         threads = engine.threads or _threads(all_processes)
         numbers = [each.hello.process for each in all_processes]
-        preferred = self._preferred or settings.cluster.stages
+        preferred = self._preferred or settings.cluster.shapes
         cluster = _remaining(settings.cluster, numbers, preferred, self._layers)
         for words in _given_up(settings.cluster, cluster):
             self.say(words)
@@ -391,29 +392,28 @@ class Launcher:
 
 
 def _remaining(
-    cluster: ClusterSettings, numbers: Sequence[int], preferred: Sequence[int], layers: int | None
+    cluster: ClusterSettings, numbers: Sequence[int], preferred: Sequence[ReplicaShape], layers: int | None
 ) -> ClusterSettings:
     """The settings of the processes that have come, by the numbers that they were launched with.
 
     Args:
-        preferred: how many processes each replica should have.
+        preferred: shapes of the replicas that there should be.
         layers: of the model; None: not known yet.
     """
     capacities = tuple(cluster.capacities[number] for number in numbers if cluster.capacities)
     speeds = tuple(cluster.speeds[number] for number in numbers if cluster.speeds)
-    stages = fitted(preferred, len(numbers), layers)
-    tensor = cluster.tensor if stages == cluster.stages else 1
+    shapes = fitted(preferred, len(numbers), layers)
     return replace(
         cluster,
         processes=len(numbers),
         capacities=capacities,
         speeds=speeds,
         pipeline=1,
-        deployment=stages,
-        tensor=tensor,
+        deployment=tuple(map(str, shapes)),
+        tensor=1,
         shard_base=cluster.shard_base and len(numbers) > 1,
         layer_split=cluster.layer_split
-        if {each // tensor for each in stages} - {1} == {len(cluster.layer_split)}
+        if {shape.pipeline for shape in shapes} - {1} == {len(cluster.layer_split)}
         else (),
     )
 
@@ -423,33 +423,36 @@ def _given_up(given: ClusterSettings, cluster: ClusterSettings) -> Iterator[str]
     replicas = f"replicas of {list(cluster.stages)} processes"
     if given.layer_split != cluster.layer_split:
         yield f"cluster.layer_split={list(given.layer_split)} does not hold for {replicas}: they are balanced"
-    if given.tensor != cluster.tensor:
-        yield f"cluster.tensor={given.tensor} does not hold for {replicas}: each stage has whole layers"
+    if given.slicing and not cluster.slicing:
+        yield f"{given.slicing} does not hold for {replicas}: each stage has whole layers"
     if given.shard_base != cluster.shard_base:
         yield "cluster.shard_base=true does not hold for one process: it has the whole base model"
 
 
-def fitted(stages: Sequence[int], processes: int, most: int | None = None) -> tuple[int, ...]:
+def fitted(
+    shapes: Sequence[ReplicaShape], processes: int, most: int | None = None
+) -> tuple[ReplicaShape, ...]:
     """A deployment for another number of processes: what fits into a replica is kept as long as possible.
 
-    The largest replicas stay. Those that are left join the last of them, and come as single ones where no
-    replica has stages.
+    The largest replicas stay. Those that are left join the last of them as stages, and come as single ones
+    where each process is a replica.
 
     Args:
-        most: processes of a replica, since each stage has at least one layer; what is more are replicas.
+        most: stages of a replica, since each has at least one layer; what is more are replicas.
     """
-    if sum(stages) == processes:
-        return tuple(stages)
-    found: list[int] = []
-    for each in sorted(stages, reverse=True):
-        if each <= processes - sum(found):
+    left = processes
+    if sum(shape.processes for shape in shapes) == processes:
+        return tuple(shapes)
+    found: list[ReplicaShape] = []
+    for each in sorted(shapes, key=lambda shape: shape.processes, reverse=True):
+        if each.processes <= left:
             found.append(each)
-    left = processes - sum(found)
-    if max(stages) == 1 or not left:
-        return (*found, *(1,) * left)
-    last = (found[-1] if found else 0) + left
+            left -= each.processes
+    if max(shape.processes for shape in shapes) == 1 or not left:
+        return (*found, *(ReplicaShape(),) * left)
+    last = (found.pop().processes if found else 0) + left
     full, rest = divmod(last, most or last)
-    return (*found[:-1], *(most or last,) * full, *(rest,) * (rest > 0))
+    return (*found, *(ReplicaShape(most or last),) * full, *(ReplicaShape(rest),) * (rest > 0))
 
 
 def _threads(processes: Sequence[Process]) -> int:

@@ -52,6 +52,7 @@ from plait.distributed.channel import (
     limit_links,
 )
 from plait.distributed.exchange import Exchange
+from plait.distributed.layout import Layout
 from plait.distributed.links import Links
 from plait.distributed.places import ADDRESS, KEY, LOCAL, NUMBER, Address, interface_of
 from plait.distributed.replica_stage import ReplicaStage
@@ -179,7 +180,7 @@ class Replica:
 
     def _build(self, request: Build) -> LocalWorker:
         data, engine = DataCatalogue(self._data.__getitem__), request.engine
-        if max(request.stages, default=1) > 1:
+        if any(shape.processes > 1 for shape in request.shapes):
             return self._build_stage(request, data)
         exchange = self._exchange
         everyone, layers = range(exchange.processes), range(self._shape.layer_count)
@@ -190,38 +191,23 @@ class Replica:
 
     def _build_stage(self, request: Build, data: DataCatalogue) -> StageWorker:
         """The worker of a stage; the model is read again where layers are missing."""
-        engine, split, tensor, shape = request.engine, request.split, request.tensor, self._shape
+        engine, split, shape = request.engine, request.split, self._shape
         time = model_time(shape.linears, shape.layer_count, shape.hidden_size, shape.vocabulary)
         layers = [
             stage_layers(time, each, split if len(split) == each else (), engine.capacity_or_usual)
-            for each in (processes // tensor for processes in request.stages)
+            for each in (shape.pipeline for shape in request.shapes)
         ]
-        stage, number = divmod(self.number, tensor)
-        own = [stage for each in layers for stage in each][stage]
+        layout = Layout(request.shapes, layers)
+        position = layout.position(self.number)
+        together = position.slices
+        group = TensorGroup(together, position.slice, self._device) if len(together) > 1 else None
+        model = self._have(Part(layers[position.replica][position.stage], slicing=group))
+        links, recorder = Links(position.stage, self._device, position.stages), self._recorder
         if len(layers) == 1:
-            ranks = range(number, request.stages[0], tensor)
-            links = Links(stage, self._device, ranks)
-            group = None
-            if tensor > 1:
-                same = range(stage * tensor, (stage + 1) * tensor)
-                group = TensorGroup(same, number, self._device)
-            return StageWorker(
-                self._have(Part(own, slicing=group)),
-                data,
-                engine,
-                links=links,
-                layers=layers[0],
-                recorder=self._recorder,
-                group=group,
-            )
+            own = layers[0]
+            return StageWorker(model, data, engine, links=links, layers=own, recorder=recorder, group=group)
         return ReplicaStage(
-            self._have(Part(own)),
-            data,
-            engine,
-            exchange=self._exchange,
-            layers=layers,
-            process=self.number,
-            recorder=self._recorder,
+            model, data, engine, links=links, layout=layout, exchange=self._exchange, recorder=recorder
         )
 
     def _join(self, request: Join) -> Exchange:

@@ -8,10 +8,10 @@ not travel with hidden states (:mod:`plait.distributed.replica_run`).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
-from itertools import accumulate, chain
+from dataclasses import replace
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -19,46 +19,25 @@ from torch import Tensor
 
 from plait.core.messages import RunSchedule, WorkerEvent
 from plait.core.settings import EngineSettings
-from plait.distributed.exchange import Exchange
+from plait.distributed.exchange import Exchange, Region, Sum
+from plait.distributed.layout import Layout, Piece
 from plait.distributed.links import Links
 from plait.distributed.replica_run import ReplicaRun
 from plait.distributed.stage_worker import StageWorker
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.span_recorder import SpanRecorder
 from plait.models.base import BaseModel
+from plait.models.slices import LayerSlice
 from plait.planner.instructions import Key
 from plait.simulate.lowering import Lowering
 from plait_kernels.bank import GRADIENTS, Block, Site
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Layers that one process of each replica has; ``holders``: these, in the order of the replicas."""
-
-    layers: range
-    holders: tuple[int, ...]
-
-
-def pieces(layers: Sequence[Sequence[range]]) -> list[Piece]:
-    """All layers in pieces, given those of every stage of every replica."""
-    first = [0, *accumulate(map(len, layers))]
-    found, begin = [], 0
-    for end in sorted({each.stop for own in layers for each in own}):
-        holders = tuple(
-            first[replica] + next(stage for stage, each in enumerate(own) if begin in each)
-            for replica, own in enumerate(layers)
-        )
-        found.append(Piece(range(begin, end), holders))
-        begin = end
-    return found
 
 
 class ReplicaStage(StageWorker):
     """A :class:`~plait.engine.worker.Worker` for one stage of one of several replicas.
 
     Args:
-        layers: of every stage of every replica.
-        process: number of this process among all.
+        layout: of all processes.
     """
 
     def __init__(
@@ -67,30 +46,25 @@ class ReplicaStage(StageWorker):
         data: DataCatalogue,
         settings: EngineSettings,
         *,
+        links: Links,
+        layout: Layout,
         exchange: Exchange,
-        layers: Sequence[Sequence[range]],
-        process: int,
         recorder: SpanRecorder,
     ) -> None:
-        ends = [*accumulate(map(len, layers))]
-        replica = next(number for number, end in enumerate(ends) if process < end)
-        first = ends[replica] - len(layers[replica])
-        links = Links(process - first, model.device, range(first, ends[replica]))
-        super().__init__(model, data, settings, links=links, layers=layers[replica], recorder=recorder)
-        self._exchange = exchange
-        self._says_norms = replica == 0
-        self._all_pieces, self._process = pieces(layers), process
-        self._pieces: list[tuple[dist.ProcessGroup, tuple[Site, ...]]] = []
+        self._layout, self._exchange = layout, exchange
+        self._position = layout.position(exchange.process)
+        layers = layout.layers[self._position.replica]
+        super().__init__(model, data, settings, links=links, layers=layers, recorder=recorder)
+        self._pieces: list[tuple[Piece, dist.ProcessGroup]] = []
         self._stage_run = self._replica_run = ReplicaRun(self, links, links.process)
 
     def _run_window(self, command: RunSchedule) -> list[WorkerEvent]:
         """Run a schedule to its end; before the first one, all processes make their groups."""
         if not self._pieces:
-            groups = self._exchange.groups([each.holders for each in self._all_pieces])
+            pieces = self._layout.pieces()
+            groups = self._exchange.groups([each.processes for each in pieces])
             self._pieces = [
-                (groups[each.holders], self._model.sites_of(each.layers))
-                for each in self._all_pieces
-                if self._process in each.holders
+                (each, groups[each.processes]) for each in pieces if self._exchange.process in each.processes
             ]
         # A batch may have nothing here, so steps are not counted on from one schedule to the next.
         self._lowering = Lowering(len(self._layers))
@@ -101,22 +75,51 @@ class ReplicaStage(StageWorker):
         """Begin to add up a job's gradients over the replicas; the norm of the sum, not a number where the
         job failed here."""
         block, failed = self.bank.block(key[0]), key[0] in self._failed
-        sums = [(group, self._gradients(block, sites)) for group, sites in self._pieces]
+        sums = [self._sum(block, piece, group) for piece, group in self._pieces]
 
         def squares() -> Tensor:
-            """By site, after a place for what is not finite; of each site, one process says it."""
+            """By site, after a position for what is not finite; of each number, one process says it."""
             found = torch.zeros(1 + len(self._model.linears), dtype=torch.float64)
-            for site in self.bank.sites if self._says_norms else ():
-                own = (each.double().square().sum() for each in self._gradients(block, [site]))
+            for site in self.bank.sites if self._position.replica == 0 else ():
+                own = (each.double().square().sum() for each in self._counted(block, site))
                 found[1 + site.module] = sum(map(float, own))
             found[0] = math.nan if failed else 0.0
             return found.to(self._model.device)
 
         return self._exchange.add_pieces(sums, squares, (key,))
 
-    def _gradients(self, block: Block, sites: Sequence[Site]) -> list[Tensor]:
-        own = (site for site in sites if site.name in block.layout.specs)
-        return list(chain.from_iterable(block.at(site, GRADIENTS) for site in own))
+    def _sum(self, block: Block, piece: Piece, group: dist.ProcessGroup) -> Sum:
+        """A job's gradients of a piece."""
+        sites = [site for site in self._model.sites_of(piece.layers) if site.name in block.layout.specs]
+        own = list(chain.from_iterable(block.at(site, GRADIENTS) for site in sites))
+        if not own or len(piece.processes) == len(piece.holders):
+            return Sum(group, piece.processes, own)
+        linears = (self._model.linears[site.module] for site in sites)
+        sizes = (((block.rank, each.in_features), (each.out_features, block.rank)) for each in linears)
+        regions = [
+            list(chain.from_iterable(_regions(slices.get(site.name)) for site in sites))
+            for held in piece.holders
+            for slices in self._slices_of(len(held))
+        ]
+        return Sum(group, piece.processes, own, list(chain.from_iterable(sizes)), regions)
+
+    def _slices_of(self, count: int) -> list[Mapping[str, LayerSlice]]:
+        """What each of so many processes has of every layer; nothing is named where there is one."""
+        return [self._model.slices_of(number, count) if count > 1 else {} for number in range(count)]
+
+    def _counted(self, block: Block, site: Site) -> Iterator[Tensor]:
+        """What this process counts of the norm of a site's gradients, where replicas have the same."""
+        if site.name not in block.layout.specs:
+            return
+        a, b = block.at(site, GRADIENTS)
+        if (part := self._model.slices.get(site.name)) is None:
+            yield from (a, b)
+            return
+        own, shared = (a, b) if part.side == "in" else (b, a)
+        if self._position.slice == 0:
+            yield shared
+        if self._position.slice == part.holders[0]:
+            yield own
 
     def finish(self, begun: Sequence[Future[float]], keys: Sequence[Key]) -> list[float]:
         """Wait for the norms of sums.
@@ -127,3 +130,11 @@ class ReplicaStage(StageWorker):
         norms = [self._exchange.result(each) for each in begun]
         self._recorder.lap("exchange", tuple(keys))
         return norms
+
+
+def _regions(part: LayerSlice | None) -> tuple[Region, Region]:
+    """The parts of A (rank, in) and B (out, rank) that a process has."""
+    every = slice(None)
+    if part is None:
+        return (every, every), (every, every)
+    return ((every, part.own), (every, every)) if part.side == "in" else ((every, every), (part.own, every))

@@ -143,7 +143,7 @@ class Admission:
 
     def _rooms_of(self, parts: Sequence[HeldPart], capacity: int) -> tuple[_Room, ...]:
         """The processes of a replica."""
-        tensor = self._facts.tensor
+        tensor = parts[0].tensor
         stages = len(parts) // tensor
         bounded = self._engine.schedule not in UNBOUNDED
         found = []
@@ -202,7 +202,7 @@ class Admission:
         linears, adapter = self._facts.linears, AdapterSpec(USUAL_RANK)
         up_to = self._up_to(adapter, linears) if self._facts.staged else ()
         size = self._adapter_bytes(adapter, linears)
-        stages = max(self._facts.stages, default=1) // self._facts.tensor
+        stages = max(map(len, self._facts.splits))
         return Demand(size, 0, USUAL_RANK, _last_parts(linears), up_to=up_to, samples=stages)
 
     @property

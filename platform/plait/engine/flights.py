@@ -103,7 +103,7 @@ def _of(microbatch: Microbatch, jobs: Container[str]) -> Microbatch:
 
 def flights_of(facts: WorkerFacts, settings: RunSettings, packer: Packer, expect: Expect) -> Flights | None:
     """The flights of a single pipeline whose order leaves it undrained; None for any other worker."""
-    stages, order = facts.stages, settings.engine.schedule
-    if facts.tensor > 1 or len(stages) != 1 or stages[0] == 1 or order not in OPEN_ORDERS:
+    stages, order, tensor = facts.stages, settings.engine.schedule, facts.parts[0][0].tensor
+    if tensor > 1 or len(stages) != 1 or stages[0] == 1 or order not in OPEN_ORDERS:
         return None
     return Flights(stages[0], order, packer, expect)

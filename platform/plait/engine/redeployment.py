@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from statistics import median
 
 from plait.core.errors import CapacityError
-from plait.core.plans import Replica
+from plait.core.plans import Replica, ReplicaShape
 from plait.core.settings import RunSettings
 from plait.cost.profile_store import Profile
 from plait.cost.replica import Configuration, ReplicaCost
@@ -61,7 +61,7 @@ class Redeployment:
         self._processes = sum(stages)
         self._capacities = {}
         for count in range(1, min(self._processes, facts.shape.layers) + 1):
-            own = facts.of(cut(facts, self._settings, (count,), least)[0])
+            own = facts.of(cut(facts, self._settings, (ReplicaShape(count),), least)[0])
             (self._splits[count],) = own.splits
             capacity, fits = (
                 (count * min(given), True) if given else fitting_capacity(own, self._settings, self._profile)

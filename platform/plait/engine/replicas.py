@@ -11,8 +11,13 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from plait.core.errors import ConfigError
+<<<<<<< HEAD
 from plait.core.plans import Replica
 from plait.core.settings import WHOLE, RunSettings
+=======
+from plait.core.plans import Replica, ReplicaShape
+from plait.core.settings import RunSettings
+>>>>>>> f804be01 (Replicas in slices of layers stand beside others)
 from plait.cost.memory import linear_bytes
 from plait.cost.profile_store import Profile
 from plait.cost.replica import balanced_split
@@ -36,9 +41,9 @@ def replicas_of(facts: WorkerFacts, settings: RunSettings, profile: Profile | No
         if not given and facts.replica_bytes[number] < most:
             capacity, _ = fitting_capacity(facts.of(facts.parts[number]), settings, profile)
         speed = facts.speeds[number] if facts.speeds else 1.0
-        pp = (facts.stages[number] if facts.stages else 1) // facts.tensor
-        split = facts.splits[number] if facts.staged else ()
-        found.append(Replica(number, facts.tensor, pp, split, (device,), capacity, speed))
+        tensor, split = facts.parts[number][0].tensor, facts.splits[number]
+        own = split if facts.staged else ()
+        found.append(Replica(number, tensor, len(split), own, (device,), capacity, speed))
     return tuple(found)
 
 
@@ -86,24 +91,20 @@ def stage_layers(time: TimeModel, stages: int, split: Sequence[int], capacity: i
 
 
 def cut(
-    facts: WorkerFacts, settings: RunSettings, replicas: Sequence[int], memory_bytes: int
+    facts: WorkerFacts, settings: RunSettings, replicas: Sequence[ReplicaShape], memory_bytes: int
 ) -> tuple[tuple[HeldPart, ...], ...]:
     """What the processes of replicas would hold of a model that is not loaded yet.
 
     A head without weights of its own is the embedding once more, on another stage.
 
-    Args:
-        replicas: how many processes hold each.
-
     Raises:
         ConfigError: as for :func:`stage_layers`.
     """
-    shape, tensor = facts.shape, facts.tensor
+    shape = facts.shape
     time, given = dispatch_time(facts, None), settings.cluster.layer_split
     weights, end = _weights(facts, settings.model.quantise)
     found = []
-    for processes in replicas:
-        stages = processes // tensor
+    for stages, tensor in replicas:
         if stages == 1 == tensor:
             found.append(facts.whole(memory_bytes))
             continue

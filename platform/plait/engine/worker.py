@@ -124,7 +124,6 @@ class WorkerFacts:
         speeds: how fast they are, relative to each other; empty: all alike.
         capacities: most tokens of a microbatch of each, if they are given.
         stages: how many processes hold each replica together; empty: one.
-        tensor: how many of them hold the same layers together, each a slice of every one.
         inputs: the linears' inputs: names of the linears that read the same one, and its features. Empty:
             none is known to be shared.
     """
@@ -143,7 +142,6 @@ class WorkerFacts:
     model: str = ""
     capacities: tuple[int, ...] = ()
     stages: tuple[int, ...] = ()
-    tensor: int = 1
 
     @property
     def staged(self) -> bool:
@@ -153,7 +151,7 @@ class WorkerFacts:
     @property
     def replica_bytes(self) -> tuple[int, ...]:
         """Memory of each replica: of slices of the same layers, that of one counts."""
-        return tuple(sum(part.memory_bytes for part in own[:: self.tensor]) for own in self.parts)
+        return tuple(sum(part.memory_bytes for part in own[:: own[0].tensor]) for own in self.parts)
 
     @property
     def parts(self) -> tuple[tuple[HeldPart, ...], ...]:
@@ -163,7 +161,7 @@ class WorkerFacts:
     @property
     def splits(self) -> tuple[tuple[int, ...], ...]:
         """Layers of each stage of each replica."""
-        return tuple(tuple(len(part.layers) for part in own[:: self.tensor]) for own in self.parts)
+        return tuple(tuple(len(part.layers) for part in own[:: own[0].tensor]) for own in self.parts)
 
     def whole(self, memory_bytes: int) -> tuple[HeldPart, ...]:
         """What a process holds that is a replica by itself."""

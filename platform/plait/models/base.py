@@ -265,12 +265,16 @@ class BaseModel:
 
     def _slice_sites(self, slicing: Slicing) -> dict[str, LayerSlice]:
         """What is here of each linear layer; it becomes its site's size."""
-        slices = layer_slices(self.linears, self._model.config, slicing.number, slicing.count)
+        slices = self.slices_of(slicing.number, slicing.count)
         self._sites = [
             [tuple(local_site(site, slices[site.name]) for site in sites) for sites in own]
             for own in self._all_sites
         ]
         return slices
+
+    def slices_of(self, number: int, count: int) -> dict[str, LayerSlice]:
+        """What one of so many processes has of each linear layer; ModelError where it cannot be cut."""
+        return layer_slices(self.linears, self._model.config, number, count)
 
     def _slice_layers(self, layers: range, slices: Mapping[str, LayerSlice], slicing: Slicing) -> None:
         """Keep this process's part of layers."""

@@ -226,7 +226,7 @@ def check_stages(settings: RunSettings, layers: int, jobs: Sequence[JobSpec]) ->
             "It is the order in which the stages of a pipeline take microbatches; here there is one stage.",
             "Set cluster.processes and cluster.pipeline to the number of stages, or leave it out.",
         )
-    if max(cluster.stages) // cluster.tensor > layers or (
+    if max(shape.pipeline for shape in cluster.shapes) > layers or (
         cluster.layer_split and sum(cluster.layer_split) != layers
     ):
         raise ConfigError(
@@ -254,15 +254,15 @@ def check_slices(settings: RunSettings, shape: ModelShape, jobs: Sequence[JobSpe
     from plait.models.load import model_config
     from plait.models.slices import layer_slices
 
-    count = settings.cluster.tensor
-    if count > 1:
-        layer_slices(shape.linears, model_config(settings.model, cache=cache_dir()), 0, count)
-    elif not settings.cluster.shard_base:
+    slicing = settings.cluster.slicing
+    if not slicing and not settings.cluster.shard_base:
         return
+    for count in sorted({each.tensor for each in settings.cluster.shapes} - {1}):
+        layer_slices(shape.linears, model_config(settings.model, cache=cache_dir()), 0, count)
     for variant in sorted({job.adapter.variant for job in jobs}):
         if not VARIANTS.get(variant).fused:
             raise ConfigError(
-                f"adapter.variant={variant} with cluster.{'tensor' if count > 1 else 'shard_base'}",
+                f"adapter.variant={variant} with {slicing or 'cluster.shard_base=true'}",
                 "Each process has a part of every layer, and other variants than plain LoRA need all of it.",
                 "Leave one of them out.",
             )

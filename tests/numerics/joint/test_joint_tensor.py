@@ -62,6 +62,34 @@ def test_slices_and_stages_train_as_one_process_does(
     assert distance(weights, stored_pairs(second.ended(jobs[0].name).adapter)) == 0.0
 
 
+@pytest.mark.parametrize(
+    ("family", "deployment", "capacities"),
+    [("gemma2", ("2x2", 1), (48, 32, 48, 32, 96)), ("llama", (1, "2x1"), (160, 32, 64))],
+)
+def test_replicas_in_slices_beside_others_train_as_one_process_does(
+    laboratory: Any,
+    tmp_path: Path,
+    family: str,
+    deployment: tuple[int | str, ...],
+    capacities: tuple[int, ...],
+) -> None:
+    lab = laboratory(family)
+    jobs = lab.group(dropout=0.1)[::2]
+    alone = lab.undisturbed(jobs, kernels="grouped")
+    given: dict[str, Any] = {"deployment": deployment, "capacities": capacities, "join_seconds": 240.0}
+    count = len(capacities)
+    settings = ClusterSettings(processes=count, **given)
+    model = saved(replace(TINY, family=family), tmp_path / "model")
+    with fleet(count, model, ENGINE, tmp_path / "processes", **given) as worker:
+        first = lab.run(jobs, worker=worker, cluster=settings)
+        weights = {job.name: stored_pairs(first.ended(job.name).adapter) for job in jobs}
+        second = lab.run(jobs, worker=worker, cluster=settings) if family == "llama" else None
+    assert_same(first, alone, jobs)
+    for job in jobs if second is not None else ():
+        assert first.losses(job.name) == second.losses(job.name)
+        assert distance(weights[job.name], stored_pairs(second.ended(job.name).adapter)) == 0.0
+
+
 def test_slices_train_as_solo_and_as_peft(laboratory: Any, tmp_path: Path) -> None:
     lab = laboratory("gemma2")
     jobs = lab.group()[1:4:2]  # after few steps an update is small, and PEFT's own rounding counts for more
