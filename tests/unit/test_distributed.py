@@ -514,7 +514,7 @@ def test_who_reads_the_searchs_files_on_another_host_must_have_its_folder(
         with closing(Launcher(cluster, start=Silent)) as launcher:
             refused = pytest.raises(StorageError, match="is not the folder that the coordinator has")
             with nullcontext() if shared or not wanted else refused:
-                launcher._check_folder(processes, tmp_path)
+                launcher._check_folder(processes, tmp_path, cluster)
         assert [number for number, far in enumerate(fars) if far.asked] == wanted
         assert list(tmp_path.iterdir()) == []
 

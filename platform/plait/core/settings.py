@@ -15,11 +15,8 @@ from typing import Annotated, Any, Literal
 from plait.core.checks import POSITIVE_SHARE, Rule, above, at_least, between, check, each, one_of
 from plait.core.errors import ConfigError
 from plait.core.objectives import Constraint, Objective
-<<<<<<< HEAD
-from plait.core.space import as_written
-=======
 from plait.core.plans import ReplicaShape
->>>>>>> f804be01 (Replicas in slices of layers stand beside others)
+from plait.core.space import as_written
 
 MODEL_KINDS = ("smollm2", "hf", "gguf", "tiny")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -34,16 +31,12 @@ GPU_CAPACITIES = (
     4096,
 )  # on a GPU: the first that leaves memory for other jobs
 DIRECTIONS = ("minimize", "maximize")
-<<<<<<< HEAD
-SIZES = Rule(
-    "auto or a list of numbers at least 1",
-    lambda given: given == AUTO if isinstance(given, str) else all(each >= 1 for each in given),
-=======
 SHAPE = re.compile(r"(?:([1-9]\d{0,3})x)?([1-9]\d{0,3})")  # of a replica: slices x stages, or stages
-EACH_SHAPE = Rule(
-    "a list of the stages of each replica, such as 2, or slices x stages, such as 2x4",
-    lambda given: all(SHAPE.fullmatch(str(entry)) for entry in given),
->>>>>>> f804be01 (Replicas in slices of layers stand beside others)
+SHAPES = Rule(
+    "auto or a list of the stages of each replica, such as 2, or slices x stages, such as 2x4",
+    lambda given: (
+        given == AUTO or (not isinstance(given, str) and all(map(SHAPE.fullmatch, map(str, given))))
+    ),
 )
 EACH_DIRECTION = Rule(
     "maximize, minimize or a list of them",
@@ -137,11 +130,7 @@ class ClusterSettings:
     interface: str | None = None
     key_file: str | None = None
     pipeline: Annotated[int, between(1, 1024)] = 1
-<<<<<<< HEAD
-    deployment: Annotated[tuple[int, ...] | str, SIZES] = ()
-=======
-    deployment: Annotated[tuple[int | str, ...], EACH_SHAPE] = ()
->>>>>>> f804be01 (Replicas in slices of layers stand beside others)
+    deployment: Annotated[tuple[int | str, ...] | str, SHAPES] = ()
     tensor: Annotated[int, between(1, 1024)] = 1
     redeploy: bool = False
     layer_split: Annotated[tuple[int, ...], each(at_least(1))] = ()
@@ -173,27 +162,21 @@ class ClusterSettings:
 
     @property
     def shapes(self) -> tuple[ReplicaShape, ...]:
-        """The shape of each replica, in their order."""
-        found = (SHAPE.fullmatch(str(each)) for each in self.deployment)
+        """The shape of each replica, in their order; single processes until they are chosen."""
+        found = (SHAPE.fullmatch(str(each)) for each in self.deployment if not self.to_choose)
         given = tuple(ReplicaShape(int(each[2]), int(each[1] or 1)) for each in found if each)
         alike = ReplicaShape(self.pipeline, self.tensor)
         return given or (alike,) * max(1, self.processes // alike.processes)
 
     @property
     def stages(self) -> tuple[int, ...]:
-<<<<<<< HEAD
         """How many processes hold each replica, in their order; single ones until they are chosen."""
-        together = self.pipeline * self.tensor
-        given = () if isinstance(self.deployment, str) else self.deployment
-        return given or (together,) * max(1, self.processes // together)
+        return tuple(shape.processes for shape in self.shapes)
 
     @property
     def to_choose(self) -> bool:
         """Whether the replicas are still to be chosen."""
         return self.deployment == AUTO
-=======
-        """How many processes hold each replica, in their order."""
-        return tuple(shape.processes for shape in self.shapes)
 
     @property
     def slicing(self) -> str:
@@ -205,7 +188,6 @@ class ClusterSettings:
     @property
     def _given(self) -> str:
         return f"cluster.deployment=[{','.join(map(str, self.deployment))}]"
->>>>>>> f804be01 (Replicas in slices of layers stand beside others)
 
     @property
     def staged(self) -> bool:
@@ -247,19 +229,12 @@ class ClusterSettings:
 
     def _check_deployment(self) -> None:
         """Check that the replicas have all processes, and that what is set beside holds for stages."""
-<<<<<<< HEAD
         if self.to_choose:
             self._check_to_choose()
-        if sum(self.stages) != self.processes or (self.deployment and self.pipeline > 1):
-            key, value = (
-                ("deployment", list(self.deployment)) if self.deployment else ("pipeline", self.pipeline)
-            )
-=======
         equal = [f"cluster.{key}={own}" for key in ("pipeline", "tensor") if (own := getattr(self, key)) > 1]
         if sum(self.stages) != self.processes or (self.deployment and equal):
             given = [self._given] if self.deployment else equal
             others = [*(equal if self.deployment else ()), f"cluster.processes={self.processes}"]
->>>>>>> f804be01 (Replicas in slices of layers stand beside others)
             raise ConfigError(
                 f"{' and '.join(given)} with {' and '.join(others)}",
                 "All processes belong to replicas: equal ones of cluster.pipeline stages and cluster.tensor "

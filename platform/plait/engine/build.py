@@ -241,14 +241,8 @@ def worker_facts(settings: RunSettings, shape: ModelShape, memory_bytes: int) ->
     )
     facts = WorkerFacts(activations, shape.linears, shape.max_length, memory_bytes, outside=shape.outside)
     if cluster.shard_base:
-<<<<<<< HEAD
         facts = sharded(facts, cluster.processes)
-    if not cluster.staged or max(cluster.stages) // cluster.tensor > shape.layer_count:
-=======
-        held = sharded_bytes(facts, model.quantise, cluster.processes)
-        facts = replace(facts, shape=replace(activations, weight_bytes=held))
     if not cluster.staged or max(each.pipeline for each in cluster.shapes) > shape.layer_count:
->>>>>>> f804be01 (Replicas in slices of layers stand beside others)
         return facts  # what cannot be is refused elsewhere
     facts = replace(facts, stages=cluster.stages)
     return replace(

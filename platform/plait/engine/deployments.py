@@ -264,11 +264,12 @@ def time_of(
     time, cluster = None if profile is None else profile.time, run.cluster
     if time is None:
         return None, NO_PROFILE.format(measure(run))
-    if not cluster.shard_base and cluster.tensor in time.layer:
+    unmeasured = {each.tensor for each in cluster.shapes} - time.layer.keys()
+    if not cluster.shard_base and not unmeasured:
         return time, ""
     if cluster.link_gb_per_s is None:
         return None, NO_LINK
-    whole = replace(cluster, tensor=1, pipeline=1, shard_base=False, layer_split=())
+    whole = replace(cluster, tensor=1, pipeline=1, deployment=(), shard_base=False, layer_split=())
     shape, rate = (
         worker_facts(replace(run, cluster=whole), model, memory_bytes).shape,
         1e9 * cluster.link_gb_per_s,
@@ -276,8 +277,10 @@ def time_of(
     if cluster.shard_base:
         layer = shape.weight_bytes / shape.layers
         return time.gathering(PASSES * layer * (1 - 1 / cluster.processes) / rate), ""
-    row = 2 * (1 - 1 / cluster.tensor) * shape.hidden * shape.element_bytes  # of a sum in a ring
-    return time.sliced(cluster.tensor, SUMS * row / rate), ""
+    for tensor in sorted(unmeasured):
+        row = 2 * (1 - 1 / tensor) * shape.hidden * shape.element_bytes  # of a sum in a ring
+        time = time.sliced(tensor, SUMS * row / rate)
+    return time, ""
 
 
 def _seconds(candidate: Candidate) -> float:

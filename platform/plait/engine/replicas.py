@@ -11,13 +11,8 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from plait.core.errors import ConfigError
-<<<<<<< HEAD
-from plait.core.plans import Replica
-from plait.core.settings import WHOLE, RunSettings
-=======
 from plait.core.plans import Replica, ReplicaShape
-from plait.core.settings import RunSettings
->>>>>>> f804be01 (Replicas in slices of layers stand beside others)
+from plait.core.settings import WHOLE, RunSettings
 from plait.cost.memory import linear_bytes
 from plait.cost.profile_store import Profile
 from plait.cost.replica import balanced_split
