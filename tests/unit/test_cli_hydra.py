@@ -205,7 +205,10 @@ def test_a_swept_key_with_quotes_is_still_an_override() -> None:
         (["sweep", "model=tyni"], ["model=tyni", "Did you mean model=tiny", "smollm2-135m"]),
         (["sweep", "data=a,b"], ["data=a", "jsonl, mixture, reasoning_gym"]),
         (["sweep", "+sweeps=quick"], ["sweeps=quick", "Did you mean sweeps=quickstart"]),
-        (["sweep", "adapter.rank=choice(1,2"], ["cannot be read", "KEY=VALUE"]),
+        (["sweep", "adapter.rank=choice(1,2"], ["cannot be read", "KEY=VALUE", "For example key="]),
+        (["sweep", "search.name=my näme"], ["'ä' must be in quotes", "Here: \"search.name='my näme'\""]),
+        (["sweep", "data.path=/a(1).jsonl"], ["mismatched input '('", "Here: \"data.path='/a(1).jsonl'\""]),
+        (["sweep", "search.name=it's"], ["cannot be read", "For example key="]),
         (["sweep", "train.lr"], ["plait: train.lr", "has no value", "Write train.lr=VALUE."]),
         (
             ["sweep", "model=tiny", "adapter.rank=1,2", "search.metric=accuracy"],

@@ -101,3 +101,8 @@ def test_the_verb_writes_a_file(
     assert tracks_of((tmp_path / "mine-trace.json").read_text())
     assert main(["trace", "mine", "--to", "deep/trace.json"]) == 0
     assert (tmp_path / "deep" / "trace.json").exists()
+    odd = tmp_path / "plait-runs" / "searches" / "a%2Fb"
+    odd.mkdir()
+    keep(odd, taken(0, Span("microbatch", 1.0, 2.0)))
+    assert main(["trace", "a/b"]) == 0  # no folder a is made
+    assert (tmp_path / "a%2Fb-trace.json").exists()

@@ -28,6 +28,8 @@ from plait.utils.spelling import did_you_mean
 KINDS = {"data": "data source", "search/stopping": "stopping rule", "sweeps": "named search or benchmark"}
 _UNKNOWN_KEY = re.compile(r"Could not override '([^']+)'")
 _CALL = re.compile(r"[^=]+=([A-Za-z_]\w*)\(")
+_LEXER = "LexerNoViableAltException: "  # before the override in Hydra's error, with a ^ in the next line
+_NOT_QUOTED = set("'\"$`\\!")  # what quotes of Hydra's grammar and a shell's would not keep as it is
 _MISSING_PLUS = re.compile(r"To append to your default list use (\+\S+)")
 
 
@@ -40,11 +42,7 @@ def explain(error: HydraException, arguments: Sequence[str]) -> ConfigError:
         if "=" not in str(error.override):
             rule = "This setting has no value."
             return ConfigError(str(error.override), rule, f"Write {error.override}=VALUE.")
-        return ConfigError(
-            f"{error.override!r} cannot be read",
-            text.splitlines()[-2] if len(text.splitlines()) > 1 else text,
-            "Write KEY=VALUE; quote values with special characters: key=\"'a,b'\".",
-        )
+        return _unread(str(error.override), text)
     if isinstance(error, MissingConfigException) and error.options is not None:
         return _unknown_choice(error)
     if match := _UNKNOWN_KEY.search(text):
@@ -75,6 +73,21 @@ def explain(error: HydraException, arguments: Sequence[str]) -> ConfigError:
             "Use `plait sweep` for several.",
         )
     return _unlisted(error.__cause__, arguments) or _as_it_is(error)
+
+
+def _unread(override: str, text: str) -> ConfigError:
+    """An override that Hydra's grammar does not read; its error points to a character, or names a part."""
+    _, *points, _ = text.splitlines() or ["", ""]
+    at = points[-1].find("^") - len(_LEXER) if points else -1
+    rule = f"{override[at]!r} must be in quotes." if 0 <= at < len(override) else text.splitlines()[0]
+    key, _, value = override.partition("=")
+    here = "" if _CALL.match(override) or set(value) & _NOT_QUOTED else f" Here: \"{key}='{value}'\""
+    example = here or " For example key=\"'a,b'\"."
+    return ConfigError(
+        f"{override!r} cannot be read",
+        rule,
+        f"Write KEY=VALUE; quote values with special characters.{example}",
+    )
 
 
 def _of_another_choice(key: str, arguments: Sequence[str]) -> ConfigError | None:

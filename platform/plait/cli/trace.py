@@ -14,7 +14,7 @@ from plait.core.errors import EXIT_DONE, ConfigError
 from plait.core.settings import TrackingSettings
 from plait.tracking.spans import write_trace
 from plait.utils.files import disk_errors, write_text
-from plait.utils.paths import as_path, begun_name, search_folder, search_names
+from plait.utils.paths import as_path, begun_name, file_name, search_folder, search_names
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
             "No process of this search has trained in this folder yet.",
             "Start it; a trace can be written while it runs.",
         )
-    path = known.to or Path(f"{known.name}-trace.json")
+    path = known.to or Path(f"{file_name(known.name)}-trace.json")
     with disk_errors(path, "The trace cannot be written there."):
         write_text(path, text)
     print(f"{path}: open it at https://ui.perfetto.dev")
