@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -42,8 +42,9 @@ class ThreadSharding(ThreadSlicing):
         """One of the same threads."""
         return cls(own.number, own.count, own._barrier, own._given)
 
-    def fill(self, whole: Tensor, own: Tensor) -> None:
-        whole.copy_(torch.cat(self.gather(own)))
+    def begin(self, whole: Tensor, own: Tensor) -> Callable[[], None]:
+        parts = torch.cat(self.gather(own))
+        return lambda: cast(None, whole.copy_(parts))  # which has no weights before it was waited for
 
 
 def together(count: int, action: Callable[[ThreadSlicing], Result]) -> list[Result]:

@@ -10,6 +10,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -20,6 +21,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 from laboratory import random_data, random_texts
 from processes import ForkedProcess
 
@@ -72,6 +74,7 @@ from plait.distributed.channel import (
     connect,
     limit_links,
 )
+from plait.distributed.exchange import Exchange
 from plait.distributed.fleet import Fleet
 from plait.distributed.launch import Launcher, _given_up, _remaining, fitted
 from plait.distributed.layout import Layout, Piece, Position
@@ -928,6 +931,25 @@ def test_data_of_the_same_content_are_sent_once() -> None:
     assert provided == [
         Provide(spec, digest, data) for spec, (digest, data) in zip(specs, contents, strict=True)
     ]
+
+
+@pytest.mark.parametrize("deferred", [True, False])
+def test_sums_come_after_the_weights_that_are_gathered_beside_them(
+    monkeypatch: pytest.MonkeyPatch, deferred: bool
+) -> None:
+    """So that both have one order in all processes, as NCCL needs it."""
+    done: list[str] = []
+    monkeypatch.setattr(Exchange, "_sum", lambda _self, _vector, work: done.append(work[0][0]))
+    monkeypatch.setattr(Exchange, "_any", lambda _, own: own)
+    exchange = object.__new__(Exchange)
+    exchange.deferred = deferred
+    exchange._device, exchange._begun, exchange._later = torch.device("cpu"), [], []
+    with ThreadPoolExecutor(1) as exchange._thread:
+        for name in ("a", "b"):
+            exchange.add_up(torch.zeros(1), name, 1)
+        exchange._thread.submit(done.append, "gathered").result()
+        assert not exchange.finish(short=False)
+    assert done == (["gathered", "a", "b"] if deferred else ["a", "b", "gathered"])
 
 
 def test_all_processes_saves_of_sharded_moments_take_time() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -62,7 +63,11 @@ class Exchange:
     Attributes:
         process: number of this one.
         processes: how many there are.
+        deferred: whether sums only begin when all are waited for: the calling thread gathers weights from the
+            same processes meanwhile, and NCCL needs one order of both in all of them.
     """
+
+    deferred = False
 
     def __init__(
         self,
@@ -88,6 +93,7 @@ class Exchange:
         dist.group.WORLD.set_timeout(LONGEST)
         self._thread = ThreadPoolExecutor(1, "exchange", initializer=self._on_own_stream)
         self._begun: list[Future[None]] = []
+        self._later: list[Callable[[], None]] = []
 
     def _on_own_stream(self) -> None:
         """What the thread does on a GPU runs beside what computes there."""
@@ -104,8 +110,15 @@ class Exchange:
 
     def add_up(self, gradients: Tensor, job: str, step: int) -> None:
         """Begin to put the sum over all processes into this vector of a job, whose values are there."""
+        self._later.append(partial(self._sum, gradients, ((job, step),)))
+        if not self.deferred:
+            self._begin()
+
+    def _begin(self) -> None:
+        """Begin the sums that are to be made."""
         self._synchronise()
-        self._begun.append(self._thread.submit(self._sum, gradients, ((job, step),)))
+        self._begun += map(self._thread.submit, self._later)
+        self._later.clear()
 
     def finish(self, *, short: bool) -> bool:
         """Wait for the sums that were begun; whether one of the processes is ``short`` of memory.
@@ -113,6 +126,7 @@ class Exchange:
         Raises:
             LostProcessError: another process died, or does not take part.
         """
+        self._begin()
         agreed = self._thread.submit(self._any, short)
         begun, self._begun = self._begun, []
         for each in begun:

@@ -185,6 +185,7 @@ class Replica:
         exchange = self._exchange
         everyone, layers = range(exchange.processes), range(self._shape.layer_count)
         sharding = ShardGroup(everyone, self.number, self._device) if request.shards else None
+        exchange.deferred = request.shards
         model = self._have(Part(layers, sharding=sharding))
         part = (self.number, exchange.processes) if request.sharded else (0, 1)
         return LocalWorker(model, data, engine, recorder=self._recorder, peers=exchange, part=part)

@@ -9,13 +9,14 @@ order of the processes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from plait.core.errors import LostProcessError
-from plait.distributed.exchange import LONGEST, PIECE
+from plait.distributed.exchange import LONGEST, PIECE, Result
 from plait.models.slices import LayerSlice, Slicing
 from plait_kernels import Site
 from plait_kernels.bank import GRADIENTS, Block
@@ -58,18 +59,24 @@ class TensorGroup:
 class ShardGroup(TensorGroup):
     """All processes, each with a part of the weights of one model."""
 
-    def fill(self, whole: Tensor, own: Tensor) -> None:
-        """Fill a flat tensor with the parts of all, in their order.
+    def begin(self, whole: Tensor, own: Tensor) -> Callable[[], None]:
+        """Begin to fill a flat tensor with the parts of all, in their order; what is returned waits for it.
 
         Raises:
-            LostProcessError: one of them died.
+            LostProcessError: one of them died; what is returned, too.
         """
-        _try(lambda: dist.all_gather_into_tensor(whole, own, group=self._group))
+        gather = partial(dist.all_gather_into_tensor, whole, own, group=self._group, async_op=True)
+        begun = _try(gather)
+
+        def wait() -> None:
+            _try(begun.wait)
+
+        return wait
 
 
-def _try(action: Callable[[], object]) -> None:
+def _try(action: Callable[[], Result]) -> Result:
     try:
-        action()
+        return action()
     except (RuntimeError, ValueError) as error:
         raise LostProcessError(
             f"the link to the other slices broke: {str(error).partition(chr(10))[0]}",

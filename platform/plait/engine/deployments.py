@@ -182,7 +182,7 @@ class Weighing:
                 _, admission = self._admission(run)
             demands = self._demands(admission)
         except (ConfigError, ModelError, CapacityError) as error:
-            return Candidate(shape, why=f"{error.value}: {error.rule}")
+            return Candidate(shape, why=f"{error.value}: {error.rule}".rstrip("."))
         together = list(islice(cycle(zip(self.jobs, demands, strict=True)), self._together))
         while len(together) > 1 and not admission.fits([demand for _, demand in together]):
             together.pop()

@@ -117,9 +117,11 @@ def cut(
 def sharded(facts: WorkerFacts, count: int) -> WorkerFacts:
     """The facts of each of ``count`` processes that share the weights of the layers: always here is its part
     of every layer, and all that is in no layer; whole layers are while they run."""
+    from plait.models.shards import most_gathered  # imports torch, which the coordinator does not
+
     weights, _ = _weights(facts, WHOLE)  # quantised ones are not shared
     own = facts.shape.weight_bytes - int(sum(weights) * (1 - 1 / count))
-    shape = replace(facts.shape, weight_bytes=own, gathered_bytes=int(max(weights)))
+    shape = replace(facts.shape, weight_bytes=own, gathered_bytes=int(most_gathered(weights)))
     return replace(facts, shape=shape)
 
 

@@ -2,8 +2,9 @@
 
 A layer's weights lie end to end in one flat tensor, of which each process keeps an equal part. Before the
 layer runs, forward or backward, the parts are gathered; afterwards the flat tensor's memory is given back.
-The weights stay the same tensors all the time, so whatever has bound them need not know. All processes must
-run as many layers, in the same order: of microbatches that one has less, it only gathers the weights.
+While a layer runs, the next one is gathered ahead: so at most two are here. The weights stay the same tensors
+all the time, so whatever has bound them need not know. All processes must run as many layers, in the same
+order: of microbatches that one has less, it only gathers the weights.
 
 A seam: a model runs its layers through it and knows nothing of who has the weights.
 """
@@ -11,6 +12,8 @@ A seam: a model runs its layers through it and knows nothing of who has the weig
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import pairwise
 from typing import Any, Protocol, cast
 
 import torch
@@ -28,8 +31,8 @@ class Sharding(Protocol):
     number: int
     count: int
 
-    def fill(self, whole: Tensor, own: Tensor) -> None:
-        """Fill a flat tensor with the parts of all, in their order."""
+    def begin(self, whole: Tensor, own: Tensor) -> Callable[[], None]:
+        """Begin to fill a flat tensor with the parts of all, in their order; what it returns waits for it."""
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """This tensor of each, in their order."""
@@ -57,19 +60,27 @@ class LayerShard:
         self.own = self._flat[sharding.number * part :][:part].clone()
         self._bytes = self._flat.untyped_storage().nbytes()
         self.gathered = True  # until all that binds views of them has done so
+        self._begun: Callable[[], None] | None = None
 
     @property
     def whole_bytes(self) -> int:
         """Bytes of all its weights."""
         return self._bytes
 
-    def gather(self) -> None:
-        """See that all weights are here."""
-        if self.gathered:
+    def begin(self) -> None:
+        """Begin to gather what is not here."""
+        if self.gathered or self._begun is not None:
             return
         self._resize(self._bytes)
         with torch.no_grad():  # an alias: for autograd, these are the values that were saved
-            self._sharding.fill(self._flat.data, self.own)
+            self._begun = self._sharding.begin(self._flat.data, self.own)
+
+    def gather(self) -> None:
+        """See that all weights are here."""
+        self.begin()
+        if self._begun is not None:
+            self._begun()
+            self._begun = None
         self.gathered = True
 
     def release(self) -> None:
@@ -83,7 +94,13 @@ class LayerShard:
 
 
 class LayerShards:
-    """The shards of all layers of a model."""
+    """The shards of all layers of a model.
+
+    Attributes:
+        ahead: whether the next layer is gathered while one runs.
+    """
+
+    ahead = True
 
     def __init__(self, sharding: Sharding) -> None:
         self._sharding = sharding
@@ -100,50 +117,68 @@ class LayerShards:
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes of the largest layer, which is gathered while it runs."""
-        return max(each.whole_bytes for each in self._layers)
+        """Most bytes of layers that are gathered at the same time."""
+        return int(most_gathered([each.whole_bytes for each in self._layers]))
 
     def run(self, index: int, hidden: Tensor, layer: Callable[[Tensor], Tensor]) -> Tensor:
         """A layer's output, its weights being gathered in forward and in backward."""
-        shard = self._layers[index]
         before, after = (
             cast("Callable[..., Tensor]", _Before.apply),
             cast("Callable[..., Tensor]", _After.apply),
         )
-        return after(layer(before(hidden, shard)), shard)
+        return after(layer(before(hidden, self, index)), self, index)
+
+    def gather(self, index: int, following: int) -> None:
+        """See that a layer is here, and begin to gather the one that follows, if there is one."""
+        self._layers[index].gather()
+        if self.ahead and 0 <= following < len(self._layers):
+            self._layers[following].begin()
+
+    def release(self, index: int) -> None:
+        """Give back a layer's memory."""
+        self._layers[index].release()
 
     def idle(self, *, training: bool) -> None:
         """Gather what a microbatch of another process needs, and run nothing."""
-        for shard in [*self._layers, *(reversed(self._layers) if training else ())]:
-            shard.gather()
-            shard.release()
+        order = range(len(self._layers))
+        for index in order:
+            self.gather(index, index + 1)
+            self.release(index)
+        for index in reversed(order) if training else ():
+            self.gather(index, index - 1)
+            self.release(index)
+
+
+def most_gathered(layers: Sequence[float]) -> float:
+    """Most of these bytes of layers that are gathered at the same time: of two neighbours."""
+    return max(map(sum, pairwise(layers)), default=sum(layers))
 
 
 class _Before(torch.autograd.Function):
     """Stands before a layer: gathers in forward, and gives back after the layer's backward."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, shard: LayerShard) -> Tensor:
-        ctx.shard = shard
-        shard.gather()
+    def forward(ctx: Any, hidden: Tensor, shards: LayerShards, index: int) -> Tensor:
+        ctx.release = partial(shards.release, index)
+        shards.gather(index, index + 1)
         return hidden.view_as(hidden)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.shard.release()
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        ctx.release()
+        return grad, None, None
 
 
 class _After(torch.autograd.Function):
     """Stands after a layer: gives back in forward, and gathers before the layer's backward."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, shard: LayerShard) -> Tensor:
-        ctx.shard = shard
-        shard.release()
+    def forward(ctx: Any, hidden: Tensor, shards: LayerShards, index: int) -> Tensor:
+        ctx.gather = partial(shards.gather, index, index - 1)
+        shards.release(index)
         return hidden.view_as(hidden)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.shard.gather()
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        ctx.gather()
+        return grad, None, None

@@ -45,7 +45,7 @@ def test_a_sharded_base_trains_as_whole_ones_do(laboratory: Any, tmp_path: Path)
             held = worker.facts.shape
     layer = sum(each.nbytes for each in lab.model.layers[0].parameters())
     assert held.weight_bytes == lab.model.weight_bytes - 2 * layer  # of four layers half
-    assert held.gathered_bytes == layer
+    assert held.gathered_bytes == 2 * layer
     for job in jobs:
         assert found[True].losses(job.name) == found[False].losses(job.name)
         assert found[True].evaluations(job.name) == found[False].evaluations(job.name)
