@@ -63,7 +63,7 @@ def test_a_search_is_interrupted_resumed_and_opened_and_its_adapters_load(
     assert partial.state == "paused"
     assert list(partial.trials["state"]) == ["paused", "paused"]
     assert 0 < partial.trials["steps"].max() < STEPS
-    with pytest.raises(plait.PlaitError, match="no finished job"):
+    with pytest.raises(plait.PlaitError, match=r"no finished trial\n.*\n.*`plait resume mine` resumes it"):
         _ = partial.best
     printed = capfd.readouterr()
     assert "Ctrl-C again exits" in printed.err

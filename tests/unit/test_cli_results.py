@@ -110,4 +110,6 @@ def test_records_are_sorted_by_a_heading_of_the_table() -> None:
 def test_sorting_by_an_unknown_column_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         sort_records(RECORDS, "colour")
+    with pytest.raises(ConfigError, match=r"Did you mean steps\? Available"):
+        sort_records(RECORDS, "step")
     assert "objective" in caught.value.remedy

@@ -19,6 +19,7 @@ from plait.core.lifecycle import JobState
 from plait.core.settings import TrackingSettings
 from plait.tracking.leaderboard import Cell, JobRecord, columns, orphan, to_csv, to_json
 from plait.tracking.results import SearchResult
+from plait.utils.spelling import did_you_mean
 
 FORMATS = ("table", "csv", "json")
 WIDTH = 80  # default width of a table, in characters
@@ -97,7 +98,8 @@ def sort_records(
     if column not in names:
         column = next((name for name in names if heading(name) == column), column)
     if column not in names:
-        raise ConfigError(f"--sort {column}", "Unknown column.", f"Available: {choices(names)}.")
+        meant = did_you_mean(column, names)
+        raise ConfigError(f"--sort {column}", "Unknown column.", f"{meant}Available: {choices(names)}.")
     at = names.index(column)
     paired = [(row[at], record) for row, record in zip(rows, records, strict=True)]
     present = [(value, record) for value, record in paired if value is not None]

@@ -174,8 +174,13 @@ def chosen(result: SearchResult, trial: int | None) -> JobRecord:
         if result.best is None:
             rule = "Without a trial number, the best finished trial is meant."
             finished = any(item.state == JobState.FINISHED for item in result.records)
-            lacks = "no finished trial that satisfies its constraints" if finished else "no finished job"
-            raise SearchError(f"search {result.name!r} has {lacks}", rule, _trials(result.records))
+            lacks = "no finished trial that satisfies its constraints" if finished else "no finished trial"
+            resume = (
+                "" if finished else f" `plait resume {shlex.quote(result.name)}` resumes it if it was ended."
+            )
+            raise SearchError(
+                f"search {result.name!r} has {lacks}", rule, f"{_trials(result.records)}{resume}"
+            )
         return result.best
     found = next((item for item in result.records if item.trial == trial), None)
     if found is None:
