@@ -33,7 +33,8 @@ from plait.planner.instructions import Key
 from plait_bench.benchmarks import BENCHMARKS
 from plait_bench.figures import Baseline, Figure, Report
 from plait_bench.inputs import OPTIONS, at_least_one
-from plait_bench.pipeline_orders import LIMIT, Case, OrderOptions, SleepingStage, case_of
+from plait_bench.order_cases import Case, OrderOptions, case_of
+from plait_bench.order_processes import LIMIT, SleepingStage
 from plait_bench.progress import part
 
 LAYERS = (range(1), range(1, 2))  # of both replicas: the same
@@ -131,7 +132,7 @@ def measure(runs: Sequence[tuple[Case, bool]], numbers: int, times: OrderOptions
                     "a stage is lost", "Every stage answers within 5 minutes.", "Run the benchmark again."
                 )
             seconds = max(end for _, end in ends) - min(start for start, _ in ends)
-            found.append(seconds / case.makespan)
+            found.append(seconds / case.simulated([times.seconds] * case.stages).makespan)
         for each in processes:
             each.join()
     return found

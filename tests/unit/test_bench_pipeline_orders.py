@@ -1,27 +1,85 @@
-"""The benchmark of orders: what it simulates, and where its stages wait for each other."""
+"""The benchmark of orders: what it simulates, where its stages wait, and that a wrong case is seen."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+import torch
 
 from plait.core.errors import ConfigError
+from plait.core.plans import Microbatch, Segment
+from plait.core.settings import EngineSettings, ModelSettings, RunSettings
+from plait.core.spans import ReplicaSpans, Span
+from plait.distributed.stage_worker import _counts
+from plait.engine.devices import Cores
 from plait.planner.instructions import wrong_instructions
-from plait_bench.pipeline_orders import Case, OrderOptions, case_of, pipeline_orders, with_collectives
+from plait.simulate.lowering import Lowering
+from plait.simulate.orders import ORDERS, OrderName, rule
+from plait_bench.order_cases import MODEL, Case, OrderOptions, Times, case_of, with_collectives
+from plait_bench.order_processes import (
+    PaddedRecorder,
+    ProcessorClock,
+    Setting,
+    TimedMessages,
+    items,
+    spans_of,
+)
+from plait_bench.pipeline_orders import APART, measured, median_times, pipeline_orders
 
 ASKED = OrderOptions()
+EVEN = [Times(0.04, 0.08)] * 4
+UNEVEN = [Times(0.04, 0.08, 0.01), Times(0.05, 0.07, 0.02), Times(0.03, 0.09), Times(0.06, 0.1)]
 
 
 @pytest.mark.parametrize("adapters", [1, 4])
 @pytest.mark.parametrize("stages", [2, 4])
 def test_gpipe_waits_as_its_formula_says(stages: int, adapters: int) -> None:
     idle = (stages - 1) / (ASKED.microbatches + stages - 1)
-    assert case_of("gpipe", stages, adapters, ASKED).waiting == pytest.approx(idle)
+    assert case_of("gpipe", stages, adapters, ASKED).simulated(EVEN[:stages]).waiting == pytest.approx(idle)
 
 
 def test_more_adapters_fill_the_pipeline_of_plait_and_not_that_of_1f1b() -> None:
-    plait, others = ([case_of(name, 4, n, ASKED).waiting for n in (1, 4)] for name in ("plait", "1f1b"))
+    names: tuple[OrderName, ...] = ("plait", "1f1b")
+    plait, others = ([case_of(name, 4, n, ASKED).simulated(EVEN).waiting for n in (1, 4)] for name in names)
     assert plait[1] < 0.25 * plait[0]
     assert others[1] == pytest.approx(others[0])
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_the_engine_makes_the_lists_that_are_simulated(name: OrderName) -> None:
+    case = case_of(name, 3, 2, ASKED)
+    order = rule(name, _counts(items(case)))
+    assert tuple(map(tuple, Lowering(3).window(case.microbatches, order))) == case.lists
+
+
+@pytest.mark.parametrize("name", ORDERS)
+@pytest.mark.parametrize("adapters", [1, 4])
+def test_steps_are_simulated_where_they_run(name: OrderName, adapters: int) -> None:
+    """A replay of all instructions, written for this test, takes as long."""
+    for stages in (2, 3, 4):
+        case, times = case_of(name, stages, adapters, ASKED), UNEVEN[:stages]
+        spans = replayed(case, times)
+        found = measured(case, [spans], times)
+        assert found.makespan == pytest.approx(found.simulated.makespan)
+        assert found.waiting == pytest.approx(found.simulated.waiting)
+        assert median_times([spans]) == pytest.approx(times)
+
+
+def test_a_wrong_order_or_time_is_off_by_more_than_is_allowed() -> None:
+    case = case_of("plait", 3, 4, ASKED)
+    runs, times = [replayed(case, UNEVEN[:3])], UNEVEN[:3]
+    assert abs(measured(case, runs, times).apart) < 1e-9
+    for wrong in ("gpipe", "1f1b"):
+        other = case_of(wrong, 3, 4, ASKED)
+        assert abs(measured(other, runs, times).apart) > APART
+    slower = [replace(times[0], backward=1.25 * times[0].backward), *times[1:]]
+    assert abs(measured(case, runs, slower).apart) > APART
 
 
 def test_with_collectives_each_stage_steps_before_it_takes_what_follows() -> None:
@@ -40,7 +98,98 @@ def steps(case: Case, number: int) -> list[object]:
     return [each for each in case.lists[number] if each.kind == "step"]
 
 
-@pytest.mark.parametrize("wrong", [{"orders": ["zigzag"]}, {"stages": [0]}, {"steps": 0}])
-def test_wrong_options_are_refused(wrong: dict[str, object]) -> None:
+def test_a_padded_microbatch_takes_its_time_and_a_longer_one_its_own() -> None:
+    recorder = PaddedRecorder()
+    recorder.least = Times(0.02, 0.05)
+    for tokens in (0, 7):
+        recorder.lap("microbatch", tokens=tokens)
+    recorder.lap("step")
+    recorder.least = Times(0.0, 0.0)
+    recorder.lap("microbatch", tokens=7)
+    forward, backward, step, longer = recorder.take()
+    assert 0.0199 <= forward.seconds < 0.05 <= backward.seconds + 1e-4
+    assert step.seconds < 0.02
+    assert longer.seconds < 0.02
+
+
+def test_only_more_training_stages_than_cores_are_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def padded(work: str, stages: int) -> bool:
+        return Setting(replace(ASKED, work=work), RunSettings()).padded(case_of("plait", stages, 1, ASKED))
+
+    monkeypatch.setattr(Cores, "here", lambda: SimpleNamespace(own=frozenset({0, 1, 2}), quota=None))
+    assert [padded(MODEL, stages) for stages in (2, 3, 4)] == [False, False, True]
+    assert not padded("sleep", 4)
+    monkeypatch.setattr(Cores, "here", lambda: SimpleNamespace(own=frozenset({0, 1, 2}), quota=2))
+    assert [padded(MODEL, stages) for stages in (2, 3)] == [False, True]
+
+
+def test_a_message_brings_the_time_of_its_sender() -> None:
+    clocks = [ProcessorClock(), ProcessorClock()]
+    here, there = (TimedMessages(2, torch.float32, torch.device("cpu"), each) for each in clocks)
+    for clock in clocks:
+        clock.reset()
+    time.sleep(0.05)
+    assert clocks[0]() < 0.05  # it slept
+    clocks[0].wait_until(3.0)
+    message = here.pack(torch.ones(1, 2), [7.0])
+    assert message.nbytes == here.bytes(Microbatch(0, 0, (Segment("a", 1, (0,), (0,), (1,), 1.0),)), 1)
+    numbers, rows = there.unpack(message, 1)
+    assert (numbers, rows.tolist()) == ([7.0], [[1.0, 1.0]])
+    assert 3.0 <= clocks[1]() < 3.05
+    clocks[1].wait_until(2.0)
+    assert clocks[1]() >= 3.0
+
+
+@pytest.mark.parametrize("clock", ["wall", "processor"])
+def test_training_stages_run_the_case_and_its_simulation_is_nearest(clock: str) -> None:
+    """Real processes; a wrong order beside the measured one is further off."""
+    asked = replace(ASKED, work=MODEL, clock=clock, tokens=64, forward=15, backward=30)
+    model = ModelSettings(kind="tiny", dtype="float32")
+    setting = Setting(asked, replace(RunSettings(), model=model, engine=EngineSettings(device="cpu")))
+    case, wrong = case_of("plait", 3, 3, asked), case_of("gpipe", 3, 3, asked)
+    (_, spans) = spans_of([case, case], setting)
+    for own, listed in zip(spans, case.lists, strict=True):
+        kinds = {"forward": "microbatch", "backward": "microbatch", "step": "step"}
+        ran = [span.kind for span in own.spans if span.kind in ("microbatch", "step")]
+        assert ran == [kinds[each.kind] for each in listed if each.kind in kinds]
+        assert all(one.end == other.start for one, other in pairwise(own.spans))
+    times = median_times([spans])
+    right, other = (abs(measured(each, [spans], times).apart) for each in (case, wrong))
+    assert right < other
+    assert other > APART
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"orders": ["zigzag"]}, {"stages": [0]}, {"steps": 0}, {"work": "rest"}, {"clock": "processor"}]
+)
+def test_wrong_options_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        pipeline_orders(None, (), wrong)  # type: ignore[arg-type]
+        pipeline_orders(RunSettings(), (), wrong)
+
+
+def replayed(case: Case, times: Sequence[Times]) -> list[ReplicaSpans]:
+    """The spans of stages that take exactly these times, by carrying out all instructions."""
+    clocks, spans = [0.0] * case.stages, [list[Span]() for _ in times]
+    left, sent = [list(own) for own in case.lists], dict[tuple[int, str, int, Any], float]()
+    while any(left):
+        for stage, own in enumerate(left):
+            while own:
+                each, start = own[0], clocks[stage]
+                key = (each.microbatch, each.keys)
+                if each.kind.startswith("receive"):
+                    way = each.kind.removeprefix("receive_")
+                    at = sent.pop((stage, way, *key), None)
+                    if at is None:
+                        break
+                    clocks[stage] = max(start, at)
+                    spans[stage].append(Span("waiting", start, clocks[stage]))
+                elif each.kind.startswith("send"):
+                    way = each.kind.removeprefix("send_")
+                    sent[stage + (1 if way == "hidden" else -1), way, *key] = start
+                else:
+                    clocks[stage] += getattr(times[stage], each.kind)
+                    kind: Any = "step" if each.kind == "step" else "microbatch"
+                    tokens = ASKED.tokens * (each.kind == "backward")
+                    spans[stage].append(Span(kind, start, clocks[stage], tokens=tokens))
+                own.pop(0)
+    return [ReplicaSpans(stage, "", 0, "cpu", tuple(own)) for stage, own in enumerate(spans)]

@@ -160,6 +160,7 @@ class StageWorker(LocalWorker):
             self._schedules.append(schedule)
         self._of_number |= dict.fromkeys(filled, schedule)
         self._of_key |= dict.fromkeys(steps, schedule)
+        self._recorder.lap("other")  # the lists are made
         self._stage_run.run(lists, numbered)
         if command.drained:
             self._links.finish()

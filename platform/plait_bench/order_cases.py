@@ -1,0 +1,211 @@
+"""The cases of the benchmark of orders: lists of instructions by order, stages and adapters, simulated.
+
+A seam: pure Python, so that what processes run and what is simulated come from the same lists and are tested
+without processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+from plait.core.checks import check, one_of
+from plait.core.errors import ConfigError, choices
+from plait.core.plans import GlobalBatch, Microbatch
+from plait.cost.time import StageTime
+from plait.planner.instructions import Instruction
+from plait.planner.packing_exact import GREEDY
+from plait.simulate.events import Action, Choose, Pipeline, Run, Work, in_order, simulate
+from plait.simulate.lowering import lower
+from plait.simulate.orders import ORDERS, OrderName, arrange
+from plait_bench.inputs import OPTIONS, at_least_one
+
+Lists = tuple[tuple[Instruction, ...], ...]  # by stage
+SLEEP, MODEL = "sleep", "model"  # what stages do
+WALL, PROCESSOR = "wall", "processor"  # clocks
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds of one stage.
+
+    Attributes:
+        forward, backward: of a microbatch.
+        step: of one call of the optimiser.
+    """
+
+    forward: float
+    backward: float
+    step: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class OrderOptions:
+    """Options of the benchmark of orders.
+
+    Attributes:
+        work: what a stage does: it sleeps, or it trains the run's model.
+        clock: by which spans are measured: that of the wall, or the processor seconds of each stage.
+        stages: numbers of them; each is measured, over as many processes.
+        adapters: numbers of them, each trained for ``steps`` steps.
+        orders: by name.
+        repeats: how often everything is measured; medians are shown.
+        microbatches: of each adapter's global batch.
+        tokens: of a microbatch.
+        width: numbers of a token that sleeping stages send, of 4 bytes.
+        forward, backward: milliseconds of a stage for a microbatch: in which it sleeps, or, where more stages
+            train by the wall's clock than there are cores, at least.
+    """
+
+    work: Annotated[str, one_of(SLEEP, MODEL)] = SLEEP
+    clock: Annotated[str, one_of(WALL, PROCESSOR)] = WALL
+    stages: tuple[int, ...] = (2, 3, 4)
+    adapters: tuple[int, ...] = (1, 2, 3, 4)
+    orders: tuple[str, ...] = ORDERS
+    repeats: int = 1
+    microbatches: int = 4
+    steps: int = 2
+    tokens: int = 64
+    width: int = 512
+    forward: float = 40.0
+    backward: float = 80.0
+
+    def __post_init__(self) -> None:
+        check(self, OPTIONS)
+        at_least_one(self, "repeats", "microbatches", "steps", "tokens", "width")
+        if self.work == SLEEP and self.clock == PROCESSOR:
+            raise ConfigError(
+                f"{OPTIONS}.clock={PROCESSOR}",
+                "Stages that sleep take no processor seconds.",
+                f"Set {OPTIONS}.work={MODEL}.",
+            )
+        if wrong := sorted(set(self.orders) - set(ORDERS)):
+            raise ConfigError(f"{OPTIONS}.orders={wrong}", f"It has names of orders: {choices(ORDERS)}.")
+        for name in ("stages", "adapters"):
+            if min(getattr(self, name), default=0) < 1:
+                raise ConfigError(
+                    f"{OPTIONS}.{name}={getattr(self, name)}", "There must be one, of at least 1."
+                )
+
+    @property
+    def seconds(self) -> Times:
+        """Those of forward and backward, for every stage."""
+        return Times(self.forward / 1000, self.backward / 1000)
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """What the simulator says of a case, from the start of the first microbatch to the end of the last."""
+
+    makespan: float
+    waiting: float
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One order with its lists.
+
+    Attributes:
+        collective: whether all stages wait for each other at every optimiser step.
+    """
+
+    name: OrderName
+    stages: int
+    adapters: int
+    microbatches: tuple[Microbatch, ...]
+    lists: Lists
+    collective: bool = False
+
+    @property
+    def label(self) -> str:
+        """In the table."""
+        jobs = f"{self.adapters} adapter{'s' * (self.adapters > 1)}"
+        return f"{self.stages} stages, {jobs}, {self.name}"
+
+    def simulated(self, times: Sequence[Times]) -> Simulated:
+        """Simulate these lists with the seconds of each stage."""
+        places = {
+            number: place
+            for place, number in enumerate(at for at, each in enumerate(self.microbatches) if each.segments)
+        }
+        works = [
+            Work(tuple((part.job, part.step) for part in each.segments), tokens=each.tokens)
+            for each in self.microbatches
+            if each.segments
+        ]
+        seconds = [_seconds(own, places, each) for own, each in zip(self.lists, times, strict=True)]
+        run = simulate({0: Pipeline(works, seconds, _Listed(self.lists, places))})
+        return Simulated(run.makespan, waiting_share(run, self.stages))
+
+
+def waiting_share(run: Run, stages: int) -> float:
+    """The share of all stages' seconds in which none ran a microbatch."""
+    busy = sum(span.end - span.start for span in run.spans)
+    return 1 - busy / (stages * run.makespan)
+
+
+def _seconds(own: Sequence[Instruction], places: dict[int, int], times: Times) -> list[StageTime]:
+    """The seconds of each microbatch on a stage; a step counts to what runs before it on the first stage,
+    elsewhere to what runs after it, and after the last microbatch to nothing."""
+    found = [StageTime(times.forward, times.backward)] * len(places)
+    for at, each in enumerate(own):
+        if each.kind != "step":
+            continue
+        before, after = own[at - 1], [other for other in own[at + 1 :] if other.microbatch in places]
+        if not after:
+            break
+        if before.kind == "backward":
+            place = places[before.microbatch]
+            found[place] = replace(found[place], backward=found[place].backward + times.step)
+        else:
+            place = places[after[0].microbatch]
+            found[place] = replace(found[place], forward=found[place].forward + times.step)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Listed:
+    """The order of given lists."""
+
+    lists: Lists
+    places: dict[int, int]
+
+    def chooser(self, stage: int, stages: int) -> Choose:
+        """Forwards and backwards as they are listed."""
+        del stages
+        own = (each for each in self.lists[stage] if each.kind in ("forward", "backward"))
+        return in_order([Action(each.kind, self.places[each.microbatch]) for each in own])  # type: ignore[arg-type]
+
+
+def case_of(name: OrderName, stages: int, adapters: int, asked: OrderOptions, *, slack: int = 0) -> Case:
+    """Plan and lower one case.
+
+    Args:
+        slack: microbatches more between a batch and the next one of its job than the stages need.
+    """
+    batches = {f"job{place}": _batches(f"job{place}", asked) for place in range(adapters)}
+    found = arrange(name, batches, stages=stages + slack, capacity=asked.tokens, limits=GREEDY)
+    lists = lower(found.microbatches, stages, found.order)
+    return Case(name, stages, adapters, found.microbatches, tuple(map(tuple, lists)))
+
+
+def _batches(job: str, asked: OrderOptions) -> list[GlobalBatch]:
+    count, lengths = asked.microbatches, (asked.tokens,) * asked.microbatches
+    weight = 1.0 / (count * max(1, asked.tokens - 1))
+    return [
+        GlobalBatch(job, step, tuple(range(count)), (0,) * count, lengths, weight)
+        for step in range(1, asked.steps + 1)
+    ]
+
+
+def with_collectives(case: Case) -> Case:
+    """The same with a collective at every step: each stage steps before it takes anything that follows."""
+    lists = []
+    for own in case.lists:
+        moved: list[Instruction] = []
+        for each in own:
+            after = moved and moved[-1].kind == "receive_hidden" and moved[-1].keys == each.keys
+            moved.insert(len(moved) - (1 if each.kind == "step" and after else 0), each)
+        lists.append(tuple(moved))
+    return replace(case, lists=tuple(lists), collective=True)

@@ -1,0 +1,352 @@
+"""Runs the cases of the benchmark of orders over processes, one for each stage.
+
+A stage sleeps instead of computing, so that processes may share a few cores and the measurement is of the
+schedule, the messages and the loop over instructions alone; or it is the engine's, with its part of the run's
+model. Where more stages train than there are cores they would wait for each other's core. There each
+microbatch is padded: the stage sleeps until a fixed time has passed. Or spans are measured by processor
+seconds: a stage's time goes on while its thread runs, and where it waits for a message, to when that was sent
+by the sender's time. So each stage has a core of its own, whatever else runs; messages take no time.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore
+
+from plait.core.errors import LostProcessError
+from plait.core.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
+from plait.core.messages import Attach, Detach, RunSchedule, StepJob
+from plait.core.plans import Microbatch
+from plait.core.samples import Sample, Split, TokenisedData
+from plait.core.settings import RunSettings
+from plait.core.spans import ReplicaSpans, Span, SpanKind
+from plait.distributed.links import Links
+from plait.distributed.stage_run import Messages, StageRun
+from plait.distributed.stage_worker import StageWorker
+from plait.engine.catalogue import DataCatalogue
+from plait.engine.devices import Cores
+from plait.engine.replicas import model_time, stage_layers
+from plait.engine.span_recorder import SpanRecorder, Work, work_of
+from plait.models.load import inspect_model, load_part
+from plait.models.parts import Part
+from plait.planner.instructions import Key
+from plait.utils.paths import cache_dir
+from plait_bench.order_cases import MODEL, PROCESSOR, WALL, Case, OrderOptions, Times
+from plait_bench.progress import part
+
+LIMIT = timedelta(minutes=5)  # a case that takes longer hangs
+VOCABULARY = 200  # token ids are drawn below it: any model has so many
+RATE = 1e-4  # of learning
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What the processes need to know: a benchmark's options and the run's settings."""
+
+    asked: OrderOptions
+    run: RunSettings
+
+    @property
+    def work(self) -> str:
+        """What stages do."""
+        return self.asked.work
+
+    def padded(self, case: Case) -> bool:
+        """Whether microbatches of a case are padded: its stages train by the wall's clock, and there are more
+        of them than cores."""
+        cores = Cores.here()
+        return (
+            self.work == MODEL
+            and self.asked.clock == WALL
+            and case.stages > min(len(cores.own), cores.quota or case.stages)
+        )
+
+
+class Stages(Protocol):
+    """The stages of one process, of one case after another."""
+
+    def case(self, case: Case) -> Callable[[], Sequence[Span]]:
+        """Get ready for a case; what is returned runs it, and returns the spans."""
+
+
+class SleepingStage:
+    """A :class:`~plait.distributed.stage_run.Stage` that takes a fixed time."""
+
+    def __init__(self, number: int, asked: OrderOptions) -> None:
+        self.messages = Messages(asked.width, torch.float32, CPU)
+        self.recorder = SpanRecorder()
+        self._number = number
+        self._asked = asked
+        self._rows = torch.zeros(asked.tokens, asked.width)
+
+    def received(self) -> None:
+        """A span of waiting ends."""
+        self.recorder.lap("waiting")
+
+    def forward(self, number: int, microbatch: Microbatch, entering: Tensor | None) -> Tensor:
+        """Take the time of a forward."""
+        del number, entering
+        return self._take(self._asked.forward, microbatch)
+
+    def backward(self, number: int, microbatch: Microbatch, gradient: Tensor | None) -> Tensor | None:
+        """Take the time of a backward."""
+        del number, gradient
+        rows = self._take(self._asked.backward, microbatch)
+        return rows if self._number else None
+
+    def _take(self, milliseconds: float, microbatch: Microbatch) -> Tensor:
+        time.sleep(milliseconds / 1000)
+        self.recorder.lap("microbatch", work_of(microbatch), tokens=microbatch.tokens)
+        return self._rows[: microbatch.tokens]
+
+    def squares(self, key: Key) -> float:
+        """Nothing is trained."""
+        del key
+        return 0.0
+
+    def step(self, keys: Sequence[Key], norms: Sequence[float]) -> None:
+        """It takes no time."""
+        del norms
+        self.recorder.lap("step", tuple(keys))
+
+
+class Sleeping:
+    """:class:`Stages` that sleep."""
+
+    def __init__(self, number: int, count: int, setting: Setting) -> None:
+        self._number, self._asked = number, setting.asked
+        self._links = Links(number, CPU)
+        self._groups = {n: dist.new_group(range(n), timeout=LIMIT) for n in range(1, count + 1)}
+
+    def case(self, case: Case) -> Callable[[], Sequence[Span]]:
+        """Get ready for a case."""
+
+        def run() -> Sequence[Span]:
+            stage = SleepingStage(self._number, self._asked)
+            loop = StageRun(stage, self._links, self._number)
+            loop.prepare(case.lists, dict(enumerate(case.microbatches)))
+            for each in case.lists[self._number]:
+                if case.collective and each.kind == "step":
+                    for _ in each.keys:
+                        dist.all_reduce(torch.zeros(1), group=self._groups[case.stages])
+                    stage.received()
+                if not case.collective or each.kind != "step" or self._number == 0:
+                    loop.do(each)
+            self._links.finish()
+            return stage.recorder.take()
+
+        return run
+
+
+class ProcessorClock:
+    """Seconds in which this thread ran, and in which it waited for what other threads sent by such clocks."""
+
+    def __init__(self) -> None:
+        self._ahead = 0.0
+
+    def __call__(self) -> float:
+        """The time."""
+        return time.thread_time() + self._ahead
+
+    def reset(self) -> None:
+        """Begin at zero."""
+        self._ahead = -time.thread_time()
+
+    def wait_until(self, sent: float) -> None:
+        """It is not earlier than this any more."""
+        self._ahead += max(0.0, sent - self())
+
+
+class TimedMessages(Messages):
+    """Messages that say when they were sent; who reads them has waited until then."""
+
+    def __init__(self, width: int, dtype: torch.dtype, device: torch.device, clock: ProcessorClock) -> None:
+        super().__init__(width, dtype, device)
+        self._clock = clock
+
+    def bytes(self, microbatch: Microbatch | None, numbers: int = 0) -> int:
+        """Size of a message with the rows of a microbatch."""
+        return super().bytes(microbatch, numbers + 1)
+
+    def pack(self, rows: Tensor | None, numbers: Sequence[float] = ()) -> Tensor:
+        """A message."""
+        return super().pack(rows, (*numbers, self._clock()))
+
+    def unpack(self, message: Tensor, numbers: int = 0) -> tuple[list[float], Tensor]:
+        """Numbers and rows of a message."""
+        (*found, sent), rows = super().unpack(message, numbers + 1)
+        self._clock.wait_until(sent)
+        return found, rows
+
+
+class PaddedRecorder(SpanRecorder):
+    """Sleeps before a microbatch ends, until it has taken a time.
+
+    Attributes:
+        least: this time, in seconds; None: as long as it takes.
+    """
+
+    least: Times | None = None
+
+    def lap(self, kind: SpanKind, work: Work = (), *, tokens: int = 0) -> None:
+        """What the process did since the last call ends now, or when the time has passed."""
+        if kind == "microbatch" and self.least is not None:
+            least = self.least.backward if tokens else self.least.forward  # as the engine counts them
+            time.sleep(max(0.0, self._last + least - self.clock()))
+        super().lap(kind, work, tokens=tokens)
+
+
+class Training:
+    """:class:`Stages` of the engine, with the parts of the run's model."""
+
+    def __init__(self, number: int, setting: Setting) -> None:
+        self._number, self._setting = number, setting
+        self._clock = ProcessorClock() if setting.asked.clock == PROCESSOR else None
+        self._recorder = PaddedRecorder(self._clock or time.monotonic)
+        self._workers: dict[int, StageWorker] = {}  # by stages
+        asked = setting.asked
+        self._data = DataCatalogue(lambda spec: drawn(spec, asked))
+
+    def case(self, case: Case) -> Callable[[], Sequence[Span]]:
+        """Attach fresh jobs."""
+        if case.stages not in self._workers:
+            self._workers[case.stages] = self._worker(case.stages)
+        worker = self._workers[case.stages]
+        jobs = [_job(place, self._setting.asked) for place in range(case.adapters)]
+        for job in jobs:
+            worker.execute(Attach(job))
+
+        def run() -> Sequence[Span]:
+            if self._clock is not None:
+                self._clock.reset()
+            self._recorder.lap("other")
+            self._recorder.take()
+            self._recorder.least = self._setting.asked.seconds if self._setting.padded(case) else None
+            worker.execute(RunSchedule(items(case), order=case.name))
+            self._recorder.least = None
+            found = self._recorder.take()
+            for job in jobs:
+                worker.execute(Detach(job.name))
+            return found
+
+        return run
+
+    def _worker(self, stages: int) -> StageWorker:
+        model, tokens = self._setting.run.model, self._setting.asked.tokens
+        shape = inspect_model(model, cache=cache_dir())
+        seconds = model_time(shape.linears, shape.layer_count, shape.hidden_size, shape.vocabulary)
+        layers = stage_layers(seconds, stages, (), tokens)
+        base = load_part(model, Part(layers[self._number]), cache=cache_dir())
+        worker = StageWorker(
+            base,
+            self._data,
+            replace(self._setting.run.engine, capacity=tokens, threads=1),
+            links=Links(self._number, CPU),
+            layers=layers,
+            recorder=self._recorder,
+        )
+        if self._clock is not None:
+            worker.messages = TimedMessages(base.hidden_size, base.dtype, base.device, self._clock)
+        return worker
+
+
+def items(case: Case) -> tuple[Microbatch | StepJob, ...]:
+    """A case as the engine is given it: each job steps after its global batch."""
+    last = {(s.job, s.step): at for at, each in enumerate(case.microbatches) for s in each.segments}
+    found: list[Microbatch | StepJob] = []
+    for at, each in enumerate(case.microbatches):
+        found.append(each)
+        found += [StepJob(*key, RATE) for key, place in last.items() if place == at]
+    return tuple(found)
+
+
+def _job(place: int, asked: OrderOptions) -> JobSpec:
+    train = TrainSpec(steps=asked.steps, batch_size=asked.microbatches, seed=place)
+    return JobSpec(f"job{place}", AdapterSpec(), train, DataSpec.of("drawn", seed=place))
+
+
+def drawn(spec: DataSpec, asked: OrderOptions) -> TokenisedData:
+    """Random samples, each of which fills a microbatch."""
+    source = np.random.default_rng(spec.mapping()["seed"])
+    samples = [
+        Sample(source.integers(3, VOCABULARY, asked.tokens).astype(np.int32), np.ones(asked.tokens, np.bool_))
+        for _ in range(asked.microbatches)
+    ]
+    return TokenisedData(spec.options, Split.of(samples), Split.of([]))
+
+
+def spans_of(cases: Sequence[Case], setting: Setting) -> list[list[ReplicaSpans]]:
+    """Run the cases over processes, one after another; the spans of every stage.
+
+    Raises:
+        LostProcessError: a process died or hangs.
+    """
+    found: list[list[ReplicaSpans]] = []
+    with _processes(cases, setting) as links:
+        piece = part("measuring", len(cases))
+        for case in cases:
+            piece(case.label)
+            spans: list[ReplicaSpans] = []
+            for link in links[: case.stages]:
+                with suppress(EOFError):
+                    if link.poll(LIMIT.total_seconds()):
+                        spans.append(link.recv())
+            if len(spans) < case.stages:
+                raise LostProcessError(
+                    f"a stage of {case.label} is lost",
+                    "Every stage answers within 5 minutes.",
+                    "Run it again.",
+                )
+            found.append(spans)
+    return found
+
+
+@contextmanager
+def _processes(cases: Sequence[Case], setting: Setting) -> Iterator[list[Connection]]:
+    """The links to as many processes as the cases need at most."""
+    count, context = max(case.stages for case in cases), get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = [context.Pipe() for _ in range(count)]
+        processes = [
+            context.Process(target=_serve, args=(number, count, folder, far, cases, setting), daemon=True)
+            for number, (_, far) in enumerate(pipes)
+        ]
+        for each in processes:
+            each.start()
+        for _, far in pipes:
+            far.close()
+        yield [near for near, _ in pipes]
+        for each in processes:
+            each.join()
+
+
+def _serve(
+    number: int, count: int, folder: str, link: Connection, cases: Sequence[Case], setting: Setting
+) -> None:
+    """One process: the stage of its number in every case that has it."""
+    torch.set_num_threads(1)
+    store = FileStore(str(Path(folder) / "store"), count)
+    dist.init_process_group("gloo", store=store, rank=number, world_size=count, timeout=LIMIT)
+    stages: Stages = Training(number, setting) if setting.work == MODEL else Sleeping(number, count, setting)
+    for case in cases:
+        run = stages.case(case) if number < case.stages else None
+        dist.barrier()
+        if run is not None:
+            link.send(ReplicaSpans(number, "", 0, "cpu", tuple(run())))
+        dist.barrier()  # no process gets ready for the next one while another still runs
+    dist.destroy_process_group()
