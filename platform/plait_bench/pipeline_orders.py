@@ -160,8 +160,8 @@ def _training(cases: Sequence[Case], setting: Setting) -> Report:
     ]
     if asked.clock == PROCESSOR:
         notes.append(
-            "By processor seconds: a stage's time goes on while it computes, and where it waits for a message, "
-            "to when that was sent. Messages take no time."
+            "By processor seconds: a stage's time goes on while it computes, and where it waits, to when "
+            "the message was sent. Messages take no time."
         )
     if padded := [case for case in cases if setting.padded(case)]:
         over = [_longer(runs[case], asked.seconds) for case in padded]
