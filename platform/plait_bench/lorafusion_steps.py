@@ -77,14 +77,21 @@ def _apart(begun: Opening) -> float:
 
 def systems(begun: Opening, trace: Lengths, asked: Options, *, padded: bool = False) -> tuple[float, ...]:
     """Tokens a second of 1F1B, mLoRA in that order, LoRAFusion and Plait."""
+    return tuple(map(_rate, pipelines_of(begun, trace, asked, padded=padded)))
+
+
+def pipelines_of(
+    begun: Opening, trace: Lengths, asked: Options, *, padded: bool = False
+) -> tuple[Pipeline, ...]:
+    """1F1B, mLoRA in that order, LoRAFusion and Plait."""
     even = begun.even
     works = lorapp(trace, even, size=asked.samples, padded=padded).works
     plan = plan_schedule(trace, stages=asked.stages, capacity=asked.capacity, tile=asked.tile)
     return (
-        _rate(one_after_another(trace, even, size=asked.samples, padded=padded, gpipe=False)),
-        _rate(even.in_order(works)),
-        _rate(planned_pipeline(plan, even, padding=True)),
-        _rate(planned(trace, machine(begun.profile, balanced(begun.profile, asked)), asked)),
+        one_after_another(trace, even, size=asked.samples, padded=padded, gpipe=False),
+        even.in_order(works),
+        planned_pipeline(plan, even, padding=True),
+        planned(trace, machine(begun.profile, balanced(begun.profile, asked)), asked),
     )
 
 

@@ -33,11 +33,13 @@ class Times:
     Attributes:
         forward, backward: of a microbatch.
         step: of one call of the optimiser.
+        send: of handing a message over.
     """
 
     forward: float
     backward: float
     step: float = 0.0
+    send: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,7 @@ class Case:
 
     Attributes:
         collective: whether all stages wait for each other at every optimiser step.
+        seconds: in which stages sleep, by stage and microbatch; none: those of the options.
     """
 
     name: OrderName
@@ -116,6 +119,7 @@ class Case:
     microbatches: tuple[Microbatch, ...]
     lists: Lists
     collective: bool = False
+    seconds: tuple[tuple[StageTime, ...], ...] = ()
 
     @property
     def label(self) -> str:
@@ -146,9 +150,15 @@ def waiting_share(run: Run, stages: int) -> float:
 
 
 def _seconds(own: Sequence[Instruction], places: dict[int, int], times: Times) -> list[StageTime]:
-    """The seconds of each microbatch on a stage; a step counts to what runs before it on the first stage,
-    elsewhere to what runs after it, and after the last microbatch to nothing."""
-    found = [StageTime(times.forward, times.backward)] * len(places)
+    """The seconds of each microbatch on a stage, with those of sending what comes of it. A step counts to
+    what runs before it on the first stage, elsewhere to what runs after it, after the last one to nothing."""
+    sent = {each.kind for each in own}
+    found = [
+        StageTime(
+            times.forward + times.send * ("send_hidden" in sent),
+            times.backward + times.send * ("send_gradient" in sent),
+        )
+    ] * len(places)
     for at, each in enumerate(own):
         if each.kind != "step":
             continue

@@ -34,6 +34,7 @@ from plait.core.plans import Microbatch
 from plait.core.samples import Sample, Split, TokenisedData
 from plait.core.settings import RunSettings
 from plait.core.spans import ReplicaSpans, Span, SpanKind
+from plait.cost.time import StageTime
 from plait.distributed.links import Links
 from plait.distributed.stage_run import Messages, StageRun
 from plait.distributed.stage_worker import StageWorker
@@ -85,13 +86,18 @@ class Stages(Protocol):
 
 
 class SleepingStage:
-    """A :class:`~plait.distributed.stage_run.Stage` that takes a fixed time."""
+    """A :class:`~plait.distributed.stage_run.Stage` that takes a fixed time.
 
-    def __init__(self, number: int, asked: OrderOptions) -> None:
+    Args:
+        seconds: for each microbatch; none: those of the options for all.
+    """
+
+    def __init__(self, number: int, asked: OrderOptions, seconds: Sequence[StageTime] = ()) -> None:
         self.messages = Messages(asked.width, torch.float32, CPU)
         self.recorder = SpanRecorder()
         self._number = number
         self._asked = asked
+        self._seconds = seconds
         self._rows = torch.zeros(asked.tokens, asked.width)
 
     def received(self) -> None:
@@ -100,17 +106,19 @@ class SleepingStage:
 
     def forward(self, number: int, microbatch: Microbatch, entering: Tensor | None) -> Tensor:
         """Take the time of a forward."""
-        del number, entering
-        return self._take(self._asked.forward, microbatch)
+        del entering
+        seconds = self._seconds[number] if self._seconds else self._asked.seconds
+        return self._take(seconds.forward, microbatch)
 
     def backward(self, number: int, microbatch: Microbatch, gradient: Tensor | None) -> Tensor | None:
         """Take the time of a backward."""
-        del number, gradient
-        rows = self._take(self._asked.backward, microbatch)
+        del gradient
+        seconds = self._seconds[number] if self._seconds else self._asked.seconds
+        rows = self._take(seconds.backward, microbatch)
         return rows if self._number else None
 
-    def _take(self, milliseconds: float, microbatch: Microbatch) -> Tensor:
-        time.sleep(milliseconds / 1000)
+    def _take(self, seconds: float, microbatch: Microbatch) -> Tensor:
+        time.sleep(seconds)
         self.recorder.lap("microbatch", work_of(microbatch), tokens=microbatch.tokens)
         return self._rows[: microbatch.tokens]
 
@@ -137,7 +145,8 @@ class Sleeping:
         """Get ready for a case."""
 
         def run() -> Sequence[Span]:
-            stage = SleepingStage(self._number, self._asked)
+            own = case.seconds[self._number] if case.seconds else ()
+            stage = SleepingStage(self._number, self._asked, own)
             loop = StageRun(stage, self._links, self._number)
             loop.prepare(case.lists, dict(enumerate(case.microbatches)))
             for each in case.lists[self._number]:
@@ -192,6 +201,19 @@ class TimedMessages(Messages):
         (*found, sent), rows = super().unpack(message, numbers + 1)
         self._clock.wait_until(sent)
         return found, rows
+
+
+class RecordedLinks(Links):
+    """Links whose sends are spans of their own: else they are in what comes next, which may be waiting."""
+
+    def __init__(self, number: int, recorder: SpanRecorder) -> None:
+        super().__init__(number, CPU)
+        self._recorder = recorder
+
+    def send(self, process: int, message: Tensor) -> None:
+        """Send a message, which must not change any more."""
+        super().send(process, message)
+        self._recorder.lap("other")
 
 
 class PaddedRecorder(SpanRecorder):
@@ -256,7 +278,7 @@ class Training:
             base,
             self._data,
             replace(self._setting.run.engine, capacity=tokens, threads=1),
-            links=Links(self._number, CPU),
+            links=RecordedLinks(self._number, self._recorder),
             layers=layers,
             recorder=self._recorder,
         )

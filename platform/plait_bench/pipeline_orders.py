@@ -58,12 +58,13 @@ class Measured:
 
 def measured(case: Case, runs: Sequence[Sequence[ReplicaSpans]], times: Sequence[Times]) -> Measured:
     """The medians over the runs of a case, and its simulation with these seconds of each stage."""
-    found = [_makespan_and_waiting(each) for each in runs]
+    found = [makespan_and_waiting(each) for each in runs]
     makespan, waiting = (median(values) for values in zip(*found, strict=True))
     return Measured(makespan, waiting, case.simulated(times))
 
 
-def _makespan_and_waiting(spans: Sequence[ReplicaSpans]) -> tuple[float, float]:
+def makespan_and_waiting(spans: Sequence[ReplicaSpans]) -> tuple[float, float]:
+    """From the start of the first microbatch to the end of the last, and the share in which stages wait."""
     inside = [span for each in spans for span in each.spans if span.kind == "microbatch"]
     start, end = min(span.start for span in inside), max(span.end for span in inside)
     waited = sum(each.waited_seconds for each in times_between(spans, start, end))
@@ -79,11 +80,12 @@ def median_times(runs: Sequence[Sequence[ReplicaSpans]]) -> list[Times]:
 
 def _median_times(spans: Sequence[Span]) -> Times:
     passes = [span for span in spans if span.kind == "microbatch"]
-    steps = [span.seconds for span in spans if span.kind == "step"]
+    steps, others = ([s.seconds for s in spans if s.kind == kind] for kind in ("step", "other"))
     return Times(  # the engine counts a microbatch's tokens in its backward
         median(span.seconds for span in passes if not span.tokens),
         median(span.seconds for span in passes if span.tokens),
         median(steps),
+        median(others or [0.0]),
     )
 
 
@@ -123,7 +125,7 @@ def _sleeping(cases: Sequence[Case], setting: Setting) -> Report:
         case: measured(case, spans[at :: len(cases)], [asked.seconds] * case.stages)
         for at, case in enumerate(cases)
     }
-    before, stalled = (_makespan_and_waiting(each)[0] for each in (own, collective))
+    before, stalled = (makespan_and_waiting(each)[0] for each in (own, collective))
     figures = (
         *_figures(found, setting),
         Figure(
@@ -216,7 +218,10 @@ def _figures(found: Mapping[Case, Measured], setting: Setting) -> list[Figure]:
 
 def _figure(case: Case, found: Measured, setting: Setting, *, detail: bool) -> Figure:
     simulated = found.simulated
-    note = f"makespan {found.makespan:.2f} s, simulated {simulated.makespan:.2f} s"
+    note = (
+        f"simulated {100 * simulated.waiting:.2f} %; "
+        f"makespan {found.makespan:.2f} s, simulated {simulated.makespan:.2f} s"
+    )
     name = f"{case.label}{_padded(case, setting)}: waiting"
     baseline = Baseline(100 * simulated.waiting, "simulated")
     return Figure(name, 100 * found.waiting, "%", "measured", baseline, note=note, detail=detail)

@@ -91,11 +91,11 @@ class SummingSleep(SleepingStage):
         self._open = [*self._open, begun]
         return begun
 
-    def _take(self, milliseconds: float, microbatch: Microbatch) -> Tensor:
+    def _take(self, seconds: float, microbatch: Microbatch) -> Tensor:
         if not self.hidden:
             self.finish(self._open, [])
         self._open = []
-        return super()._take(milliseconds, microbatch)
+        return super()._take(seconds, microbatch)
 
     def finish(self, begun: Sequence[Future[float]], keys: Sequence[Key]) -> list[float]:
         """Wait for the norms of sums."""
