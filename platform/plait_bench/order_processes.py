@@ -4,7 +4,7 @@ A stage sleeps instead of computing, so that processes may share a few cores and
 schedule, the messages and the loop over instructions alone; or it is the engine's, with its part of the run's
 model. Where more stages train than there are cores they would wait for each other's core. There each
 microbatch is padded: the stage sleeps until a fixed time has passed. Or spans are measured by processor
-seconds: a stage's time goes on while its thread runs, and where it waits for a message, to when that was sent
+seconds: a stage's time passes while its thread runs, and where it waits for a message, to when that was sent
 by the sender's time. So each stage has a core of its own, whatever else runs; messages take no time.
 """
 

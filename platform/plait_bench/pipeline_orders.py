@@ -162,7 +162,7 @@ def _training(cases: Sequence[Case], setting: Setting) -> Report:
     ]
     if asked.clock == PROCESSOR:
         notes.append(
-            "By processor seconds: a stage's time goes on while it computes, and where it waits, to when "
+            "By processor seconds: a stage's time passes while it computes, and where it waits, up to when "
             "the message was sent. Messages take no time."
         )
     if padded := [case for case in cases if setting.padded(case)]:
