@@ -92,7 +92,7 @@ class OrderOptions:
 
     @property
     def seconds(self) -> Times:
-        """Those of forward and backward, for every stage."""
+        """Seconds of forward and backward, on every stage."""
         return Times(self.forward / 1000, self.backward / 1000)
 
 

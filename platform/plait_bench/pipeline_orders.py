@@ -178,7 +178,7 @@ def _training(cases: Sequence[Case], setting: Setting) -> Report:
 
 
 def _longer(runs: Sequence[Sequence[ReplicaSpans]], least: Times) -> tuple[int, int]:
-    """How many forwards and backwards took over 1 ms more than the time that they are padded to, of all."""
+    """How many forwards and backwards took at least 1 ms more than the time that they are padded to, of all."""
     spans = [span for run in runs for each in run for span in each.spans if span.kind == "microbatch"]
     return (
         sum(s.seconds > 0.001 + (least.backward if s.tokens else least.forward) for s in spans),
@@ -187,7 +187,7 @@ def _longer(runs: Sequence[Sequence[ReplicaSpans]], least: Times) -> tuple[int, 
 
 
 def _seconds(times: Mapping[Case, Sequence[Times]], setting: Setting) -> list[Figure]:
-    """Of each stage, the median over the cases."""
+    """Figures of the seconds of each stage: medians over the cases."""
     found: list[Figure] = []
     for stages in setting.asked.stages:
         own = [(case, each) for case, each in times.items() if case.stages == stages]
