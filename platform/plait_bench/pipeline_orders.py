@@ -178,7 +178,7 @@ def _training(cases: Sequence[Case], setting: Setting) -> Report:
 
 
 def _longer(runs: Sequence[Sequence[ReplicaSpans]], least: Times) -> tuple[int, int]:
-    """How many forwards and backwards took at least 1 ms more than the time that they are padded to, of all."""
+    """How many forwards and backwards took at least 1 ms more than they are padded to, of all."""
     spans = [span for run in runs for each in run for span in each.spans if span.kind == "microbatch"]
     return (
         sum(s.seconds > 0.001 + (least.backward if s.tokens else least.forward) for s in spans),
