@@ -58,6 +58,11 @@ class Curve:
             )
 
     @property
+    def steps(self) -> tuple[int, ...]:
+        """The steps of its points."""
+        return tuple(point.step for point in self.points)
+
+    @property
     def last(self) -> Point:
         """The point at the end of the budget."""
         return self.points[-1]
@@ -86,7 +91,7 @@ class RecordedCurves:
     """The curves of all trials, and how they were recorded.
 
     Attributes:
-        curves: of trials with one budget and the same evaluations.
+        curves: of trials, which may have different budgets.
         facts: model, data, device, versions, commit.
     """
 
@@ -94,17 +99,13 @@ class RecordedCurves:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not self.curves or any(self._steps(curve) != self.steps for curve in self.curves):
-            raise DataError("recorded curves", "All curves must have points at the same steps.")
-
-    @staticmethod
-    def _steps(curve: Curve) -> tuple[int, ...]:
-        return tuple(point.step for point in curve.points)
+        if not self.curves:
+            raise DataError("recorded curves", "There must be at least one.")
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The steps after which the trials were evaluated; the last one is the budget."""
-        return self._steps(self.curves[0])
+        """The steps after which the trial of the largest budget was evaluated, which is the last one."""
+        return max((curve.steps for curve in self.curves), key=lambda steps: steps[-1])
 
     @property
     def best(self) -> float:
@@ -118,14 +119,15 @@ class RecordedCurves:
 
 
 def write_curves(recorded: RecordedCurves, path: Path) -> None:
-    """Write as JSON, one line for each trial."""
+    """Write as JSON, one line for each trial; it has steps of its own if its budget is another."""
     lines = []
     names = ["loss", "training_seconds", "evaluation_seconds", "train_loss"]
     if recorded.curves[0].last.accuracy is not None:
         names.append("accuracy")
     for curve in recorded.curves:
         columns = {name: [_rounded(asdict(point)[name]) for point in curve.points] for name in names}
-        lines.append(json.dumps({"parameters": dict(curve.parameters)} | columns))
+        own = {} if curve.steps == recorded.steps else {"steps": curve.steps}
+        lines.append(json.dumps({"parameters": dict(curve.parameters)} | own | columns))
     facts = ",\n".join(f"  {json.dumps(key)}: {json.dumps(fact)}" for key, fact in recorded.facts.items())
     trials = ",\n".join(f"  {line}" for line in lines)
     text = (
@@ -153,14 +155,14 @@ def read_curves(path: Path) -> RecordedCurves:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["schema"] != SCHEMA:
             raise DataError(f"{path}: schema {content['schema']}", rule)
-        curves = [_curve(item, content["steps"]) for item in content["trials"]]
+        curves = [_curve(item, item.get("steps", content["steps"])) for item in content["trials"]]
         return RecordedCurves(tuple(curves), content["facts"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: {error}", rule) from error
 
 
 def _curve(item: Mapping[str, Any], steps: Sequence[int]) -> Curve:
-    columns = {name: values for name, values in item.items() if name != "parameters"}
+    columns = {name: values for name, values in item.items() if name not in ("parameters", "steps")}
     rows = zip(steps, *columns.values(), strict=True)
     points = [
         build(Point, dict(zip(("step", *columns), row, strict=True)), "trials[].points") for row in rows

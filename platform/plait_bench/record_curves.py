@@ -51,7 +51,7 @@ class Options:
 
     Attributes:
         path: of the record; None: ``curves.json`` below ``tracking.root``.
-        steps: after which each trial is evaluated; its end is added.
+        steps: after which each trial is evaluated, those within its budget; its end is added.
         search: whether the search that ``search.stopping`` asks for is run as well, on the same jobs.
         processor_time: count the processor's seconds of this process instead of the clock's, so that what
             else runs on the machine does not count; meant for one thread.
@@ -68,12 +68,12 @@ def record_curves(settings: RunSettings, jobs: Sequence[JobSpec], options: Mappi
     """Train ``jobs`` together, evaluate each at the same steps, and write the curves.
 
     Raises:
-        ConfigError: no jobs, jobs of different budgets, steps outside of them, or an unknown option.
+        ConfigError: no jobs, steps outside of their budgets, or an unknown option.
         PlaitError: a job failed.
     """
     asked = build(Options, options, OPTIONS)
     side = load_joint_side(settings, jobs)
-    steps = _steps(asked.steps, {side.steps(job) for job in jobs})
+    steps = {job.name: _steps(asked.steps, side.steps(job)) for job in jobs}
     side.warm_up(jobs[0])
     clock = process_time if asked.processor_time else perf_counter
     with tempfile.TemporaryDirectory() as folder:
@@ -92,19 +92,10 @@ def record_curves(settings: RunSettings, jobs: Sequence[JobSpec], options: Mappi
     return Report("record_curves", tuple(figures), (f"The curves are in {path}.",))
 
 
-def _steps(asked: Sequence[int], budgets: set[int]) -> tuple[int, ...]:
-    if len(budgets) > 1:
-        raise ConfigError(
-            f"budgets of {sorted(budgets)} steps",
-            "All jobs of a recording must have the same number of steps.",
-        )
-    (budget,) = budgets
-    steps = tuple(sorted({*asked, budget}))
-    if steps[0] < 1 or steps[-1] > budget:
-        raise ConfigError(
-            f"bench.options.steps={list(asked)}", f"They must lie between 1 and {budget}, the budget."
-        )
-    return steps
+def _steps(asked: Sequence[int], budget: int) -> tuple[int, ...]:
+    if min(asked, default=1) < 1:
+        raise ConfigError(f"bench.options.steps={list(asked)}", "They begin with 1.")
+    return tuple(sorted({*(step for step in asked if step < budget), budget}))
 
 
 @dataclass(slots=True)
@@ -159,7 +150,7 @@ class Meter:
 def record(
     side: JointSide,
     jobs: Sequence[JobSpec],
-    steps: Sequence[int],
+    steps: Mapping[str, Sequence[int]],
     folder: Path,
     clock: Callable[[], float],
 ) -> list[Curve]:
@@ -167,8 +158,8 @@ def record(
 
     Args:
         side: model and data.
-        jobs: of one budget.
-        steps: after which each is evaluated; the last is the budget.
+        jobs: of any budgets.
+        steps: after which each is evaluated, by name; the last is its budget.
         folder: for adapters.
         clock: of device time, in seconds.
 
@@ -180,9 +171,10 @@ def record(
     points: dict[str, list[Point]] = {job.name: [] for job in jobs}
     losses: dict[str, float] = {}
     for job in jobs:
-        coordinator.submit(job, rungs=steps[:-1], measured=True)
-    piece = part(f"{len(jobs)} jobs together", len(steps))
-    piece(f"to step {steps[0]}")
+        coordinator.submit(job, rungs=steps[job.name][:-1], measured=True)
+    longest = max(steps, key=lambda name: steps[name][-1])
+    piece = part(f"{len(jobs)} jobs together", len(steps[longest]))
+    piece(f"to step {steps[longest][0]}")
     while not coordinator.idle:
         for event in coordinator.advance():
             match event:
@@ -200,10 +192,10 @@ def record(
                             losses[event.job],
                         )
                     )
-                    if event.step < steps[-1]:
+                    if event.step < steps[event.job][-1]:
                         coordinator.resume(event.job, PauseReason.AT_RUNG)
-                    if event.job == jobs[-1].name and event.step < steps[-1]:
-                        piece(f"to step {steps[len(taken)]}")
+                        if event.job == longest:
+                            piece(f"to step {steps[longest][len(taken)]}")
                 case JobGenerated():
                     points[event.job][-1] = replace(points[event.job][-1], accuracy=event.accuracy)
                 case JobResult() if event.state != JobState.FINISHED:

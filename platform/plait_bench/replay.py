@@ -368,5 +368,5 @@ def _assumptions(search: SearchSettings, recorded: RecordedCurves, options: Opti
         "count, each as long as it took; pausing and resuming are assumed to take no time.",
         f"Curves recorded {facts.get('date', '')} on {machine.get('cpus', '?')} × "
         f"{machine.get('processor', '?')}, {facts.get('together', '?')} trials together, "
-        f"{recorded.steps[-1]} steps each.",
+        f"at most {recorded.steps[-1]} steps each.",
     )

@@ -39,8 +39,8 @@ CLIENTS = int(os.environ.get("PLAIT_SOAK_CLIENTS", "24"))
 KEY = "a secret"
 RANKS = {"one": 1, "two": 16, "three": 33}
 COMES = "three"  # added and removed while the server runs
-LEAKED_KIB = 1.0  # of memory a request; what the engine holds of one takes more
-TELLING = 5000  # requests of the second half, beside whose KiB the allocator's few MiB to and fro are little
+LEAKED_KIB = 1.0  # of memory a request: the engine alone holds 1.7 of one that waits
+TELLING = 5000  # requests of a half, beside whose KiB the allocator's MiB to and fro are little
 LEAVES = 0.1  # share of clients that leave before the answer's end
 
 

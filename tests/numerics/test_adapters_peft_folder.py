@@ -12,6 +12,7 @@ from peft_folders import stored_pairs
 from safetensors.torch import save_file
 from torch import Tensor
 
+from plait.adapters import tensor_file
 from plait.adapters import variants as adapters
 from plait.adapters.facts import CONFIG
 from plait.adapters.peft_folder import export_adapter, read_adapter
@@ -171,6 +172,30 @@ def test_a_folder_is_loaded_as_it_was_exported_and_others_are_refused(tmp_path: 
         read_adapter(folder, {site.name: (site.in_features, site.out_features) for site in other.sites})
     with pytest.raises(StorageError, match="none"):
         read_adapter(tmp_path / "none", sizes)
+
+
+def test_memory_of_files_is_used_again_once_no_tensor_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensor_file, "MEMORY", tensor_file._Memory())
+    path = tmp_path / "tensors"
+    made = [{"a": torch.full((1000, size), float(size))} for size in (9, 8, 7)]
+
+    def read(number: int) -> torch.Tensor:
+        save_file(made[number], path)
+        return read_tensors(path)["a"]
+
+    first = read(0)
+    view, place = first[5:], first.data_ptr()
+    del first
+    second = read(1)
+    assert torch.equal(view, made[0]["a"][5:]), "a view alone keeps its memory"
+    assert second.data_ptr() != place
+    del view
+    third = read(2)
+    assert third.data_ptr() == place
+    assert torch.equal(third, made[2]["a"])
+    assert torch.equal(second, made[1]["a"])
 
 
 def test_a_file_s_tensors_are_the_library_s_and_what_is_not_its_format_is_refused(tmp_path: Path) -> None:

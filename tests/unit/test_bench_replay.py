@@ -120,6 +120,18 @@ def test_a_record_is_what_was_written(tmp_path):
     assert found.best == 1
 
 
+def test_trials_of_different_budgets_end_at_their_own(tmp_path):
+    long, short = FALLING[0], FALLING[1]
+    short = replace(short, points=short.points[:3])
+    path = tmp_path / "curves.json"
+    write_curves(RecordedCurves((short, long)), path)
+    curves = read_curves(path).curves
+    assert [curve.points for curve in curves] == [short.points, long.points]
+    found = replay(curves, SearchSettings(parallel=2))
+    assert found.steps == short.last.step + long.last.step
+    assert found.seconds == pytest.approx(short.seconds + long.seconds)
+
+
 @pytest.mark.parametrize(
     "change",
     [

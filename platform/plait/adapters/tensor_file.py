@@ -7,12 +7,14 @@ requests feels. A map of the file would copy nothing, but if the file is cut off
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Mapping
 from io import BufferedReader
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +27,8 @@ DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
 }
 LENGTH = 8  # bytes at the file's beginning: the header's length
+Memory = np.ndarray[tuple[int], np.dtype[np.uint8]]
+SPARE_BYTES = 128 << 20  # of memory that is kept for the next files
 
 
 def read_tensors(path: Path, *, values: bool = True) -> dict[str, Tensor]:
@@ -40,7 +44,7 @@ def read_tensors(path: Path, *, values: bool = True) -> dict[str, Tensor]:
     with path.open("rb") as file:
         size = path.stat().st_size
         header, begin = _header(file, size)
-        whole = torch.empty(size - begin if values else 0, dtype=torch.uint8)
+        whole = MEMORY.take(size - begin if values else 0)
         into: Any = whole.numpy()
         if values and file.readinto(into) != len(whole):
             raise ValueError("the file is shorter than it was")
@@ -48,6 +52,39 @@ def read_tensors(path: Path, *, values: bool = True) -> dict[str, Tensor]:
             name: _tensor(name, entry, whole if values else None, size - begin)
             for name, entry in header.items()
         }
+
+
+class _Memory:
+    """Memory of files that were read and are no longer needed, for others.
+
+    Where adapters come and go, most of the time of reading one would be that of the system's empty pages.
+    Memory comes back in any thread at any time, even within a line of this class, so there is no lock: what
+    is spare changes by single operations on a dictionary.
+    """
+
+    def __init__(self) -> None:
+        self._spare: dict[int, Memory] = {}  # by identity
+
+    def take(self, size: int) -> Tensor:
+        """So many bytes, with any content; they come back when no tensor has them any more."""
+        memory = self._memory(size)
+        whole = memory[:size]
+        weakref.finalize(whole, self._give_back, memory).atexit = False
+        return torch.from_numpy(whole)
+
+    def _memory(self, size: int) -> Memory:
+        fitting = [each for each in tuple(self._spare.values()) if size <= len(each) <= 2 * size]
+        for each in sorted(fitting, key=len):
+            if self._spare.pop(id(each), None) is not None:  # else another thread has it
+                return each
+        return np.empty(size, dtype=np.uint8)
+
+    def _give_back(self, memory: Memory) -> None:
+        if sum(map(len, tuple(self._spare.values()))) + len(memory) <= SPARE_BYTES:
+            self._spare[id(memory)] = memory
+
+
+MEMORY = _Memory()
 
 
 def _header(file: BufferedReader, size: int) -> tuple[Mapping[str, Any], int]:
