@@ -8,16 +8,17 @@ from plait_kernels.errors import KernelError
 from plait_kernels.linear import multi_lora_linear
 from plait_kernels.lora import LORA, Lora
 from plait_kernels.loss import VocabularySlice, labelled_cross_entropy
-from plait_kernels.optimiser import adamw_step
+from plait_kernels.optimiser import adamw_step, ask_steps
 from plait_kernels.quantised import Quantised, dense, frozen_linear
 from plait_kernels.routing import RoutedSegment, Routing
 from plait_kernels.selection import Selection, choose_backend
-from plait_kernels.steps import AdapterStep, StepResult
+from plait_kernels.steps import AdapterStep, AskedSteps, StepResult
 from plait_kernels.variant import SiteRows, TensorSpec, Variant
 
 __all__ = [
     "LORA",
     "AdapterStep",
+    "AskedSteps",
     "Backend",
     "Bank",
     "KernelError",
@@ -35,6 +36,7 @@ __all__ = [
     "Variant",
     "VocabularySlice",
     "adamw_step",
+    "ask_steps",
     "check_backend",
     "choose_backend",
     "dense",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -116,6 +116,7 @@ class Block:
     whole: Tensor | None = None
     targets: frozenset[str] = frozenset()  # names of its sites; one object for all adapters of the same
     generation: int = 0  # counts refreshes: a graph of one generation has no backward in the next
+    refreshes: ClassVar[int] = 0  # of all blocks, so that one look tells that none has changed
     _views: dict[tuple[str, int], Tensors] = field(default_factory=dict)
     _diagonals: dict[tuple[tuple[str, int], ...], Tensor] = field(default_factory=dict)
 
@@ -172,6 +173,7 @@ class Block:
     def refresh(self, *, copied: bool = False) -> None:
         """Update everything derived from the master weights; ``copied``: their compute copy is up to date."""
         self.generation += 1
+        Block.refreshes += 1
         if not self.aliased and not copied:
             self.copy.copy_(self.state[WEIGHTS])
             self.frozen_copy.copy_(self.frozen)

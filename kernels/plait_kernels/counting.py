@@ -70,7 +70,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.counts.waits += 1
             return 1
         if device and name == "_to_copy" and str(kwargs.get("device", "meta")) == "cpu":
-            self.counts.waits += 1
+            self.counts.waits += not kwargs.get("non_blocking")
             return torch.ones(device[0].shape, dtype=kwargs.get("dtype") or device[0].dtype)
         out = func(*args, **kwargs)
         made = [tensor for tensor in _tensors((out,)) if tensor.is_meta]

@@ -28,8 +28,8 @@ def _origin(like: Tensor) -> Tensor:
     return torch.empty(16, dtype=like.dtype, device=like.device)
 
 
-def norms(blocks: Sequence[Block]) -> list[float]:
-    """The norm of each adapter's gradient; the host waits for it."""
+def norms(blocks: Sequence[Block]) -> Tensor:
+    """The norm of each adapter's gradient, on the device."""
     device = blocks[0].state.device
     origin = _origin(blocks[0].state)
     rows = [(distance(block.state[GRADIENTS], origin), block.layout.trained) for block in blocks]
@@ -40,12 +40,13 @@ def norms(blocks: Sequence[Block]) -> list[float]:
     launch(
         _kernels().norms, (len(blocks),), adapters, partial, out, chunks, **{"BLOCK": _BLOCK, "WIDTH": _WIDTH}
     )
-    found: list[float] = out.tolist()
-    return found
+    return out
 
 
-def step_all(steps: Sequence[tuple[AdapterStep, Block, float]]) -> None:
-    """Step every adapter, given its clipping factor; gradients become zero and compute copies follow.
+def step_all(steps: Sequence[tuple[AdapterStep, Block]], found: Tensor) -> None:
+    """Step every adapter, given the norms of their gradients, which then become zero; compute copies follow.
+
+    An adapter whose norm is not finite stays as it is, but for its gradient.
 
     Of a bank that steps only a part of each adapter, gradients and copies stay as they are.
     """
@@ -55,7 +56,7 @@ def step_all(steps: Sequence[tuple[AdapterStep, Block, float]]) -> None:
     origin, copies = _origin(first.state), _origin(first.copy)
     ranges: list[tuple[int, ...]] = []
     settings: list[tuple[float, ...]] = []
-    for step, block, factor in steps:
+    for number, (step, block) in enumerate(steps):
         for part, rate in block.layout.ranges:
             own = block.parts[block.own]
             start, stop = max(part.start, own.start), min(part.stop, own.stop)
@@ -64,19 +65,28 @@ def step_all(steps: Sequence[tuple[AdapterStep, Block, float]]) -> None:
             weights, gradients = (distance(block.state[row], origin) for row in (WEIGHTS, GRADIENTS))
             moments = [distance(block.moments[row], origin) - own.start for row in (0, 1)]
             copy = distance(block.copy, copies)
-            ranges.append((*(start + at for at in (weights, gradients, *moments, copy)), stop - start))
-            settings.append(_numbers(step, step.lr_a if rate == "a" else step.lr_b, factor))
+            ranges.append(
+                (*(start + at for at in (weights, gradients, *moments, copy)), stop - start, number)
+            )
+            settings.append(_numbers(step, step.lr_a if rate == "a" else step.lr_b))
     if not ranges:
         return
-    grid = (-(-max(row[-1] for row in ranges) // _BLOCK), len(ranges))
+    grid = (-(-max(row[5] for row in ranges) // _BLOCK), len(ranges))
     tables = table(ranges, device), table(settings, device, torch.float32)
     launch(
-        _kernels().adamw, grid, origin, copies, *tables, **{"COPY": copied, "ZERO": whole, "BLOCK": _BLOCK}
+        _kernels().adamw,
+        grid,
+        origin,
+        copies,
+        *tables,
+        found,
+        **{"COPY": copied, "ZERO": whole, "BLOCK": _BLOCK},
     )
 
 
-def _numbers(step: AdapterStep, lr: float, factor: float) -> tuple[float, ...]:
+def _numbers(step: AdapterStep, lr: float) -> tuple[float, ...]:
     b1, b2 = step.betas
     rate = lr / (1.0 - b1**step.step)
     root = 1.0 / math.sqrt(1.0 - b2**step.step)
-    return (factor, 1.0 - lr * step.weight_decay, b1, 1.0 - b1, b2, 1.0 - b2, rate, root, step.eps)
+    limit = math.inf if step.clip_norm is None else step.clip_norm
+    return (limit, 1.0 - lr * step.weight_decay, b1, 1.0 - b1, b2, 1.0 - b2, rate, root, step.eps)

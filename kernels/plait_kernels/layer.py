@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
 
-from plait_kernels.bank import Bank, Site
+from plait_kernels.bank import Bank, Block, Site
 from plait_kernels.errors import KernelError
-from plait_kernels.routing import Routing, Span
+from plait_kernels.routing import Generations, Routing, Span
 
 SiteColumns = str | int | None
 Placed = tuple[Site, slice]
@@ -62,6 +62,17 @@ class LayerCall:
     def placed(self) -> tuple[Placed, ...]:
         """The layer's sites with their output columns."""
         return self.layer.placed
+
+    def changed_since(self, before: Generations) -> list[str]:
+        """The adapters here whose weights were refreshed since then."""
+        if before.refreshes == Block.refreshes:
+            return []
+        changed = {
+            span.block.adapter
+            for span, _ in (*self.owners, *self.others)
+            if span.block.generation != before.of[span.block.adapter]
+        }
+        return sorted(changed)
 
 
 def place(bank: Bank, sites: Sequence[SiteColumns], out_features: int) -> tuple[Placed, ...]:

@@ -36,12 +36,13 @@ class _MultiLora(torch.autograd.Function):
         else:
             out, saved = linear(x, whole, bias), []
         ctx.own = len(saved)
-        saved += reference.add_forward(out, x, whole, bias, call, call.others)
+        if call.others:
+            saved += reference.add_forward(out, x, whole, bias, call, call.others)
         kept = weight if isinstance(weight, Tensor) else None
         ctx.save_for_backward(x, kept, *saved)
         ctx.quantised = weight if kept is None else None
         ctx.call, ctx.backend = call, backend
-        ctx.generations = _generations(call)
+        ctx.generations = call.routing.generations()
         return out
 
     @staticmethod
@@ -53,14 +54,10 @@ class _MultiLora(torch.autograd.Function):
                 "call backward without create_graph",
             )
         call: LayerCall = ctx.call
-        changed = [
-            span.block.adapter
-            for (span, _), before in zip((*call.owners, *call.others), ctx.generations, strict=True)
-            if span.block.generation != before
-        ]
+        changed = call.changed_since(ctx.generations)
         if changed:
             raise KernelError(
-                f"weights of {sorted(set(changed))} changed between forward and backward",
+                f"weights of {changed} changed between forward and backward",
                 "gradients belong to the weights that forward saw",
                 "call backward before the optimiser's step or refresh",
             )
@@ -72,12 +69,9 @@ class _MultiLora(torch.autograd.Function):
                 dx = ctx.backend.backward(grad, x, saved[: ctx.own], weight, call, need_dx=need_dx)
             else:
                 dx = grad @ weight if need_dx else None
-            reference.add_backward(dx, grad, x, saved[ctx.own :], weight, call, call.others)
+            if call.others:
+                reference.add_backward(dx, grad, x, saved[ctx.own :], weight, call, call.others)
         return dx, None, None, None, None, None
-
-
-def _generations(call: LayerCall) -> list[int]:
-    return [span.block.generation for span, _ in (*call.owners, *call.others)]
 
 
 def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
@@ -151,21 +145,22 @@ def _check(
         )
     if routing.bank is not bank:
         raise KernelError("a routing of another bank", "a routing is built on the bank that it is used with")
-    frozen: tuple[Weight, ...] = (weight,) if bias is None else (weight, bias)
-    if any(tensor.dtype != bank.compute_dtype for tensor in (x, *frozen)):
+    dtype, device = bank.compute_dtype, x.device
+    if x.dtype != dtype or weight.dtype != dtype or (bias is not None and bias.dtype != dtype):
         raise KernelError(
             f"x of {x.dtype}, weight of {weight.dtype}",
             f"x, weight and bias have the bank's compute dtype, {bank.compute_dtype}",
         )
-    if any(tensor.device != x.device for tensor in frozen) or bank.anchor.device != x.device:
+    elsewhere = weight.device != device or (bias is not None and bias.device != device)
+    if elsewhere or bank.anchor.device != device:
         raise KernelError(
             f"x on {x.device}, weight on {weight.device}, the bank on {bank.anchor.device}",
             "x, weight, bias and the bank are on one device",
         )
-    if any(tensor.requires_grad for tensor in frozen):
+    if weight.requires_grad or (bias is not None and bias.requires_grad):
         raise KernelError(
             "a weight or bias that wants a gradient",
             "the layer is frozen: it would get none",
             "call requires_grad_(False) on it",
         )
-    return check_backend(backend, x.device, x.dtype)
+    return check_backend(backend, device, dtype)

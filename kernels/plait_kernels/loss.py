@@ -213,6 +213,11 @@ def labelled_cross_entropy(
 
 
 def chunk_rows(vocabulary: int, backend: str = "", element_bytes: int = 4) -> int:
-    """Labelled rows whose logits exist at once, with a backend in a dtype of so many bytes."""
+    """Labelled rows whose logits exist at once, with a backend in a dtype of so many bytes.
+
+    A multiple of 4 where there are so many, so that each chunk's numbers begin at a multiple of 16 bytes: of
+    others Triton makes a binary of its own.
+    """
     logits = FUSED_CHUNK_BYTES // element_bytes if backend == TRITON.name else CHUNK_LOGITS
-    return max(1, logits // vocabulary)
+    rows = max(1, logits // vocabulary)
+    return rows - rows % 4 if rows > 4 else rows

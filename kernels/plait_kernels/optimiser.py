@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -12,14 +11,17 @@ from torch.optim.adamw import adamw
 from plait_kernels import joint_adamw
 from plait_kernels.bank import GRADIENTS, WEIGHTS, Bank, Block
 from plait_kernels.errors import KernelError
-from plait_kernels.steps import AdapterStep, StepResult
+from plait_kernels.steps import AdapterStep, AskedSteps, StepResult
 from plait_kernels.triton_backend import TRITON
+from plait_kernels.uploads import table
+
+Complete = Callable[[Sequence[Block]], None]
 
 
 def adamw_step(
     bank: Bank,
     steps: Sequence[AdapterStep],
-    complete: Callable[[Sequence[Block]], None] = lambda _: None,
+    complete: Complete = lambda _: None,
     *,
     norms: Sequence[float] | None = None,
     backend: str = "",
@@ -37,32 +39,56 @@ def adamw_step(
     Raises:
         KernelError: an adapter is not attached or named twice, or a step is below 1.
     """
-    names = [step.adapter for step in steps]
+    return ask_steps(bank, steps, complete, norms=norms, backend=backend).results()
+
+
+def ask_steps(
+    bank: Bank,
+    steps: Sequence[AdapterStep],
+    complete: Complete = lambda _: None,
+    *,
+    norms: Sequence[float] | None = None,
+    backend: str = "",
+) -> AskedSteps:
+    """Ask for the same, and wait for nothing where one launch steps whole adapters: it clips and skips."""
+    names = tuple(step.adapter for step in steps)
     if len(set(names)) != len(names) or any(step.step < 1 for step in steps):
-        raise KernelError(f"steps {names}", "an adapter is stepped once, its step counted from 1")
+        raise KernelError(f"steps {list(names)}", "an adapter is stepped once, its step counted from 1")
     blocks = [bank.block(name) for name in names]
     if not blocks:
-        return []
+        return AskedSteps((), ())
     joint = backend == TRITON.name and TRITON.runs(bank.device, bank.compute_dtype)
-    if norms is None:
-        norms = joint_adamw.norms(blocks) if joint else _norms(blocks)
-    results = [
-        StepResult(name, norm, not math.isfinite(norm)) for name, norm in zip(names, norms, strict=True)
-    ]
-    due = [
-        (step, block, _clipping(step, result.grad_norm))
-        for step, block, result in zip(steps, blocks, results, strict=True)
-        if not result.skipped
-    ]
-    if due:
-        (joint_adamw.step_all if joint else _step_each)(due)
+    whole = joint and len(blocks[0].parts) == 1
+    if norms is None and joint:
+        found = joint_adamw.norms(blocks)
+        if whole:
+            joint_adamw.step_all(list(zip(steps, blocks, strict=True)), found)
+            for block in blocks:
+                block.refresh(copied=True)
+            return AskedSteps(names, found)
+        norms = found.tolist()
+    asked = AskedSteps(names, _norms(blocks) if norms is None else norms)
+    _step_finite(bank, list(zip(steps, blocks, asked.results(), strict=True)), complete, joint=joint)
+    return asked
+
+
+def _step_finite(
+    bank: Bank, steps: Sequence[tuple[AdapterStep, Block, StepResult]], complete: Complete, *, joint: bool
+) -> None:
+    """Step those whose norms are finite."""
+    due = [each for each in steps if not each[2].skipped]
+    whole = joint and len(steps[0][1].parts) == 1  # then the launch does all for those that are due
+    if joint and due:
+        norms = table([result.grad_norm for *_, result in due], bank.device, torch.float32)
+        joint_adamw.step_all([(step, block) for step, block, _ in due], norms)
+    elif due:
+        for step, block, result in due:
+            _step(block, step, _clipping(step, result.grad_norm))
+    bank.zero_gradients([result.adapter for *_, result in steps if result.skipped or not whole])
     stepped = [block for _, block, _ in due]
-    whole = joint and len(blocks[0].parts) == 1  # then the launch did what follows
-    bank.zero_gradients([result.adapter for result in results if result.skipped or not whole])
     complete(stepped)
     for block in stepped:
         block.refresh(copied=whole)
-    return results
 
 
 def _norms(blocks: Sequence[Block]) -> list[float]:
@@ -76,11 +102,6 @@ def _clipping(step: AdapterStep, norm: float) -> float:
     if step.clip_norm is None or norm <= 0.0:
         return 1.0
     return min(1.0, step.clip_norm / (norm + 1e-6))
-
-
-def _step_each(steps: Sequence[tuple[AdapterStep, Block, float]]) -> None:
-    for step, block, factor in steps:
-        _step(block, step, factor)
 
 
 def _step(block: Block, step: AdapterStep, factor: float) -> None:

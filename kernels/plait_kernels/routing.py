@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -36,6 +36,14 @@ class Span:
     threshold: int
 
 
+@dataclass(frozen=True, slots=True)
+class Generations:
+    """How often the weights of each adapter had been refreshed, and those of all when that was looked up."""
+
+    refreshes: int
+    of: Mapping[str, int]
+
+
 @dataclass(frozen=True)
 class Routing:
     """What one microbatch needs to know about its rows; built once, shared by every layer.
@@ -56,6 +64,14 @@ class Routing:
     counters: Tensor
     alike: frozenset[str] | None = None
     tables: dict[object, Any] = field(default_factory=dict)
+
+    def generations(self) -> Generations:
+        """Generations of its adapters now; looked up again only after weights have been refreshed."""
+        found = cast("Generations | None", self.tables.get("generations"))
+        if found is None or found.refreshes != Block.refreshes:
+            own = {span.block.adapter: span.block.generation for span in self.spans}
+            found = self.tables["generations"] = Generations(Block.refreshes, own)
+        return found
 
     @classmethod
     def build(

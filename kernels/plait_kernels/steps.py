@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -38,3 +42,24 @@ class StepResult:
     adapter: str
     grad_norm: float
     skipped: bool
+
+
+@dataclass(frozen=True, eq=False)
+class AskedSteps:
+    """Steps that a device was asked to take.
+
+    Args:
+        adapters: their names.
+        norms: of their gradients, maybe still on the device.
+    """
+
+    adapters: tuple[str, ...]
+    norms: Tensor | Sequence[float]
+
+    def results(self) -> list[StepResult]:
+        """What they did; the host waits for norms that are on the device."""
+        norms = self.norms.tolist() if isinstance(self.norms, Tensor) else self.norms
+        return [
+            StepResult(name, norm, not math.isfinite(norm))
+            for name, norm in zip(self.adapters, norms, strict=True)
+        ]

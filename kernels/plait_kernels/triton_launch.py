@@ -79,6 +79,7 @@ class Launcher:
         self.align, self.widest = call.layer.align, call.layer.widest
         self.like = x.new_empty(0)
         self._memory: dict[str, Tensor] = call.routing.tables.setdefault(("memory", stream), {})
+        self._views: dict[tuple[str, tuple[int, ...]], tuple[Tensor, Tensor]] = {}
         self._made: dict[object, Any] = {}
 
     def _once(self, make: Callable[..., _Made], call: LayerCall, *given: object) -> _Made:
@@ -106,11 +107,16 @@ class Launcher:
 
     def _scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory that the calls of a microbatch use one after the other; the largest stays."""
+        whole = self._memory.get(name)
+        known = self._views.get((name, shape))
+        if known is not None and known[0] is whole:
+            return known[1]
         size = math.prod(shape)
-        found = self._memory.get(name)
-        if found is None or found.numel() < size:
-            found = self._memory[name] = room(self.like, (size,), dtype)
-        return found[:size].view(shape)
+        if whole is None or whole.numel() < size:
+            whole = self._memory[name] = room(self.like, (size,), dtype)
+        view = whole[:size].view(shape)
+        self._views[name, shape] = whole, view
+        return view
 
     # ---- launches -------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -9,17 +10,22 @@ import torch
 from curve_worker import CurveWorker
 from laboratory import random_data
 from processes import fleet
+from transformers import LlamaConfig
 from worker_contract import CAPACITY, JOBS, WorkerContract, run
 
-from plait.core.messages import Attach, Detach, MicrobatchDone, OutOfMemory, StepDone
+from plait.core.messages import Attach, Detach, JobFailed, MicrobatchDone, OutOfMemory, StepDone
 from plait.core.settings import EngineSettings, ModelSettings
+from plait.cost.fake_memory import fake_model
 from plait.distributed.fleet import Fleet
 from plait.engine import local_worker
 from plait.engine.asked import CudaMark
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.local_worker import LocalWorker
+from plait.engine.microbatches import LoadedMicrobatch
 from plait.models.base import BaseModel
+from plait.models.context import MicrobatchContext, Rotation
 from plait.models.load import load_model
+from plait_kernels.counting import counted
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +110,7 @@ class Event:
         return 1e3 * (end.at - self.at)
 
 
-def test_the_losses_of_all_microbatches_of_a_batch_are_waited_for_once(
+def test_losses_and_norms_of_a_batch_are_waited_for_once(
     model: BaseModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = EngineSettings(kernels="grouped", capacity=CAPACITY)
@@ -117,10 +123,66 @@ def test_the_losses_of_all_microbatches_of_a_batch_are_waited_for_once(
     found = run(workers[1], JOBS, 1)
     microbatches = [event for event in found if isinstance(event, MicrobatchDone)]
     assert len(microbatches) > 1
-    assert (device.waits, device.asked) == (1, 2 * len(microbatches))
+    assert (device.waits, device.asked) == (1, 2 * len(microbatches) + 2)
     assert [event.seconds for event in microbatches] == [1.0] * len(microbatches)
+    assert sum(event.seconds for event in found if isinstance(event, StepDone)) == pytest.approx(1.0)
     before = [event.losses for event in expected if isinstance(event, MicrobatchDone)]
     assert [event.losses for event in microbatches] == before
+
+
+def test_a_job_whose_loss_is_not_finite_is_not_stepped_though_its_gradient_is(
+    model: BaseModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = EngineSettings(kernels="grouped", capacity=CAPACITY)
+    workers = [LocalWorker(model, DataCatalogue(random_data), settings) for _ in range(2)]
+    for worker in workers:
+        for each in JOBS:
+            worker.execute(Attach(each))
+    sums = LoadedMicrobatch.sums
+
+    def infinite(self: LoadedMicrobatch, nll: torch.Tensor) -> torch.Tensor:
+        bad = torch.tensor([segment.job == "a" for segment in self.segments])
+        return torch.where(bad, torch.inf, sums(self, nll))
+
+    before = workers[0].bank.block("a").state[0].clone()
+    monkeypatch.setattr(LoadedMicrobatch, "sums", infinite)
+    found = run(workers[0], JOBS, 1)
+    monkeypatch.setattr(LoadedMicrobatch, "sums", sums)
+    run(workers[1], JOBS, 1)
+    assert {event.job for event in found if isinstance(event, JobFailed)} == {"a"}
+    norms = {event.job: event.grad_norm for event in found if isinstance(event, StepDone)}
+    assert math.isnan(norms["a"])
+    assert math.isfinite(norms["b"])
+    first, second = (worker.bank for worker in workers)
+    assert torch.equal(first.block("a").state[0], before)
+    assert torch.equal(first.block("b").state, second.block("b").state)
+
+
+def test_a_batch_on_a_device_has_one_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With Triton's kernels, over meta tensors, which stand for a device's."""
+    config = LlamaConfig(
+        vocab_size=300, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2
+    )
+    meta = fake_model(config, layers=2, dtype=torch.bfloat16)
+
+    def rotation(_layer: int, context: MicrobatchContext) -> Rotation:
+        both = (torch.empty(1, len(context.token_ids), 16, dtype=torch.bfloat16, device="meta"),) * 2
+        return Rotation(both, both)
+
+    monkeypatch.setattr(meta, "_rotation", rotation)  # which a fake model cannot compute
+    monkeypatch.setattr(local_worker, "device_kind", str)
+    settings = EngineSettings(kernels="triton", capacity=CAPACITY)
+    worker, device = LocalWorker(meta, DataCatalogue(random_data), settings), Behind()
+    for each in JOBS:
+        worker.execute(Attach(each))
+    with counted():
+        run(worker, JOBS, 1)  # what a bank makes once
+    monkeypatch.setattr(local_worker, "mark", device.mark)
+    with counted() as counts:
+        found = run(worker, JOBS, 2)
+    assert sum(isinstance(event, MicrobatchDone) for event in found) > 1
+    assert sum(isinstance(event, StepDone) for event in found) == len(JOBS)
+    assert (counts.waits, device.waits) == (0, 1)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from plait.core.messages import GroupStep
 from plait.core.spans import ReplicaSpans, ReplicaTime, Span
 from plait.distributed.clocks import ClockOffset
 from plait.engine.replica_times import on_one_clock, times_between
-from plait.engine.span_recorder import SpanRecorder
+from plait.engine.span_recorder import Part, SpanRecorder
 from plait.tracking.values import group_values
 
 JOB = (("a", 1),)
@@ -40,6 +40,24 @@ def test_every_moment_is_in_one_span() -> None:
     assert all(before.end == after.start for before, after in pairwise(spans))
     assert spans[1] == Span("microbatch", 1.0, 2.0, JOB, tokens=7)
     assert recorder.take() == ()
+
+
+def test_what_was_asked_for_at_once_shares_the_time_until_it_was_done() -> None:
+    now = [0.0]
+    recorder = SpanRecorder(lambda: now[0])
+    now[0] = 8.0  # of the host: asked in no time, then waited
+    recorder.share([Part("microbatch", JOB, 2.0, 7), Part("microbatch", JOB, 1.0, 3), Part("step", JOB, 1.0)])
+    found = recorder.take()
+    assert [(each.kind, each.seconds, each.tokens) for each in found] == [
+        ("microbatch", 4.0, 7),
+        ("microbatch", 2.0, 3),
+        ("step", 2.0, 0),
+    ]
+    assert all(before.end == after.start for before, after in pairwise(found))
+    recorder.share([])
+    now[0] = 9.0
+    recorder.share([Part("evaluation", JOB, 0.0), Part("evaluation", JOB, 0.0)])
+    assert [each.seconds for each in recorder.take()] == [0.5, 0.5]
 
 
 @given(

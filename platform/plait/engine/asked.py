@@ -17,6 +17,7 @@ from torch import Tensor
 from plait.core.messages import JobFailed, JobLoss, MicrobatchDone, ObservedPeak, WorkerEvent
 from plait.core.plans import Microbatch
 from plait.engine.microbatches import job_losses
+from plait_kernels import AskedSteps
 
 
 class Mark(Protocol):
@@ -69,6 +70,8 @@ def mark(device: torch.device, clock: Callable[[], float]) -> Mark:
 
 def on_its_way(tensor: Tensor) -> Tensor:
     """A copy on the host, which is there once the device has come to a mark that follows; nothing waits."""
+    if tensor.device.type == "meta":  # stands for CUDA where waits are counted
+        return tensor.to("cpu", non_blocking=True)
     if tensor.device.type != "cuda":
         return tensor
     there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -81,13 +84,14 @@ class Asked:
 
     Attributes:
         counts: labelled rows of each segment.
-        sums: each segment's loss, on its way to the host.
+        sums: each segment's loss, on its way to the host; own_sums: on the device.
         start, end: around its work.
     """
 
     microbatch: Microbatch
     counts: tuple[int, ...]
     sums: Tensor
+    own_sums: Tensor
     peaks: tuple[ObservedPeak, ...]
     start: Mark
     end: Mark
@@ -99,6 +103,19 @@ class Asked:
         return done(
             self.microbatch, losses, self.start.seconds_to(self.end), training=training, peaks=self.peaks
         )
+
+
+@dataclass(frozen=True, slots=True)
+class AskedStep:
+    """Optimiser steps that a device was asked to take, their norms on their way to the host.
+
+    Attributes:
+        start, end: around their work.
+    """
+
+    steps: AskedSteps
+    start: Mark
+    end: Mark
 
 
 def done(

@@ -42,21 +42,22 @@ from plait.core.settings import EngineSettings
 from plait.core.spans import ReplicaSpans, SpanKind
 from plait.cost.peaks import PhasePeaks
 from plait.engine.adapter_store import AdapterStore
-from plait.engine.asked import Asked, mark, on_its_way
+from plait.engine.asked import Asked, AskedStep, mark, on_its_way
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.devices import choose_kernels, device_bytes, device_kind, prepare_tiles, usual_threads
 from plait.engine.memory import SAMPLED_EVERY, PeakObserver, PeakSampler, attempt, release_unused
 from plait.engine.microbatches import LoadedMicrobatch, load_microbatch
 from plait.engine.schedules import Round, rounds
-from plait.engine.span_recorder import SpanRecorder, work_of
+from plait.engine.span_recorder import Part, SpanRecorder, work_of
 from plait.engine.worker import ActivationShape, HeldPart, WorkerFacts
 from plait.models.base import BaseModel
 from plait.serve.cells import BankAdapters
 from plait.serve.engine import Engine, needed_tokens
 from plait.serve.requests import Completion, Request, Sampling
-from plait_kernels import AdapterStep, Bank, adamw_step
+from plait_kernels import AdapterStep, AskedSteps, Bank, ask_steps
 from plait_kernels.bank import GRADIENTS, WEIGHTS, Block
 from plait_kernels.steps import StepResult
+from plait_kernels.uploads import table
 
 
 class Peers(Protocol):
@@ -239,15 +240,52 @@ class LocalWorker:
         """Round by round; if memory runs out, here or in a peer, the rest is left and so are gradients."""
         events: list[WorkerEvent] = []
         for each in rounds(items):
-            new, short, waited = self._run_round(each)
-            events += new
+            if self._peers is None:
+                new, short = self._run_alone(each)
+                events += new
+            else:
+                new, short, waited = self._run_round(each)
+                events += new
+                if not short:
+                    events += self._read_steps(self._ask_steps(each.steps), each.steps, waited)
+                    self._recorder.lap("step", _work(each.steps))
+                else:
+                    events.append(OutOfMemory("", waited))
             if short:
                 self.bank.zero_gradients()
-                if self._peers is not None:
-                    events.append(OutOfMemory("", waited))
                 break
-            events += self._step(each.steps, waited)
         return events
+
+    def _run_alone(self, turn: Round) -> tuple[list[WorkerEvent], bool]:
+        """A round with its steps, and whether memory ran out. The host waits once, for losses and norms."""
+        asked, short = self._ask_each(turn.microbatches, training=True)
+        stepped: AskedStep | None = None
+        if short is None and turn.steps:
+            self._spoil(asked)
+            stepped = self._ask_steps(turn.steps)
+        ends = [each.end for each in (*asked, stepped) if each is not None]
+        if ends:
+            ends[-1].wait()
+        events = [event for each in asked for event in each.events(training=True)]
+        parts = self._parts(asked, "microbatch")
+        if stepped is not None:
+            events += self._read_steps(stepped, turn.steps, 0.0)
+            parts.append(Part("step", _work(turn.steps), stepped.start.seconds_to(stepped.end)))
+        self._recorder.share(parts)
+        return [*events, *(() if short is None else (short,))], short is not None
+
+    def _spoil(self, asked: Sequence[Asked]) -> None:
+        """Make the gradient of a job whose loss is not finite so too, without looking: it does not step."""
+        segments = [segment.job for each in asked for segment in each.microbatch.segments]
+        jobs = [job for job in dict.fromkeys(segments) if self.bank.block(job).state.numel()]
+        if not jobs:
+            return
+        places = {job: place for place, job in enumerate(jobs)}
+        rows = table([places.get(job, len(jobs)) for job in segments], self._model.device)
+        losses = torch.cat([each.own_sums for each in asked])
+        nothing = losses.new_zeros(len(jobs) + 1).index_add_(0, rows, losses * 0.0)  # or not a number
+        gradients = [self.bank.block(job).state[GRADIENTS][:1] for job in jobs]
+        torch._foreach_add_(gradients, list(nothing.float()[:-1].unsqueeze(1)))
 
     def _run_round(self, turn: Round) -> tuple[list[WorkerEvent], bool, float]:
         """A round up to its steps; whether memory ran out, and seconds of waiting for sums.
@@ -286,35 +324,63 @@ class LocalWorker:
     def _run_each(self, microbatches: Sequence[Microbatch], *, training: bool) -> Iterator[list[WorkerEvent]]:
         """The events of each microbatch; where memory runs out, the last says so.
 
-        Without peers, who wait for gradients of jobs that are done, the losses of all are read at the end.
+        Peers wait for gradients of jobs that are done, so with them each is waited for before the next.
+        """
+        if self._peers is None:
+            asked, short = self._ask_each(microbatches, training=training)
+            if asked:
+                asked[-1].end.wait()  # once for all of them
+            yield from (each.events(training=training) for each in asked)
+            self._recorder.share(self._parts(asked, "microbatch" if training else "evaluation"))
+            if short is not None:
+                yield [short]
+            return
+        observed = training and self._sampler.wanted(self._jobs, [each.tokens for each in microbatches])
+        for microbatch in microbatches:
+            one = self._ask(microbatch, training=training, observed=observed)
+            if isinstance(one, OutOfMemory):
+                yield [one]
+                return
+            events = [] if one is None else one.events(training=training)
+            if one is not None:
+                self._recorder.share(self._parts([one], "microbatch" if training else "evaluation"))
+            yield events
+
+    def _ask_each(
+        self, microbatches: Sequence[Microbatch], *, training: bool
+    ) -> tuple[list[Asked], OutOfMemory | None]:
+        """All microbatches, or those before the one that memory runs out for."""
+        observed = training and self._sampler.wanted(self._jobs, [each.tokens for each in microbatches])
+        asked: list[Asked] = []
+        for microbatch in microbatches:
+            one = self._ask(microbatch, training=training, observed=observed)
+            if isinstance(one, OutOfMemory):
+                return asked, one
+            asked += [] if one is None else [one]
+        return asked, None
+
+    def _ask(self, microbatch: Microbatch, *, training: bool, observed: bool) -> Asked | OutOfMemory | None:
+        """One microbatch; None if there is nothing in it for this process but to help others.
 
         Raises:
             ShortStageError: memory ran out, and others need what this process has of the base model.
         """
-        observed = training and self._sampler.wanted(self._jobs, [each.tokens for each in microbatches])
-        asked: list[Asked] = []
-        short: OutOfMemory | None = None
-        for microbatch in microbatches:
-            if not microbatch.segments and self._model.shards is not None:
-                self._model.shards.idle(training=training)
-                yield []
-                continue
-            started = self._clock()
-            new, detail = attempt(partial(self._run, microbatch, training=training, observed=observed))
-            if new is None:
-                self._refuse_if_shared(detail)
-                release_unused(self._model.device)
-                short = OutOfMemory(detail or "", self._clock() - started)
-                break
-            if self._peers is None:
-                asked.append(new)
-            else:
-                yield new.events(training=training)
-        if asked:
-            asked[-1].end.wait()  # once for all of them
-        yield from (each.events(training=training) for each in asked)
-        if short is not None:
-            yield [short]
+        if not microbatch.segments and self._model.shards is not None:
+            self._model.shards.idle(training=training)
+            return None
+        started = self._clock()
+        new, detail = attempt(partial(self._run, microbatch, training=training, observed=observed))
+        if new is None:
+            self._refuse_if_shared(detail)
+            release_unused(self._model.device)
+            return OutOfMemory(detail or "", self._clock() - started)
+        return new
+
+    def _parts(self, asked: Sequence[Asked], kind: SpanKind) -> list[Part]:
+        return [
+            Part(kind, work_of(each.microbatch), each.start.seconds_to(each.end), each.microbatch.tokens)
+            for each in asked
+        ]
 
     def _refuse_if_shared(self, detail: str | None) -> None:
         if self._model.shards is not None:
@@ -341,12 +407,11 @@ class LocalWorker:
             if training and loss.requires_grad:
                 loss.backward()  # type: ignore[no-untyped-call]
             peaks.end("backward")
-        sums = on_its_way(loaded.sums(nll.detach()))
+        own_sums = loaded.sums(nll.detach())
+        sums = on_its_way(own_sums)
         found = (ObservedPeak(peaks.static, tuple(peaks.phases.items())),) if peaks.phases else ()
         end = mark(device, self._clock)
-        kind: SpanKind = "microbatch" if training else "evaluation"
-        self._recorder.lap(kind, work_of(microbatch), tokens=microbatch.tokens)
-        return Asked(microbatch, loaded.counts, sums, found, start, end)
+        return Asked(microbatch, loaded.counts, sums, own_sums, found, start, end)
 
     def _forward(self, loaded: LoadedMicrobatch, peaks: PhasePeaks) -> tuple[Tensor, Tensor]:
         """Weighted loss of the microbatch, and the loss of each labelled row; the head sees only labelled
@@ -357,14 +422,20 @@ class LocalWorker:
         peaks.end("loss")
         return found
 
-    def _step(self, steps: Sequence[StepJob], waited: float) -> list[WorkerEvent]:
-        """One call of the optimiser for all these jobs; its time includes that of waiting for sums."""
-        started = self._clock()
+    def _ask_steps(self, steps: Sequence[StepJob]) -> AskedStep:
+        """One call of the optimiser for all these jobs."""
+        start = mark(self._model.device, self._clock)
         each = [self._adapter_step(step) for step in steps]
-        results = adamw_step(self.bank, each, self._complete, backend=self._backend)
-        seconds = waited + self._clock() - started
-        self._recorder.lap("step", _work(steps))
-        return [*self._stepped(_work(steps), results, seconds)]
+        asked = ask_steps(self.bank, each, self._complete, backend=self._backend)
+        if isinstance(asked.norms, Tensor):
+            asked = AskedSteps(asked.adapters, on_its_way(asked.norms))
+        return AskedStep(asked, start, mark(self._model.device, self._clock))
+
+    def _read_steps(self, asked: AskedStep, steps: Sequence[StepJob], waited: float) -> Sequence[WorkerEvent]:
+        """What came of it, which is waited for; its time includes that of waiting for sums."""
+        asked.end.wait()
+        seconds = waited + asked.start.seconds_to(asked.end)
+        return self._stepped(_work(steps), asked.steps.results(), seconds)
 
     def _stepped(
         self, steps: Sequence[tuple[str, int]], results: Sequence[StepResult], seconds: float

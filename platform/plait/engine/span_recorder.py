@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from plait.core.plans import Microbatch
 from plait.core.spans import Span, SpanKind
@@ -13,6 +14,16 @@ from plait.core.spans import Span, SpanKind
 Work = tuple[tuple[str, int], ...]  # jobs, each with its optimiser step
 
 MOST_KEPT = 10_000  # newest spans, where no one takes them
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Work of a device, and its seconds."""
+
+    kind: SpanKind
+    work: Work
+    seconds: float
+    tokens: int = 0
 
 
 class SpanRecorder:
@@ -48,6 +59,20 @@ class SpanRecorder:
         start, self._last = self._last, self.clock()
         self._spans.append(Span(kind, start, self._last, work, tokens))
         self._lapped = True
+
+    def share(self, parts: Sequence[Part]) -> None:
+        """What the process did since the last call were these, one after the other; they are known only now.
+
+        The host asks a device for all of them before it waits, so its own times say nothing of each.
+        """
+        whole, begun, start = sum(part.seconds for part in parts), 0.0, self._last
+        now = self.clock()
+        for number, part in enumerate(parts, start=1):
+            begun += part.seconds
+            share = begun / whole if whole > 0 else number / len(parts)
+            end = now if number == len(parts) else start + (now - start) * share
+            self._spans.append(Span(part.kind, self._last, end, part.work, part.tokens))
+            self._last, self._lapped = end, True
 
     def add_beside(self, kind: SpanKind, start: float, work: Work, received: int) -> None:
         """What a thread beside the process's own did from ``start`` until now; ``received``: bytes."""

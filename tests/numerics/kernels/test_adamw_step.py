@@ -7,7 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from plait_kernels import AdapterStep, Bank, KernelError, Site, adamw_step, joint_adamw, triton_backend
+from plait_kernels import (
+    AdapterStep,
+    Bank,
+    KernelError,
+    Site,
+    adamw_step,
+    ask_steps,
+    joint_adamw,
+    triton_backend,
+)
 from plait_kernels.counting import counted
 
 STEPS = {
@@ -184,3 +193,15 @@ def test_a_step_is_three_launches_and_one_wait_whatever_the_adapters():
     with counted() as counts:
         adamw_step(bank, steps, backend="triton")
     assert (counts.launches, counts.waits) == (3, 1)
+
+
+def test_steps_are_asked_for_without_a_wait():
+    bank = Bank([Site("q", 0, 640, 320)], device="meta", compute_dtype=torch.bfloat16)
+    for index in range(20):
+        bank.attach(str(index), rank=8 + index, scale=1.0, dropout=0.0, seed=0, sites=["q"])
+    steps = [AdapterStep(name, 1, 1e-3, 1e-3, clip_norm=0.5) for name in bank.blocks]
+    with counted() as counts:
+        asked = ask_steps(bank, steps, backend="triton")
+        assert (counts.launches, counts.waits) == (3, 0)
+        assert len(asked.results()) == 20
+    assert counts.waits == 1

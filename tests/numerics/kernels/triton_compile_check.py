@@ -139,8 +139,8 @@ def launch_adamw(dtype: torch.dtype) -> None:
     """One step of one adapter."""
     bank = Bank([Site("q", 0, 64, 64)], device="cpu", compute_dtype=dtype)
     bank.attach("one", rank=16, scale=1.0, dropout=0.0, seed=0, sites=["q"])
-    joint_adamw.norms([bank.block("one")])
-    joint_adamw.step_all([(AdapterStep("one", 1, 1e-3, 1e-3), bank.block("one"), 1.0)])
+    norms = joint_adamw.norms([bank.block("one")])
+    joint_adamw.step_all([(AdapterStep("one", 1, 1e-3, 1e-3), bank.block("one"))], norms)
 
 
 def main(capabilities: list[int], which: str) -> None:
