@@ -104,6 +104,10 @@ class SleepingStage:
         """A span of waiting ends."""
         self.recorder.lap("waiting")
 
+    def sent(self) -> None:
+        """A span of sending ends."""
+        self.recorder.lap("other")
+
     def forward(self, number: int, microbatch: Microbatch, entering: Tensor | None) -> Tensor:
         """Take the time of a forward."""
         del entering
@@ -203,19 +207,6 @@ class TimedMessages(Messages):
         return found, rows
 
 
-class RecordedLinks(Links):
-    """Links whose sends are spans of their own: else they are in what comes next, which may be waiting."""
-
-    def __init__(self, number: int, recorder: SpanRecorder) -> None:
-        super().__init__(number, CPU)
-        self._recorder = recorder
-
-    def send(self, process: int, message: Tensor) -> None:
-        """Send a message, which must not change any more."""
-        super().send(process, message)
-        self._recorder.lap("other")
-
-
 class PaddedRecorder(SpanRecorder):
     """Sleeps before a microbatch ends, until it has taken a time.
 
@@ -278,7 +269,7 @@ class Training:
             base,
             self._data,
             replace(self._setting.run.engine, capacity=tokens, threads=1),
-            links=RecordedLinks(self._number, self._recorder),
+            links=Links(self._number, CPU),
             layers=layers,
             recorder=self._recorder,
         )

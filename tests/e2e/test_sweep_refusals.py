@@ -57,7 +57,7 @@ Short = tuple[str, ...]
         ),
         (
             ["adapter.rank=1,2", "cluster.processes=2", "cluster.deployment=[1,2]"],
-            ["cluster.deployment=[1, 2]", "cluster.processes=2"],
+            ["cluster.deployment=[1,2]", "cluster.processes=2"],
         ),
         (
             ["adapter.rank=1,2", "cluster.processes=2", "cluster.pipeline=2", "cluster.shard_base=true"],

@@ -139,7 +139,8 @@ def test_a_search_with_rungs_by_accuracy_decides_as_its_replay_says(settings, tm
     )
     side = replace(side, data=answered)
     path = tmp_path / "curves.json"
-    write_curves(RecordedCurves(tuple(record(side, jobs, (2, 4, 6), tmp_path, process_time))), path)
+    steps = {job.name: (2, 4, 6) for job in jobs}
+    write_curves(RecordedCurves(tuple(record(side, jobs, steps, tmp_path, process_time))), path)
     curves = read_curves(path).curves
     accuracies = [[point.accuracy for point in curve.points] for curve in curves]
     assert len({tuple(each) for each in accuracies}) > 3, "trials that answer alike decide nothing"

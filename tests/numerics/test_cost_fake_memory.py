@@ -142,5 +142,7 @@ def test_parts_of_a_70b_model_take_the_bytes_that_the_memory_model_says() -> Non
         assert model.weight_bytes == pytest.approx(expected, rel=norms)
     model = fake_model(config, layers=4, dtype=torch.bfloat16)
     model.shard(Part(3, 4))
-    expected = static.layers / 4 + static.layers / 4 + static.embedding + static.head  # one is gathered
+    expected = static.layers / 4 + static.embedding + static.head
     assert model.weight_bytes == pytest.approx(expected, rel=norms)
+    assert model.shards is not None
+    assert model.shards.gathered_bytes == pytest.approx(static.layers / 2, rel=norms)  # one, and the next

@@ -77,6 +77,9 @@ class LoraStage:
     def received(self) -> None:
         pass
 
+    def sent(self) -> None:
+        pass
+
     def forward(self, number: int, microbatch: Microbatch, entering: Tensor | None) -> Tensor | None:
         self.layer.microbatch = microbatch
         rows = embedded(microbatch) if entering is None else entering

@@ -58,6 +58,9 @@ class ToyStage:
     def received(self) -> None:
         pass
 
+    def sent(self) -> None:
+        pass
+
     def forward(self, number: int, microbatch: Microbatch, entering: Tensor | None) -> Tensor | None:
         rows = _samples(microbatch) if entering is None else [int(row) for row in entering.flatten().tolist()]
         jobs = _jobs(microbatch)

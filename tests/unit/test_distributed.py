@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -1032,9 +1033,10 @@ def test_links_that_others_have_made_get_the_limit_too() -> None:
         socket.create_server(("127.0.0.1", 0)) as server,
         socket.create_connection(server.getsockname()) as link,
     ):
+        gc.collect()  # what other tests have left behind
         files = len(list(Path("/dev/fd").iterdir()))
         limit_links(12.0)
-        assert len(list(Path("/dev/fd").iterdir())) == files
+        assert len(list(Path("/dev/fd").iterdir())) <= files
         assert link.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         names = ("TCP_USER_TIMEOUT", "TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT")
         found = [link.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in names]

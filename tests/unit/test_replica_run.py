@@ -25,6 +25,8 @@ class Said:
 
     def received(self) -> None: ...
 
+    def sent(self) -> None: ...
+
     def forward(self, number: int, *_: object) -> None:
         self.said.append(f"forward {number}")
 

@@ -78,7 +78,7 @@ class ReplicaStage(StageWorker):
         sums = [self._sum(block, piece, group) for piece, group in self._pieces]
 
         def squares() -> Tensor:
-            """By site, after a position for what is not finite; of each number, one process says it."""
+            """By site, after a place for what is not finite; of each number, one process says it."""
             found = torch.zeros(1 + len(self._model.linears), dtype=torch.float64)
             for site in self.bank.sites if self._position.replica == 0 else ():
                 own = (each.double().square().sum() for each in self._counted(block, site))

@@ -44,6 +44,9 @@ class Stage(Protocol):
     def received(self) -> None:
         """A message is there: until now the stage waited."""
 
+    def sent(self) -> None:
+        """A message is on its way: until now the stage made it and gave it away."""
+
     def forward(self, number: int, microbatch: Microbatch, entering: Tensor | None) -> Tensor | None:
         """The hidden states for the next stage, None on the last, from those of the stage before."""
 
@@ -166,11 +169,13 @@ class StageRun:
         totals = [self._sums.pop(key) for key in each.keys]
         rows = None if each.microbatch == NONE else self._leaving.pop(each.microbatch)
         self._links.send(self._number + 1, self._stage.messages.pack(rows, totals))
+        self._stage.sent()
 
     def _send_gradient(self, each: Instruction) -> None:
         sums = [self._stage.squares(key) + self._sums.pop(key, 0.0) for key in each.keys]
         gradient = self._leaving.pop(each.microbatch)
         self._links.send(self._number - 1, self._stage.messages.pack(gradient, sums))
+        self._stage.sent()
 
     def _step(self, each: Instruction) -> None:
         if self._number == 0:

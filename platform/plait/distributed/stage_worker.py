@@ -174,6 +174,10 @@ class StageWorker(LocalWorker):
         """A span of waiting for another stage ends now."""
         self._recorder.lap("waiting")
 
+    def sent(self) -> None:
+        """A span of sending ends now; else it would count as waiting for what comes next."""
+        self._recorder.lap("other")
+
     def forward(self, number: int, microbatch: Microbatch, entering: Tensor | None) -> Tensor | None:
         """Run this stage's layers, and on the last stage the loss."""
         with self._peaks.forward(number, number in self._observed) as peaks:
