@@ -27,12 +27,14 @@ from plait.cli.main import main
 from plait.core.errors import ConfigError
 from plait.core.jobs import AdapterSpec, JobSpec, TrainSpec
 from plait.core.settings import EngineSettings, ModelSettings, RunSettings
+from plait.distributed.replica_stage import ReplicaStage
 from plait.engine.build import check_engine
 from plait.models.base import BaseModel
 from plait.models.load import load_model, transformers_model
 from plait.models.targets import resolve_targets
 from plait.search.checks import check_model
 from plait_kernels import Bank, KernelError, SiteRows, TensorSpec
+from plait_kernels.bank import GRADIENTS
 
 MODEL = ModelSettings(kind="tiny", family="llama", dtype="float32", seed=3)
 LOSS_TOLERANCE = 1e-5  # relative, every step, as in the joint tests
@@ -211,6 +213,20 @@ def test_its_memory_is_predicted_exactly(variant: Lora, model: BaseModel, dtype:
     assert predicted == sum(held.values())
     plain = adapter_bytes(replace(spec, variant="lora"), model.linears, dtype.itemsize)
     assert (predicted < plain) is (variant.name == "frozen_a")
+
+
+def test_replicas_in_stages_count_the_norm_of_all_its_gradients(variant: Lora, model: BaseModel) -> None:
+    spec = AdapterSpec(5, variant=variant.name, target_modules="all-linear")
+    sites = resolve_targets(spec.target_modules, model.linears)
+    bank = Bank(model.sites, device="cpu", compute_dtype=torch.float32)
+    attach(bank, "one", spec, sites, seed=0, weight_of=model.frozen_weight)
+    block = bank.block("one")
+    block.state[GRADIENTS] = 1.0
+    stage = object.__new__(ReplicaStage)
+    stage._model = model
+    trained = sum(each.numel() for site in bank.sites for each in block.at(site, GRADIENTS))
+    counted = sum(each.sum() for site in bank.sites for each in stage._counted(block, site))
+    assert counted == trained > 0
 
 
 def test_unsupported_variants_are_refused_before_a_model_loads(variant: Lora) -> None:

@@ -111,10 +111,11 @@ class ReplicaStage(StageWorker):
         """What this process counts of the norm of a site's gradients, where replicas have the same."""
         if site.name not in block.layout.specs:
             return
-        a, b = block.at(site, GRADIENTS)
+        gradients = block.at(site, GRADIENTS)
         if (part := self._model.slices.get(site.name)) is None:
-            yield from (a, b)
+            yield from gradients  # of a variant, maybe not two
             return
+        a, b = gradients
         own, shared = (a, b) if part.side == "in" else (b, a)
         if self._position.slice == 0:
             yield shared
