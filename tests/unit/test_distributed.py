@@ -23,8 +23,11 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from forked import FORKS
 from laboratory import random_data, random_texts
+from linked import join_and_tell
 from processes import ForkedProcess
+from torch._C._distributed_c10d import TCPStore
 
 from plait.core.errors import (
     ConfigError,
@@ -1043,6 +1046,28 @@ def test_links_that_others_have_made_get_the_limit_too() -> None:
         assert found == [12_000, 4, 2, 4]
         link.sendall(b"more")
         assert server.accept()[0].recv(4) == b"more"
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="only Linux limits what is repeated")
+def test_links_that_replicas_make_as_they_begin_to_train_are_limited_too() -> None:
+    """Replicas in stages make groups of those that hold the same layers, with links of their own."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ends, running = [], []
+    for number in range(2):
+        end, other = FORKS.Pipe()
+        ends.append(end)
+        running.append(FORKS.Process(target=join_and_tell, args=(number, store.port, 12.0, other)))
+        running[-1].start()
+    for end in ends:
+        assert end.poll(120)
+        before, after = end.recv()
+        assert len(after) > len(before) > 0
+        assert set(after) == {12_000}
+    for end in ends:
+        end.send(None)
+    for each in running:
+        each.join(60)
+        assert each.exitcode == 0
 
 
 def test_a_process_that_stops_in_the_middle_of_an_answer_is_lost() -> None:

@@ -65,9 +65,11 @@ class Exchange:
         processes: how many there are.
         deferred: whether sums only begin when all are waited for: the calling thread gathers weights from the
             same processes meanwhile, and NCCL needs one order of both in all of them.
+        connected: called when processes have made more links.
     """
 
     deferred = False
+    connected: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(
         self,
@@ -135,7 +137,9 @@ class Exchange:
 
     def groups(self, holders: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
         """Groups of these processes, which all processes make in the same order."""
-        return {own: dist.new_group(own, timeout=LONGEST) for own in dict.fromkeys(holders)}
+        made = {own: dist.new_group(own, timeout=LONGEST) for own in dict.fromkeys(holders)}
+        self.connected()
+        return made
 
     def add_pieces(
         self,

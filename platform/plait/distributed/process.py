@@ -144,6 +144,7 @@ class Replica:
                 self._made_exchange = self._join(request)
                 self._unreached = request.unreached
                 self._limit_links()
+                self._made_exchange.connected = self._limit_links
                 return Answer()
             case See(file):
                 _see(file)
