@@ -108,7 +108,7 @@ def test_the_replicas_that_are_chosen_train_what_one_process_does(
     assert "⟨1,2⟩ ×1, of the least predicted seconds of 4 candidates" in capsys.readouterr().out
     assert objectives(leaderboard) == pytest.approx(alone, rel=1e-5)
     kept = json.loads((folder / "plait-runs" / "searches" / "mine" / "plan.json").read_text())
-    assert kept["choices"]["deployment"] == "1 2 0 2,2"
+    assert kept["choices"]["deployment"] == "1 2 0 2 2,2"
     assert [each["pp"] for each in kept["replicas"]] == [2]
 
 

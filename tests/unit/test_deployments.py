@@ -169,6 +169,15 @@ def test_what_cannot_be_made_is_a_candidate_with_the_reason(tmp_path: Path) -> N
     )
 
 
+def test_an_order_of_stages_leaves_only_stages_to_choose_from(tmp_path: Path) -> None:
+    found = weighing(tmp_path, None, processes=2)
+    ordered = replace(found.settings, engine=replace(found.settings.engine, schedule="gpipe"))
+    found.check(ordered)
+    choice = replace(found, settings=ordered).choose()
+    assert str(choice.chosen.shape) == "⟨1,2⟩ ×1"
+    assert "engine.schedule=gpipe" in choice.candidates[0].why
+
+
 @pytest.mark.parametrize(
     "beside", [{"pipeline": 2}, {"shard_base": True}, {"redeploy": True}, {"capacities": (64, 64)}]
 )
@@ -188,7 +197,7 @@ def test_a_search_resumes_with_its_own_choice_on_as_many_processes(tmp_path: Pat
     kept = replace(own.settings.cluster, deployment=(), pipeline=2, layer_split=(3, 1))
     plan = Plan((), (), choices={"processes": 4, "deployment": written(kept)})
     write_plan(tmp_path, plan)
-    assert json.loads((tmp_path / PLAN_FILE).read_text())["choices"]["deployment"] == "1 2 0 3,1"
+    assert json.loads((tmp_path / PLAN_FILE).read_text())["choices"]["deployment"] == "1 2 0 4 3,1"
 
     def settled(settings: RunSettings) -> ClusterSettings:
         return settle_deployment(settings, own.model, DATA, own.jobs, own.check, folder=tmp_path)[0].cluster
@@ -198,3 +207,19 @@ def test_a_search_resumes_with_its_own_choice_on_as_many_processes(tmp_path: Pat
     assert settled(fresh).stages == (1,) * 4
     fewer = replace(own.settings, cluster=replace(own.settings.cluster, processes=2))
     assert settled(fewer).stages == (1, 1)
+
+
+def test_a_search_that_lost_a_process_resumes_with_as_many_as_it_was_begun_with_or_as_are_left(
+    tmp_path: Path,
+) -> None:
+    """The plan counts those that trained last; the choice was made for all of them."""
+    own = weighing(tmp_path, None, processes=4)
+    kept = replace(own.settings.cluster, deployment=(), pipeline=4, layer_split=(1, 1, 1, 1))
+    write_plan(tmp_path, Plan((), (), choices={"processes": 3, "deployment": written(kept)}))
+
+    def settled(processes: int) -> ClusterSettings:
+        asked = replace(own.settings, cluster=replace(own.settings.cluster, processes=processes))
+        return settle_deployment(asked, own.model, DATA, own.jobs, own.check, folder=tmp_path)[0].cluster
+
+    assert settled(3).stages == (1, 1, 1)
+    assert settled(4) == kept

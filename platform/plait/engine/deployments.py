@@ -315,9 +315,8 @@ def settle_deployment(
     """
     if not settings.cluster.to_choose:
         return settings, None
-    processes = settings.cluster.processes
     before = recorded_before(settings, folder) if folder is not None else {}
-    if before.get("processes") == processes and (kept := _read(settings.cluster, before.get("deployment"))):
+    if kept := _read(settings.cluster, before.get("deployment")):
         return replace(settings, cluster=kept), None
     weighing = Weighing(
         settings,
@@ -336,18 +335,19 @@ def settle_deployment(
 
 
 def written(cluster: ClusterSettings) -> str:
-    """What was chosen, as it is recorded with a search."""
+    """What was chosen, as it is recorded with a search, and for how many processes: fewer may be left."""
     split = ",".join(map(str, cluster.layer_split))
-    return f"{cluster.tensor} {cluster.pipeline} {int(cluster.shard_base)} {split}".rstrip()
+    numbers = (cluster.tensor, cluster.pipeline, int(cluster.shard_base), cluster.processes)
+    return f"{' '.join(map(str, numbers))} {split}".rstrip()
 
 
 def _read(cluster: ClusterSettings, text: object) -> ClusterSettings | None:
-    """The cluster with what :func:`written` wrote; None if it did not."""
+    """The cluster with what :func:`written` wrote; None if it did not, or for other processes."""
     words = str(text).split()
-    if not 3 <= len(words) <= 4:
+    if not 4 <= len(words) <= 5 or words[3] != str(cluster.processes):
         return None
     tensor, pipeline, sharded = map(int, words[:3])
-    split = tuple(map(int, words[3].split(","))) if len(words) == 4 else ()
+    split = tuple(map(int, words[4].split(","))) if len(words) == 5 else ()
     return replace(
         cluster,
         deployment=(),

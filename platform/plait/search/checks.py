@@ -220,7 +220,7 @@ def check_stages(settings: RunSettings, layers: int, jobs: Sequence[JobSpec]) ->
     """
     cluster, order = settings.cluster, settings.engine.schedule
     replicas = f"replicas of {', '.join(map(str, cluster.stages))} processes"
-    if not cluster.staged and order != EngineSettings().schedule:
+    if not cluster.staged and not cluster.to_choose and order != EngineSettings().schedule:
         raise ConfigError(
             f"engine.schedule={order} with {replicas}",
             "It is the order in which the stages of a pipeline take microbatches; here there is one stage.",
