@@ -56,6 +56,11 @@ class ReplicaStage(StageWorker):
         layers = layout.layers[self._position.replica]
         super().__init__(model, data, settings, links=links, layers=layers, recorder=recorder)
         self._pieces: list[tuple[Piece, dist.ProcessGroup]] = []
+        # What each process of a stage has of every layer, by how many they are; one has all of it.
+        self._slices: dict[int, list[Mapping[str, LayerSlice]]] = {
+            count: [model.slices_of(number, count) if count > 1 else {} for number in range(count)]
+            for count in {shape.tensor for shape in layout.shapes}
+        }
         self._stage_run = self._replica_run = ReplicaRun(self, links, links.process)
 
     def _run_window(self, command: RunSchedule) -> list[WorkerEvent]:
@@ -99,13 +104,9 @@ class ReplicaStage(StageWorker):
         regions = [
             list(chain.from_iterable(_regions(slices.get(site.name)) for site in sites))
             for held in piece.holders
-            for slices in self._slices_of(len(held))
+            for slices in self._slices[len(held)]
         ]
         return Sum(group, piece.processes, own, list(chain.from_iterable(sizes)), regions)
-
-    def _slices_of(self, count: int) -> list[Mapping[str, LayerSlice]]:
-        """What each of so many processes has of every layer; nothing is named where there is one."""
-        return [self._model.slices_of(number, count) if count > 1 else {} for number in range(count)]
 
     def _counted(self, block: Block, site: Site) -> Iterator[Tensor]:
         """What this process counts of the norm of a site's gradients, where replicas have the same."""

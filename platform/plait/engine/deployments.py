@@ -270,10 +270,8 @@ def time_of(
     if cluster.link_gb_per_s is None:
         return None, NO_LINK
     whole = replace(cluster, tensor=1, pipeline=1, deployment=(), shard_base=False, layer_split=())
-    shape, rate = (
-        worker_facts(replace(run, cluster=whole), model, memory_bytes).shape,
-        1e9 * cluster.link_gb_per_s,
-    )
+    shape = worker_facts(replace(run, cluster=whole), model, memory_bytes).shape
+    rate = 1e9 * cluster.link_gb_per_s
     if cluster.shard_base:
         layer = shape.weight_bytes / shape.layers
         return time.gathering(PASSES * layer * (1 - 1 / cluster.processes) / rate), ""
