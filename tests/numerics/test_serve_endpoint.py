@@ -217,6 +217,47 @@ def test_a_chat_goes_through_the_template_streamed_or_not(served: Served) -> Non
     assert "".join(each["choices"][0]["delta"]["content"] for each in chunks) == choice["message"]["content"]
 
 
+@pytest.mark.parametrize("streamed", [True, False])
+def test_each_prompt_has_n_answers_as_if_asked_alone(served: Served, streamed: bool) -> None:
+    """Prompts as texts or token ids; a prompt's answers have the seeds that follow each other."""
+    texts = ["What is 2 + 2?", "Say"]
+    tokens = [served.base.tokeniser(text)["input_ids"] for text in texts]
+    asked = {"model": "best", "max_tokens": 6, "seed": 4}
+
+    def one(text: str, seed: int) -> Any:
+        return served.ask("/v1/completions", asked | {"prompt": text, "seed": seed})[1]
+
+    alone = [one(text, seed) for text in texts for seed in (4, 5, 6)]
+    assert len({each["choices"][0]["text"] for each in alone}) > 2
+    for prompt in (texts, tokens):
+        if streamed:
+            more = {"prompt": prompt, "n": 3, "stream_options": {"include_usage": True}}
+            *chunks, last = stream(served, "/v1/completions", asked | more)
+            pieces = [each["choices"][0] for each in chunks]
+            own = [[each for each in pieces if each["index"] == index] for index in range(6)]
+            found = ["".join(each["text"] for each in choice) for choice in own]
+            reasons = [choice[-1]["finish_reason"] for choice in own]
+        else:
+            last = served.ask("/v1/completions", asked | {"prompt": prompt, "n": 3})[1]
+            assert [choice["index"] for choice in last["choices"]] == list(range(6))
+            found = [choice["text"] for choice in last["choices"]]
+            reasons = [choice["finish_reason"] for choice in last["choices"]]
+        assert found == [each["choices"][0]["text"] for each in alone]
+        assert reasons == [each["choices"][0]["finish_reason"] for each in alone]
+        assert last["usage"]["prompt_tokens"] == sum(map(len, tokens))
+        new = sum(each["usage"]["completion_tokens"] for each in alone)
+        assert last["usage"]["completion_tokens"] == new
+
+
+def test_a_chat_has_n_answers(served: Served) -> None:
+    client = openai.OpenAI(base_url=f"http://localhost:{served.port}/v1", api_key=KEY, timeout=60)
+    asked: Any = {"model": "best", "messages": HELLO, "max_tokens": 4}
+    both = client.chat.completions.create(**asked, n=2, seed=7).choices
+    alone = [client.chat.completions.create(**asked, seed=seed).choices[0] for seed in (7, 8)]
+    assert [each.message.content for each in both] == [each.message.content for each in alone]
+    assert [each.index for each in both] == [0, 1]
+
+
 HELLO = [{"role": "user", "content": "Hello"}]
 GOOD = {"model": "best", "prompt": "a", "max_tokens": 1}
 
@@ -231,7 +272,15 @@ GOOD = {"model": "best", "prompt": "a", "max_tokens": 1}
         (GOOD | {"top_p": 0}, 422),
         (GOOD | {"max_tokens": 161}, 422),
         (GOOD | {"max_tokens": 0}, 422),
-        (GOOD | {"n": 2}, 422),
+        (GOOD | {"prompt": []}, 422),
+        (GOOD | {"prompt": ["a", 3]}, 422),
+        (GOOD | {"prompt": [True]}, 422),
+        (GOOD | {"prompt": [[1], []]}, 422),
+        (GOOD | {"prompt": [1, 10**9]}, 422),
+        (GOOD | {"prompt": [-1]}, 422),
+        (GOOD | {"n": 0}, 422),
+        (GOOD | {"n": 129}, 422),
+        (GOOD | {"prompt": ["a"] * 3, "n": 43}, 422),
         (GOOD | {"stop": ["a"] * 5}, 422),
         (GOOD | {"unknown": True}, 422),
         (GOOD | {"prompt": ""}, 422),
@@ -336,14 +385,17 @@ class Gate:
 LONG = {"model": "base", "prompt": "a", "max_tokens": 160}
 
 
+@pytest.mark.parametrize("answers", [1, 3])
 @pytest.mark.parametrize("streamed", [True, False])
 def test_a_client_that_leaves_frees_its_pages(
-    served: Served, streamed: bool, monkeypatch: pytest.MonkeyPatch
+    served: Served, streamed: bool, answers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(served, monkeypatch)
     connection = served.connect()
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json", "Host": "localhost"}
-    connection.request("POST", "/v1/completions", json.dumps(LONG | {"stream": streamed}), headers)
+    connection.request(
+        "POST", "/v1/completions", json.dumps(LONG | {"stream": streamed, "n": answers}), headers
+    )
     assert gate.entered.wait(60)
     assert connection.sock is not None
     connection.sock.close()
@@ -407,7 +459,8 @@ def test_adapters_come_and_go_while_the_server_runs(served: Served, tmp_path: Pa
         assert served.ask(load, {"lora_name": "new", "lora_path": path})[0] == status
     for name in ("best", "../new", "trial-0000"):
         assert served.ask(load, {"lora_name": name, "lora_path": "trial-0000"})[0] == 422
-    assert served.ask("/v1/completions", GOOD | {"model": "new"})[0] == 404
+    status, answer = served.ask("/v1/completions", GOOD | {"model": "trial-00000"})
+    assert (status, "Did you mean trial-0000?" in answer["error"]["message"]) == (404, True)
     assert served.ask(load, {"lora_name": "new", "lora_path": "trial-0000"})[0] == 200
     body = {"prompt": "What is 2 + 2?", "max_tokens": 12, "temperature": 0}
     texts = [

@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, Literal
 from uuid import uuid4
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from plait.core.errors import InputError
 from plait.serve.requests import MOST_LOG_PROBABILITIES, REPLACEMENT, Completion, Sampling, Score, Update
@@ -21,7 +23,6 @@ from plait.utils.spelling import did_you_mean
 
 # Options that change nothing with these values; a client may send them.
 NEUTRAL: dict[str, tuple[object, ...]] = {
-    "n": (1,),
     "best_of": (1,),
     "echo": (False,),
     "frequency_penalty": (0,),
@@ -29,6 +30,8 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "logit_bias": ({},),
     "suffix": ("",),
 }
+PROMPT = "a text, a list of texts, a list of token ids, or a list of such lists"
+MOST_ANSWERS = 128  # of one request, as OpenAI's
 ALIKE = 0.85  # of difflib: names that other servers know are no misspelled ones of this one
 IGNORED = ("user", "metadata", "store", "safety_identifier")
 
@@ -66,6 +69,7 @@ class _Body(_Spelled):
     max_tokens: int | None = None
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
+    n: int = Field(1, ge=1, le=MOST_ANSWERS)
     seed: int | None = Field(None, ge=0, lt=2**63)
     stop: str | list[str] | None = None
     stream: bool = False
@@ -97,8 +101,9 @@ class _Body(_Spelled):
         """How many likeliest tokens are reported; None: no log-probabilities."""
         return None
 
-    def sampling(self, most_new_tokens: int) -> Sampling:
-        """How tokens are chosen; without a seed by one of its own, so that a prompt has several answers.
+    def samplings(self, most_new_tokens: int) -> list[Sampling]:
+        """How the tokens of each of a prompt's ``n`` answers are chosen: by the seed and those that follow
+        it, or by a random one.
 
         Raises:
             InputError: an option that is not supported, or out of range.
@@ -112,8 +117,9 @@ class _Body(_Spelled):
         if self.stream_options is not None and not self.stream:
             raise InputError("stream_options without stream", "They are options of a stream.")
         wanted = self._new_tokens(most_new_tokens)
-        seed = secrets.randbits(63) if self.seed is None else self.seed
-        return Sampling(wanted, self.temperature, self.top_p, seed, stop=stop, log_probabilities=self.scored)
+        first = secrets.randbits(63) if self.seed is None else self.seed
+        one = Sampling(wanted, self.temperature, self.top_p, stop=stop, log_probabilities=self.scored)
+        return [replace(one, seed=first + more) for more in range(self.n)]
 
     def _new_tokens(self, most: int) -> int:
         """The most new tokens: those asked for, or as many as may be."""
@@ -132,14 +138,35 @@ class _Body(_Spelled):
 class TextBody(_Body):
     """The body of /v1/completions."""
 
-    prompt: str
+    prompt: Any
     max_tokens: int | None = 16
     logprobs: int | None = Field(None, ge=0, le=5)
+
+    @field_validator("prompt")
+    @classmethod
+    def _prompt(cls, value: Any) -> Any:
+        """Any of OpenAI's forms, in one message; pydantic's own would name each of them."""
+        if not (_is_prompt(value) or (isinstance(value, list) and value and all(map(_is_prompt, value)))):
+            raise ValueError(f"It is {PROMPT}.")
+        return value
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The texts or token ids to continue."""
+        many = isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
+        return self.prompt if many else [self.prompt]
 
     @property
     def scored(self) -> int | None:
         """As asked for."""
         return self.logprobs
+
+
+def _is_prompt(value: Any) -> bool:
+    """Whether it is one prompt: a text, or token ids."""
+    return isinstance(value, str) or (
+        isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
+    )
 
 
 class Part(BaseModel):
@@ -191,10 +218,10 @@ class AdapterBody(_Spelled):
 
 
 class Answer:
-    """Forms of one answer: whole, or piece by piece.
+    """Forms of what one request is answered with: whole, or piece by piece. Each of its texts is a choice.
 
     Args:
-        prompt: tokens of the prompt.
+        prompt: tokens of the prompts.
         word: the text of a token.
         counted: whether a stream ends with its usage.
     """
@@ -203,7 +230,9 @@ class Answer:
         self, model: str, prompt: int, word: Callable[[int], str], *, chat: bool, counted: bool = False
     ) -> None:
         self._word = word
-        self._offset = 0  # letters of the tokens whose scores have been given
+        self._offsets: Counter[int] = (
+            Counter()
+        )  # by choice, letters of the tokens whose scores have been given
         self._chat = chat
         self._model = model
         self._prompt = prompt
@@ -211,31 +240,36 @@ class Answer:
         self._id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid4().hex}"
         self._created = int(time.time())
 
-    def whole(self, ended: Completion) -> Any:
-        """The answer with its usage."""
+    def whole(self, ended: Sequence[Completion]) -> Any:
+        """All choices, with their usage."""
+        choices = [self._choice(index, each) for index, each in enumerate(ended)]
+        return self._frame("chat.completion" if self._chat else "text_completion", *choices) | self._used(
+            ended
+        )
+
+    def _choice(self, index: int, ended: Completion) -> dict[str, Any]:
         message = {"role": "assistant", "content": ended.text}
         part = {"message": message} if self._chat else {"text": ended.text}
-        scores = self._scores(ended.tokens, ended.scores) if ended.scores else None
-        choice = {"index": 0, "finish_reason": ended.reason, "logprobs": scores} | part
-        return self._frame("chat.completion" if self._chat else "text_completion", choice) | self._used(ended)
+        scores = self._scores(index, ended.tokens, ended.scores) if ended.scores else None
+        return {"index": index, "finish_reason": ended.reason, "logprobs": scores} | part
 
-    def piece(self, update: Update) -> Any:
-        """One chunk of a stream."""
+    def piece(self, index: int, update: Update) -> Any:
+        """One chunk of a stream: what an update adds to a choice."""
         text, ended = update.text, update.ended
         part = {"delta": {"role": "assistant", "content": text}} if self._chat else {"text": text}
         scores = None
         if update.token is not None and update.score is not None:
-            scores = self._scores((update.token,), (update.score,))
+            scores = self._scores(index, (update.token,), (update.score,))
         reason = None if ended is None else ended.reason
-        choice = {"index": 0, "finish_reason": reason, "logprobs": scores} | part
+        choice = {"index": index, "finish_reason": reason, "logprobs": scores} | part
         return self._chunk(choice) | ({"usage": None} if self.counted else {})
 
-    def usage(self, ended: Completion) -> Any:
+    def usage(self, ended: Sequence[Completion]) -> Any:
         """The chunk of a stream that has its usage alone."""
         return self._chunk() | self._used(ended)
 
-    def _used(self, ended: Completion) -> dict[str, Any]:
-        new = len(ended.tokens)
+    def _used(self, ended: Sequence[Completion]) -> dict[str, Any]:
+        new = sum(len(each.tokens) for each in ended)
         counts = {"prompt_tokens": self._prompt, "completion_tokens": new, "total_tokens": self._prompt + new}
         return {"usage": counts}
 
@@ -246,8 +280,8 @@ class Answer:
         head = {"id": self._id, "object": kind, "created": self._created, "model": self._model}
         return head | {"choices": list(choices)}
 
-    def _scores(self, tokens: Sequence[int], scores: Sequence[Score]) -> dict[str, Any]:
-        """The scores of tokens that follow those of the call before."""
+    def _scores(self, index: int, tokens: Sequence[int], scores: Sequence[Score]) -> dict[str, Any]:
+        """The scores of a choice's tokens that follow those of the call before."""
         words = [self._word(token) for token in tokens]
         own = [score.log_probability for score in scores]
         tops = [[(self._word(token), value) for token, value in score.top] for score in scores]
@@ -257,7 +291,7 @@ class Answer:
                 for word, value, top in zip(words, own, tops, strict=True)
             ]
             return {"content": content}
-        *offsets, self._offset = accumulate(map(len, words), initial=self._offset)
+        *offsets, self._offsets[index] = accumulate(map(len, words), initial=self._offsets[index])
         tables = [dict(top) for top in tops]
         return {"tokens": words, "token_logprobs": own, "top_logprobs": tables, "text_offset": offsets}
 

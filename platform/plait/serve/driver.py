@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -92,32 +93,34 @@ class Driver:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
-    async def stream(self, request: Request) -> AsyncGenerator[Update]:
-        """The updates of a request, to its end. Closing the iterator earlier frees its pages.
+    async def stream(self, *requests: Request) -> AsyncGenerator[tuple[int, Update]]:
+        """The updates of requests, each with the place of its request, until all have ended. Closing the
+        iterator earlier frees their pages.
 
         Raises:
-            BusyError: the queue is full, it has waited or would wait for too long, or the server ends.
-            PlaitError: the request cannot run.
+            BusyError: the queue is full, one has waited or would wait for too long, or the server ends.
+            PlaitError: one cannot run.
         """
         loop = asyncio.get_running_loop()
-        updates: asyncio.Queue[Update | Exception] = asyncio.Queue()
+        updates: asyncio.Queue[tuple[int, Update | Exception]] = asyncio.Queue()
 
-        def deliver(item: Update | Exception) -> None:
+        def deliver(place: int, item: Update | Exception) -> None:
             with suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(updates.put_nowait, item)
+                loop.call_soon_threadsafe(updates.put_nowait, (place, item))
 
-        ticket = _Ticket(request, deliver)
-        self._post(ticket)
+        tickets = [_Ticket(request, partial(deliver, place)) for place, request in enumerate(requests)]
+        self._post(tickets)
+        going = len(tickets)
         try:
-            while True:
-                item = await updates.get()
+            while going:
+                place, item = await updates.get()
                 if isinstance(item, Exception):
                     raise item
-                yield item
-                if item.ended is not None:
-                    return
+                yield place, item
+                going -= item.ended is not None
         finally:
-            ticket.cancelled = True
+            for ticket in tickets:
+                ticket.cancelled = True
 
     @property
     def ends(self) -> str:
@@ -141,7 +144,8 @@ class Driver:
             self._changed.notify()
         self._thread.join()
 
-    def _post(self, ticket: _Ticket) -> None:
+    def _post(self, tickets: Sequence[_Ticket]) -> None:
+        """Queue requests of one client, all or none."""
         with self._changed:
             waiting = len(self._new) + self.engine.scheduler.waiting
             late = self._pace.wait(waiting) - self._most_seconds if waiting else 0.0
@@ -152,10 +156,11 @@ class Driver:
             elif late > 0:
                 refused = f"It would wait for more than {self._most_seconds:g} s."
             else:
-                self._new.append(ticket)
+                self._new += tickets
                 self._changed.notify()
                 return
-        self.counts.end("refused")
+        for _ in tickets:
+            self.counts.end("refused")
         raise BusyError(refused, max(1.0, late))
 
     def _run(self) -> None:

@@ -12,7 +12,7 @@ import logging
 import math
 import socket
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,11 +32,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from plait.core.errors import PlaitError
 from plait.models.base import BaseModel
 from plait.serve import metrics, requests
-from plait.serve.bodies import AdapterBody, Answer, ChatBody, TextBody
+from plait.serve.bodies import MOST_ANSWERS, AdapterBody, Answer, ChatBody, TextBody
 from plait.serve.driver import BusyError, Driver
 from plait.serve.folders import FolderAdapters
 from plait.serve.requests import Completion, Update
 from plait.utils.paths import user_path
+from plait.utils.spelling import did_you_mean
 
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 JSON = "application/json"
@@ -45,6 +46,7 @@ LOG = logging.getLogger("uvicorn.error")
 FAILED = "The server failed; its log says why."
 HEALTH = "/health"
 Made = TypeVar("Made")
+Updates = AsyncGenerator[tuple[int, Update]]  # with the places of their requests
 WORDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -93,7 +95,8 @@ class Models:
         found = self.named.get(model, model)
         known = model in self.named if self.adapters is None else found is None or found in self.adapters
         if not known:
-            raise HTTPException(404, f"There is no model {model[:100]!r}; /v1/models lists them.")
+            meant = did_you_mean(model[:100], self.names)
+            raise HTTPException(404, f"There is no model {model[:100]!r}; /v1/models lists them.{meant}")
         return found
 
     def add(self, name: str, path: str) -> None:
@@ -167,8 +170,15 @@ class Endpoint:
     async def text(self, body: TextBody, request: Request) -> Response:
         """Continue a text."""
         self._models.adapter(body.model)
-        tokens = await run_in_threadpool(self._tokens, body.prompt)  # a long one takes a while
-        return await self._answer(body, tokens, request, chat=False)
+        prompts = await run_in_threadpool(lambda: list(map(self._prompt, body.prompts)))  # it takes a while
+        return await self._answer(body, prompts, request, chat=False)
+
+    def _prompt(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            return self._tokens(prompt)
+        if not all(0 <= token < self._base.vocabulary for token in prompt):
+            raise HTTPException(422, f"prompt: its token ids are from 0 to {self._base.vocabulary - 1}.")
+        return tuple(prompt)
 
     def _tokens(self, text: str, **options: bool) -> tuple[int, ...]:
         return tuple(self._base.tokeniser(text, **options)["input_ids"])
@@ -179,7 +189,7 @@ class Endpoint:
         if not self._base.tokeniser.chat_template:
             raise HTTPException(422, "The model's tokeniser has no chat template: use /v1/completions.")
         tokens = await run_in_threadpool(self._chat_tokens, body)
-        return await self._answer(body, tokens, request, chat=True)
+        return await self._answer(body, [tokens], request, chat=True)
 
     def _chat_tokens(self, body: ChatBody) -> tuple[int, ...]:
         tokeniser = self._base.tokeniser
@@ -191,13 +201,16 @@ class Endpoint:
         return self._tokens(str(text), add_special_tokens=False)
 
     async def _answer(
-        self, body: TextBody | ChatBody, tokens: tuple[int, ...], request: Request, *, chat: bool
+        self, body: TextBody | ChatBody, prompts: Sequence[tuple[int, ...]], request: Request, *, chat: bool
     ) -> Response:
         adapter = self._models.adapter(body.model)
-        sampling = body.sampling(self._limits.new_tokens)
-        updates = self._driver.stream(requests.Request(tokens, adapter, sampling))
+        samplings = body.samplings(self._limits.new_tokens)
+        if (number := len(prompts) * len(samplings)) > MOST_ANSWERS:
+            raise HTTPException(422, f"{number} answers: one request may ask for {MOST_ANSWERS}.")
+        asked = [requests.Request(each, adapter, sampling) for each in prompts for sampling in samplings]
+        updates = self._driver.stream(*asked)
         counted = body.stream_options is not None and body.stream_options.include_usage
-        answer = Answer(body.model, len(tokens), self._word, chat=chat, counted=counted)
+        answer = Answer(body.model, sum(map(len, prompts)), self._word, chat=chat, counted=counted)
         if body.stream:
             first = await _unless_left(request, _first(updates))  # an error still has a status of its own
             return StreamingResponse(
@@ -231,35 +244,42 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def _first(updates: AsyncIterator[Update]) -> Update:
+async def _first(updates: Updates) -> tuple[int, Update]:
     return _finite(await anext(updates))
 
 
-async def _ended(updates: AsyncGenerator[Update]) -> Completion:
+async def _ended(updates: Updates) -> list[Completion]:
+    """The completions of all requests, in their order."""
     async with aclosing(updates):
-        *_, last = [_finite(update) async for update in updates]
-    assert last.ended is not None
-    return last.ended
+        found = {place: update.ended async for place, update in _each(updates) if update.ended is not None}
+    return [found[place] for place in sorted(found)]
 
 
-def _finite(update: Update) -> Update:
-    if update.ended is not None and update.ended.reason == "not finite":
+async def _each(updates: Updates) -> Updates:
+    async for item in updates:
+        yield _finite(item)
+
+
+def _finite(item: tuple[int, Update]) -> tuple[int, Update]:
+    ended = item[1].ended
+    if ended is not None and ended.reason == "not finite":
         raise HTTPException(500, "The adapter's logits are not finite.")
-    return update
+    return item
 
 
-async def _events(answer: Answer, first: Update, updates: AsyncGenerator[Update]) -> AsyncIterator[str]:
+async def _events(answer: Answer, first: tuple[int, Update], updates: Updates) -> AsyncIterator[str]:
     """A stream's server-sent events, the last of which may be an error. When the client leaves, the iterator
     is closed and pages are freed."""
     try:
         async with aclosing(updates):
-            last = first
-            yield _data(answer.piece(first))
-            if first.ended is None:
-                async for last in updates:
-                    yield _data(answer.piece(_finite(last)))
-        if answer.counted and last.ended is not None:
-            yield _data(answer.usage(last.ended))
+            ended = []
+            yield _data(answer.piece(*first))
+            ended += [first[1].ended] if first[1].ended is not None else []
+            async for place, update in _each(updates):
+                yield _data(answer.piece(place, update))
+                ended += [update.ended] if update.ended is not None else []
+        if answer.counted:
+            yield _data(answer.usage(ended))
         yield "data: [DONE]\n\n"
     except HTTPException as error:
         yield _data(_error_body(error.status_code, str(error.detail)))
