@@ -175,12 +175,12 @@ def chosen(result: SearchResult, trial: int | None) -> JobRecord:
             rule = "Without a trial number, the best finished trial is meant."
             finished = any(item.state == JobState.FINISHED for item in result.records)
             lacks = "no finished trial that satisfies its constraints" if finished else "no finished trial"
-            resume = (
-                "" if finished else f" `plait resume {shlex.quote(result.name)}` resumes it if it was ended."
-            )
-            raise SearchError(
-                f"search {result.name!r} has {lacks}", rule, f"{_trials(result.records)}{resume}"
-            )
+            name = shlex.quote(result.name)
+            # The store has no state of a trial whose process was killed; the leaderboard asks the study.
+            shows = f"`plait leaderboard {name}` shows its trials"
+            begun = f"{shows}, `plait resume {name}` resumes it if it was ended."
+            remedy = _trials(result.records) if finished else begun
+            raise SearchError(f"search {result.name!r} has {lacks}", rule, remedy)
         return result.best
     found = next((item for item in result.records if item.trial == trial), None)
     if found is None:
