@@ -32,6 +32,12 @@ static inline lanes load_bf16(const uint16_t *at) {
     memcpy(&result, &bits, sizeof result);
     return result;
 }
+static inline float sum_lanes(lanes all) {
+    float half[LANES / 2];
+    for (int i = 0; i < LANES / 2; i++) half[i] = all[i] + all[i + LANES / 2];
+    for (int i = 0; i < LANES / 4; i++) half[i] += half[i + LANES / 4];
+    return (half[0] + half[2]) + (half[1] + half[3]);
+}
 static inline float store_f32(float value) { return value; }
 /* To the nearest, ties to even; NaN stays NaN. */
 static inline uint16_t store_bf16(float value) {
@@ -41,96 +47,132 @@ static inline uint16_t store_bf16(float value) {
     return value != value ? (uint16_t)0x7FC0 : (uint16_t)rounded;
 }
 
-/* rows (n, 3): row of x and out, offset of its adapter's table, rank. A table is (sites, 2, rank).
- * sites (m, 3): index in the tables, first column, columns. A negative offset: the adapter is not there. */
+/* tiles (n, 4): first row of x and out, rows (at most MOST_ROWS), offset of their adapter's table, rank. A table is
+ * (sites, 2, rank). sites (m, 3): index in the tables, first column, columns. A negative offset: the adapter is
+ * not there. A row's sums have one order, however many rows its tile has. */
+enum { MOST_ROWS = 8, FOUR = 4 };
 #define DEFINE_ROWS(NAME, TYPE)                                                                                 \
-    static inline float sum_##NAME(lanes sums, const float *x, const TYPE *a, int64_t from, int64_t count) {    \
-        float sum = 0;                                                                                          \
-        for (int lane = 0; lane < LANES; lane++) sum += sums[lane];                                             \
-        for (int64_t i = from; i < count; i++) sum += x[i] * one_##NAME(a[i]);                                  \
-        return sum;                                                                                             \
-    }                                                                                                           \
-    /* out += scale * B[:, k] (A[k, :] x) for up to four k; the missing ones read the first. */ \
-    static void four_##NAME(float *out, const float *x, const TYPE *pool, const int64_t *a, const int64_t *b,   \
-                            int64_t ranks, float scale, int64_t features, int64_t width) {                      \
-        const TYPE *v[4], *w[4];                                                                                \
-        float f[4] = {0};                                                                                       \
-        for (int k = 0; k < 4; k++) v[k] = pool + a[k < ranks ? k : 0], w[k] = pool + b[k < ranks ? k : 0];      \
-        lanes sums[4] = {{0}};                                                                                  \
+    /* out += scale * B[:, k] (A[k, :] x) for up to four of the k that are left, and `rows` rows; the missing k read \
+     * the first. The next four are fetched meanwhile: the vectors are too short for the processor to foresee. */ \
+    static inline __attribute__((always_inline)) void block_##NAME(                                             \
+        const int rows, float *out, int64_t width, const float *x, int64_t features, const TYPE *pool,          \
+        const int64_t *a, const int64_t *b, int64_t left, float scale) {                                        \
+        const TYPE *v[FOUR], *w[FOUR], *next_v[FOUR], *next_w[FOUR];                                            \
+        float f[FOUR][FOUR] = {{0}};                                                                            \
+        lanes sums[FOUR][FOUR] = {{{0}}};                                                                       \
+        const int ranks = left < FOUR ? left : FOUR;                                                            \
+        for (int k = 0; k < FOUR; k++) {                                                                        \
+            const int64_t own = k < ranks ? k : 0, next = k + FOUR < left ? k + FOUR : own;                     \
+            v[k] = pool + a[own], w[k] = pool + b[own], next_v[k] = pool + a[next], next_w[k] = pool + b[next]; \
+        }                                                                                                       \
         int64_t i = 0;                                                                                          \
         for (; i + LANES <= features; i += LANES) {                                                             \
-            lanes value = load_f32(x + i);                                                                      \
-            for (int k = 0; k < 4; k++) sums[k] += value * load_##NAME(v[k] + i);                               \
+            lanes values[FOUR];                                                                                 \
+            for (int k = 0; k < FOUR; k++) {                                                                    \
+                values[k] = load_##NAME(v[k] + i);                                                              \
+                __builtin_prefetch(next_v[k] + i);                                                              \
+            }                                                                                                   \
+            for (int r = 0; r < rows; r++) {                                                                    \
+                lanes given = load_f32(x + r * features + i);                                                   \
+                for (int k = 0; k < FOUR; k++) sums[r][k] += given * values[k];                                 \
+            }                                                                                                   \
         }                                                                                                       \
-        for (int k = 0; k < ranks; k++) f[k] = scale * sum_##NAME(sums[k], x, v[k], i, features);               \
+        for (int r = 0; r < rows; r++)                                                                          \
+            for (int k = 0; k < ranks; k++) {                                                                   \
+                float sum = sum_lanes(sums[r][k]);                                                              \
+                for (int64_t j = i; j < features; j++) sum += x[r * features + j] * one_##NAME(v[k][j]);        \
+                f[r][k] = scale * sum;                                                                          \
+            }                                                                                                   \
         for (i = 0; i + LANES <= width; i += LANES) {                                                           \
-            lanes sum = load_f32(out + i);                                                                      \
-            for (int k = 0; k < 4; k++)                                                                         \
-                if (k < ranks) sum += f[k] * load_##NAME(w[k] + i);                                             \
-            memcpy(out + i, &sum, sizeof sum);                                                                  \
+            lanes values[FOUR];                                                                                 \
+            for (int k = 0; k < FOUR; k++) {                                                                    \
+                values[k] = load_##NAME(w[k] + i);                                                              \
+                __builtin_prefetch(next_w[k] + i);                                                              \
+            }                                                                                                   \
+            for (int r = 0; r < rows; r++) {                                                                    \
+                lanes sum = load_f32(out + r * width + i);                                                      \
+                for (int k = 0; k < FOUR; k++) sum += f[r][k] * values[k];                                      \
+                memcpy(out + r * width + i, &sum, sizeof sum);                                                  \
+            }                                                                                                   \
         }                                                                                                       \
         for (; i < width; i++)                                                                                  \
-            for (int k = 0; k < ranks; k++) out[i] += f[k] * one_##NAME(w[k][i]);                               \
+            for (int r = 0; r < rows; r++)                                                                      \
+                for (int k = 0; k < FOUR; k++) out[r * width + i] += f[r][k] * one_##NAME(w[k][i]);             \
     }                                                                                                           \
-    static void row_##NAME(TYPE *out, const TYPE *x, int64_t features, const TYPE *pool, const int64_t *table,  \
-                           int64_t rank, float scale, const int64_t *sites, int64_t m, float *given,            \
-                           float *sums) {                                                                       \
-        for (int64_t i = 0; i < features; i++) given[i] = one_##NAME(x[i]);                                     \
+    static void tile_##NAME(TYPE *out, int64_t out_stride, const TYPE *x, int64_t x_stride, int64_t features,   \
+                            const TYPE *pool, const int64_t *table, int64_t rows, int64_t rank, float scale,    \
+                            const int64_t *sites, int64_t m, float *given, float *sums) {                       \
+        for (int64_t r = 0; r < rows; r++)                                                                      \
+            for (int64_t i = 0; i < features; i++) given[r * features + i] = one_##NAME(x[r * x_stride + i]);   \
         for (int64_t site = 0; site < m; site++) {                                                              \
             const int64_t *a = table + 2 * rank * sites[3 * site], *b = a + rank, width = sites[3 * site + 2];  \
             TYPE *own = out + sites[3 * site + 1];                                                              \
             if (a[0] < 0) continue;                                                                             \
-            for (int64_t i = 0; i < width; i++) sums[i] = one_##NAME(own[i]);                                   \
-            for (int64_t k = 0; k < rank; k += 4)                                                               \
-                four_##NAME(sums, given, pool, a + k, b + k, rank - k < 4 ? rank - k : 4, scale, features, width); \
-            for (int64_t i = 0; i < width; i++) own[i] = store_##NAME(sums[i]);                                 \
+            for (int64_t r = 0; r < rows; r++)                                                                  \
+                for (int64_t i = 0; i < width; i++) sums[r * width + i] = one_##NAME(own[r * out_stride + i]);  \
+            for (int64_t k = 0; k < rank; k += FOUR) {                                                          \
+                int64_t r = 0;                                                                                  \
+                for (; r + FOUR <= rows; r += FOUR)                                                             \
+                    block_##NAME(FOUR, sums + r * width, width, given + r * features, features, pool, a + k,    \
+                                 b + k, rank - k, scale);                                                       \
+                for (; r < rows; r++)                                                                           \
+                    block_##NAME(1, sums + r * width, width, given + r * features, features, pool, a + k, b + k, \
+                                 rank - k, scale);                                                              \
+            }                                                                                                   \
+            for (int64_t r = 0; r < rows; r++)                                                                  \
+                for (int64_t i = 0; i < width; i++) own[r * out_stride + i] = store_##NAME(sums[r * width + i]); \
         }                                                                                                       \
     }                                                                                                           \
     int rows_##NAME(TYPE *out, int64_t out_stride, const TYPE *x, int64_t x_stride, int64_t features,           \
-                     const TYPE *pool, const int64_t *tables, const int64_t *rows, const float *scales,         \
+                     const TYPE *pool, const int64_t *tables, const int64_t *tiles, const float *scales,        \
                      int64_t n, const int64_t *sites, int64_t m, int threads) {                                 \
         int64_t widest = features;                                                                              \
         for (int64_t site = 0; site < m; site++)                                                                \
             if (sites[3 * site + 2] > widest) widest = sites[3 * site + 2];                                     \
         int failed = 0;                                                                                         \
         _Pragma("omp parallel num_threads(threads)") {                                                          \
-            float *scratch = malloc(2 * widest * sizeof(float));                                                \
+            float *scratch = malloc(2 * MOST_ROWS * widest * sizeof(float));                                    \
             if (scratch == NULL) {                                                                              \
                 _Pragma("omp atomic write") failed = 1;                                                         \
             }                                                                                                   \
             _Pragma("omp for schedule(static)")                                                                 \
             for (int64_t i = 0; i < n; i++)                                                                     \
                 if (scratch != NULL)                                                                            \
-                    row_##NAME(out + rows[3 * i] * out_stride, x + rows[3 * i] * x_stride, features, pool,      \
-                               tables + rows[3 * i + 1], rows[3 * i + 2], scales[i], sites, m, scratch,         \
-                               scratch + widest);                                                               \
+                    tile_##NAME(out + tiles[4 * i] * out_stride, out_stride, x + tiles[4 * i] * x_stride,       \
+                                x_stride, features, pool, tables + tiles[4 * i + 2], tiles[4 * i + 1],          \
+                                tiles[4 * i + 3], scales[i], sites, m, scratch, scratch + MOST_ROWS * widest);  \
             free(scratch);                                                                                      \
         }                                                                                                       \
         return failed;                                                                                          \
     }
 
-/* Write an adapter's vectors into the pool. sites (m, 6): addresses of the layer's pages, of A (rank, in) and of B
- * (out, rank), in, out, and the site's index in the table (sites, 2, rank). B's columns are copied in blocks of its
- * rows, which then lie in the cache. */
-#define DEFINE_PLACE(NAME, TYPE)                                                                                \
-    void place_##NAME(const int64_t *sites, int64_t m, const int64_t *table, int64_t rank) {                    \
+/* Write an adapter's vectors into the pool, rounded once if its type is the smaller. sites (m, 6): addresses of the
+ * layer's pages, of A (rank, in) and of B (out, rank), in, out, and the site's index in the table (sites, 2, rank).
+ * B's columns are copied in blocks of its rows, which then lie in the cache. */
+#define DEFINE_PLACE(FROM, GIVEN, TO, TYPE)                                                                     \
+    void place_##FROM##_##TO(const int64_t *sites, int64_t m, const int64_t *table, int64_t rank) {             \
         for (const int64_t *site = sites; site < sites + 6 * m; site += 6) {                                    \
             TYPE *pool = (TYPE *)site[0];                                                                       \
-            const TYPE *a = (const TYPE *)site[1], *b = (const TYPE *)site[2];                                  \
+            const GIVEN *a = (const GIVEN *)site[1], *b = (const GIVEN *)site[2];                               \
             const int64_t in = site[3], out = site[4], *at = table + 2 * rank * site[5];                        \
-            for (int64_t k = 0; k < rank; k++) memcpy(pool + at[k], a + k * in, in * sizeof(TYPE));             \
+            for (int64_t k = 0; k < rank; k++) {                                                                \
+                TYPE *restrict to = pool + at[k];                                                               \
+                for (int64_t i = 0; i < in; i++) to[i] = store_##TO(one_##FROM(a[k * in + i]));                 \
+            }                                                                                                   \
             for (int64_t first = 0; first < out; first += LANES) {                                              \
                 int64_t count = out - first < LANES ? out - first : LANES;                                      \
                 for (int64_t k = 0; k < rank; k++) {                                                            \
-                    TYPE *to = pool + at[rank + k] + first;                                                     \
-                    const TYPE *from = b + first * rank + k;                                                    \
-                    for (int64_t i = 0; i < count; i++) to[i] = from[i * rank];                                 \
+                    TYPE *restrict to = pool + at[rank + k] + first;                                            \
+                    const GIVEN *from = b + first * rank + k;                                                   \
+                    for (int64_t i = 0; i < count; i++) to[i] = store_##TO(one_##FROM(from[i * rank]));         \
                 }                                                                                               \
             }                                                                                                   \
         }                                                                                                       \
     }
 
-DEFINE_PLACE(f32, float)
-DEFINE_PLACE(bf16, uint16_t)
+DEFINE_PLACE(f32, float, f32, float)
+DEFINE_PLACE(f32, float, bf16, uint16_t)
+DEFINE_PLACE(bf16, uint16_t, f32, float)
+DEFINE_PLACE(bf16, uint16_t, bf16, uint16_t)
 DEFINE_ROWS(f32, float)
 DEFINE_ROWS(bf16, uint16_t)

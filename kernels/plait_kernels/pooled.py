@@ -1,9 +1,9 @@
 """A frozen linear layer with adapters whose vectors lie in a pool of pages, for generation.
 
 A vector is one rank's row of A or column of B at one site. Each adapter has a table of where its vectors
-begin, so adapters of any rank share a batch, without padding and without a copy of what a layer needs. Single
-rows go through one kernel, compiled C on a CPU and Triton elsewhere; whole prompts through torch's products,
-which are also the reference.
+begin, so adapters of any rank share a batch, without padding and without a copy of what a layer needs.
+Single rows go through one kernel, compiled C on a CPU and Triton elsewhere. Prompts go through compiled C if
+they are short, else through torch's products, which are also the reference.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ from plait_kernels.triton_backend import TRITON
 from plait_kernels.uploads import distance, table
 
 _BLOCK_RANKS, _BLOCK_FEATURES = 16, 256  # of a Triton program
+PLACED = {torch.float32: "f32", torch.bfloat16: "bf16"}  # dtypes of compiled code, as it names them
+_TILE_ROWS = 8  # MOST_ROWS of pooled.c
+_LONG_ROWS = 64  # rows of one adapter for which gathering its vectors pays, so that torch multiplies on a CPU
 
 
 @dataclass(frozen=True)
@@ -108,8 +111,8 @@ class PooledRows:
     """Which rows of one iteration belong to which adapter.
 
     Args:
-        single: rows that have an adapter and go through the kernel, each with it.
-        spans: rows [start, stop) that go through torch's products.
+        single: rows that have an adapter, each with it.
+        spans: rows [start, stop) of one adapter.
         others: rows of adapters that are not in the pool; their bank has them.
     """
 
@@ -120,13 +123,39 @@ class PooledRows:
 
     @functools.cached_property
     def launched(self) -> _Launched:
-        """The single rows as the kernel reads them; made once for all layers."""
+        """The single rows as Triton's kernels read them; made once for all layers."""
         device = self.pool.storage[0].device
         origin = torch.zeros(1, dtype=torch.int64, device=device)
         rows = [(row, distance(each.offsets, origin), each.rank) for row, each in self.single]
         scales = table([each.scale for _, each in self.single], device, torch.float32)
         most = max(each.rank for _, each in self.single)
         return _Launched(table(rows, device), scales, origin, most)
+
+    @functools.cached_property
+    def tiles(self) -> _Launched:
+        """Single rows and short spans as the compiled kernel reads them, up to eight rows of one adapter
+        together; rows (n, 4): first row, rows, distance of the table, rank."""
+        origin = torch.zeros(1, dtype=torch.int64)
+        short = [each for each in self.spans if not _long(each)]
+        spans = [*((row, row + 1, each) for row, each in self.single), *short]
+        cut = [
+            (row, min(_TILE_ROWS, stop - row), each)
+            for first, stop, each in spans
+            for row in range(first, stop, _TILE_ROWS)
+        ]
+        tiles = [(row, rows, distance(each.offsets, origin), each.rank) for row, rows, each in cut]
+        scales = torch.tensor([each.scale for _, _, each in cut], dtype=torch.float32)
+        return _Launched(torch.tensor(tiles), scales, origin, 0)
+
+    @functools.cached_property
+    def long(self) -> list[tuple[int, int, PooledAdapter]]:
+        """The spans that are not short."""
+        return [each for each in self.spans if _long(each)]
+
+
+def _long(span: tuple[int, int, PooledAdapter]) -> bool:
+    first, stop, _ = span
+    return stop - first >= _LONG_ROWS
 
 
 @dataclass(frozen=True)
@@ -158,9 +187,12 @@ def pooled_linear(
         raise KernelError(f"sites {unknown}", "a layer's sites are in its pool")
     whole = dense(weight)
     out = linear(x, whole, bias)
-    if rows.single and not _add_rows(out, x, named, rows):
-        add_by_products(out, x, named, rows.pool, [(row, row + 1, each) for row, each in rows.single])
-    add_by_products(out, x, named, rows.pool, rows.spans)
+    if _by_compiled(out, x, named, rows):
+        add_by_products(out, x, named, rows.pool, rows.long)
+    else:
+        if rows.single and not _by_triton(out, x, named, rows):
+            add_by_products(out, x, named, rows.pool, [(row, row + 1, each) for row, each in rows.single])
+        add_by_products(out, x, named, rows.pool, rows.spans)
     if rows.others is not None:
         call = layer_call(rows.others.bank, rows.others, named, len(whole))
         reference.add_forward(out, x, whole, bias, call, (*call.owners, *call.others))
@@ -195,50 +227,45 @@ def place_vectors(pool: AdapterPool, adapter: PooledAdapter, weights: Mapping[st
     """Write an adapter's A (rank, in) and B (out, rank) to where its table says, by compiled code on a CPU.
 
     Args:
-        weights: by site, contiguous and in the storage's dtype.
+        weights: by site, contiguous and all of one dtype of ``PLACED``; they are rounded to the storage's.
     """
     library = pooled_library()
-    dtype = pool.storage[0].dtype
-    if library is None or not places(pool.storage[0]):
+    storage = pool.storage[0]
+    if library is None or not places(storage):
         raise KernelError("place_vectors", "it needs compiled code, a CPU, and float32 or bfloat16")
+    dtype = next((a.dtype for a, _ in weights.values()), storage.dtype)
     rows = []
     for name, (a, b) in weights.items():
-        number = pool.index[name]
-        given = (a.shape, b.shape) == ((adapter.rank, a.shape[1]), (b.shape[0], adapter.rank))
-        if not (given and all(each.dtype == dtype and each.is_contiguous() for each in (a, b))):
+        number, (given, features), (width, rank) = pool.index[name], a.shape, b.shape
+        alike = dtype == a.dtype == b.dtype and dtype in PLACED and a.is_contiguous() and b.is_contiguous()
+        if not (alike and adapter.rank == given == rank):
             raise KernelError(
-                f"weights of {name}", f"A and B are contiguous, of rank {adapter.rank}, in {dtype}"
+                f"weights of {name}",
+                f"A and B are contiguous, of rank {adapter.rank}, of one dtype",
             )
         addresses = pool.storage[number].data_ptr(), a.data_ptr(), b.data_ptr()
-        rows.append((*addresses, a.shape[1], b.shape[0], number))
+        rows.append((*addresses, features, width, number))
     sites = torch.tensor(rows, dtype=torch.int64)
-    function = library.place_f32 if dtype == torch.float32 else library.place_bf16
+    function = getattr(library, f"place_{PLACED[dtype]}_{PLACED[storage.dtype]}")
     function(sites.data_ptr(), len(rows), adapter.offsets.data_ptr(), adapter.rank)
 
 
 def places(storage: Tensor) -> bool:
     """Whether :func:`place_vectors` runs for such a storage here."""
-    known = storage.device.type == "cpu" and storage.dtype in (torch.float32, torch.bfloat16)
-    return known and pooled_library() is not None
+    return storage.device.type == "cpu" and storage.dtype in PLACED and pooled_library() is not None
 
 
-def _add_rows(out: Tensor, x: Tensor, names: tuple[str, ...], rows: PooledRows) -> bool:
-    """Add the single rows' adapters by a kernel; whether one runs here."""
-    storage = rows.pool.storage[rows.pool.index[names[0]]]
-    if x.device.type == "cpu" and x.stride(1) == 1:
-        return _by_compiled(out, x, storage, names, rows)
-    if x.device.type != "cpu" and TRITON.runs(x.device, x.dtype):
-        add_by_triton(out, x, storage, names, rows)
-        return True
-    return False
-
-
-def _by_compiled(out: Tensor, x: Tensor, storage: Tensor, names: tuple[str, ...], rows: PooledRows) -> bool:
-    library = pooled_library() if x.dtype in (torch.float32, torch.bfloat16) else None
+def _by_compiled(out: Tensor, x: Tensor, names: tuple[str, ...], rows: PooledRows) -> bool:
+    """Add the adapters of single rows and short spans by compiled code; whether it runs here."""
+    known = x.device.type == "cpu" and x.stride(1) == 1 and x.dtype in PLACED
+    library = pooled_library() if known else None
     if library is None:
         return False
+    if not len(rows.tiles.rows):
+        return True
     function = library.rows_f32 if x.dtype == torch.float32 else library.rows_bf16
-    made, sites = rows.launched, rows.pool.columns(names)
+    storage = rows.pool.storage[rows.pool.index[names[0]]]
+    made, sites = rows.tiles, rows.pool.columns(names)
     failed = function(
         *(out.data_ptr(), out.stride(0), x.data_ptr(), x.stride(0), x.shape[1], storage.data_ptr()),
         *(made.origin.data_ptr(), made.rows.data_ptr(), made.scales.data_ptr(), len(made.rows)),
@@ -246,6 +273,14 @@ def _by_compiled(out: Tensor, x: Tensor, storage: Tensor, names: tuple[str, ...]
     )
     if failed:
         raise MemoryError("no memory for the rows of adapters")
+    return True
+
+
+def _by_triton(out: Tensor, x: Tensor, names: tuple[str, ...], rows: PooledRows) -> bool:
+    """Add the single rows' adapters by Triton; whether it runs here."""
+    if x.device.type == "cpu" or not TRITON.runs(x.device, x.dtype):
+        return False
+    add_by_triton(out, x, rows.pool.storage[rows.pool.index[names[0]]], names, rows)
     return True
 
 
@@ -298,7 +333,8 @@ def pooled_library() -> ctypes.CDLL | None:
             *(pointer, pointer, pointer, long, pointer, long, ctypes.c_int),
         ]
         function.restype = ctypes.c_int
-    for function in (library.place_f32, library.place_bf16):
+    for given, stored in itertools.product(PLACED.values(), repeat=2):
+        function = getattr(library, f"place_{given}_{stored}")
         function.argtypes = [pointer, long, pointer, long]
         function.restype = None
     return library

@@ -6,6 +6,7 @@ plain LoRA are ``lora_A.weight`` (rank, in) and ``lora_B.weight`` (out, rank).
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -32,6 +33,13 @@ Tensors = tuple[Tensor, ...]
 def _names(variant: AdapterVariant, module: str) -> list[str]:
     """PEFT's names of a module's tensors."""
     return [f"{PREFIX}{module}.{tensor.name}" for tensor in variant.tensors(1, 1, 1)]
+
+
+@functools.cache
+def _lora_names(module: str) -> tuple[str, str]:
+    """PEFT's names of plain LoRA's A and B."""
+    a, b = _names(VARIANTS.get("lora"), module)
+    return a, b
 
 
 def export_adapter(
@@ -164,7 +172,7 @@ def read_adapter(folder: Path, sites: Mapping[str, tuple[int, int]], *, values: 
             f"{folder}: {unknown[0] if unknown else 'no module'} is not a linear layer of the base model",
             "An adapter must belong to the base model.",
         )
-    names = {module: _names(VARIANTS.get("lora"), module) for module in sorted(modules)}
+    names = {module: _lora_names(module) for module in sorted(modules)}
     shapes = {
         name: shape
         for module, (a, b) in names.items()

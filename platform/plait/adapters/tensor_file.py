@@ -6,9 +6,10 @@ requests feels. A map of the file would copy nothing, but if the file is cut off
 
 from __future__ import annotations
 
+import functools
 import json
 import weakref
-from collections.abc import Mapping
+from collections.abc import Sequence
 from io import BufferedReader
 from math import prod
 from pathlib import Path
@@ -28,6 +29,7 @@ DTYPES = {
 }
 LENGTH = 8  # bytes at the file's beginning: the header's length
 Memory = np.ndarray[tuple[int], np.dtype[np.uint8]]
+_Entry = tuple[str, torch.dtype, tuple[int, ...], tuple[int, ...], int]
 SPARE_BYTES = 128 << 20  # of memory that is kept for the next files
 
 
@@ -44,14 +46,16 @@ def read_tensors(path: Path, *, values: bool = True) -> dict[str, Tensor]:
     with path.open("rb") as file:
         size = path.stat().st_size
         header, begin = _header(file, size)
-        whole = MEMORY.take(size - begin if values else 0)
+        entries = _entries(header, size - begin)
+        if not values:
+            return {
+                name: torch.empty(shape, dtype=dtype, device="meta") for name, dtype, shape, _, _ in entries
+            }
+        whole = MEMORY.take(size - begin)
         into: Any = whole.numpy()
-        if values and file.readinto(into) != len(whole):
+        if file.readinto(into) != len(whole):
             raise ValueError("the file is shorter than it was")
-        return {
-            name: _tensor(name, entry, whole if values else None, size - begin)
-            for name, entry in header.items()
-        }
+        return _views(whole, entries)
 
 
 class _Memory:
@@ -87,23 +91,47 @@ class _Memory:
 MEMORY = _Memory()
 
 
-def _header(file: BufferedReader, size: int) -> tuple[Mapping[str, Any], int]:
+def _header(file: BufferedReader, size: int) -> tuple[bytes, int]:
     length = int.from_bytes(file.read(LENGTH), "little")
     if length > size - LENGTH:
         raise ValueError(f"a header of {length} bytes in a file of {size}")
-    header = json.loads(file.read(length))
-    header.pop("__metadata__", None)
-    return header, LENGTH + length
+    return file.read(length), LENGTH + length
 
 
-def _tensor(name: str, entry: Mapping[str, Any], whole: Tensor | None, size: int) -> Tensor:
-    dtype, shape, (first, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
-    sizes = [first, end, *shape]
-    if not all(type(each) is int and each >= 0 for each in sizes) or end > size:
-        raise ValueError(f"{name}: shape {shape}, bytes {first} to {end} of {size}")
-    if end - first != prod(shape) * dtype.itemsize:
-        raise ValueError(f"{name}: {end - first} bytes for {shape} of {entry['dtype']}")
-    if whole is None:
-        return torch.empty(shape, dtype=dtype, device="meta")
-    own = whole[first:end]
-    return (own.clone() if first % dtype.itemsize else own).view(dtype).view(shape)
+@functools.lru_cache(maxsize=64)  # adapters of one rank on the same layers have the same header
+def _entries(header: bytes, size: int) -> tuple[_Entry, ...]:
+    """Each tensor's name, dtype, shape, strides and first byte of so many.
+
+    Raises:
+        ValueError, TypeError, KeyError, AttributeError, RecursionError: as :func:`read_tensors`.
+    """
+    read = json.loads(header)
+    read.pop("__metadata__", None)
+    found: list[_Entry] = []
+    for name, entry in read.items():
+        dtype, shape, (first, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+        sizes = [first, end, *shape]
+        if not all(type(each) is int and each >= 0 for each in sizes) or end > size:
+            raise ValueError(f"{name}: shape {shape}, bytes {first} to {end} of {size}")
+        if end - first != prod(shape) * dtype.itemsize:
+            raise ValueError(f"{name}: {end - first} bytes for {shape} of {entry['dtype']}")
+        strides = tuple(prod(shape[number + 1 :]) for number in range(len(shape)))
+        found.append((name, dtype, tuple(shape), strides, first))
+    return tuple(found)
+
+
+def _views(whole: Tensor, entries: Sequence[_Entry]) -> dict[str, Tensor]:
+    """The tensors among a file's bytes; one that does not begin where its dtype may is a copy."""
+    typed = {
+        dtype: whole[: len(whole) // dtype.itemsize * dtype.itemsize].view(dtype)
+        for dtype in {each[1] for each in entries}
+    }
+    views = {}
+    for name, dtype, shape, strides, first in entries:
+        number, off = divmod(first, dtype.itemsize)
+        if off:
+            end = first + prod(shape) * dtype.itemsize
+            views[name] = whole[first:end].clone().view(dtype).view(shape)
+        else:
+            views[name] = typed[dtype].as_strided(shape, strides, number)
+    return views

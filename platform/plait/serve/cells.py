@@ -17,7 +17,7 @@ from torch import Tensor
 from plait.core.errors import InputError, PlaitError, StorageError
 from plait_kernels import Bank, Site
 from plait_kernels.bank import WEIGHTS
-from plait_kernels.pooled import AdapterPool, PooledAdapter, place_vectors, places
+from plait_kernels.pooled import PLACED, AdapterPool, PooledAdapter, place_vectors, places
 
 LEAST_PAGE, MOST_PAGE = 16, 64  # tokens of a page
 Weights = Mapping[str, tuple[Tensor, ...]]
@@ -69,8 +69,8 @@ class AdapterSource(Protocol):
     def find(self, name: str) -> Adapter:
         """The adapter with this name; InputError if there is none."""
 
-    def keys(self) -> set[Hashable]:
-        """The keys of all that requests may name now."""
+    def knows(self, key: Hashable) -> bool:
+        """Whether requests may name the adapter with this key now."""
 
     def lasting(self) -> Sequence[Adapter]:
         """Adapters for which the pool has room beside its tokens."""
@@ -119,9 +119,9 @@ class BankAdapters:
             raise InputError(f"adapter {name!r}", "A request's adapter must be loaded.")
         return _BankAdapter(self.bank, name)
 
-    def keys(self) -> set[Hashable]:
-        """As they are now."""
-        return {_BankAdapter(self.bank, name).key for name in self.bank.blocks}
+    def knows(self, key: Hashable) -> bool:
+        """Whether it is one of them as it is now."""
+        return any(_BankAdapter(self.bank, name).key == key for name in self.bank.blocks)
 
     def lasting(self) -> Sequence[Adapter]:
         """All that are pooled."""
@@ -273,14 +273,14 @@ def page_tokens(token_elements: int, cells: Sequence[tuple[int, int]], least: in
 
 
 class CellStore:
-    """Adapters in host memory, in the pool's dtype: loaded when first needed, kept up to a limit.
+    """Adapters in host memory: loaded when first needed, kept up to a limit.
 
     Args:
         layout: where cells lie.
         pool: each layer's pages, (pages, elements).
         sites: the same pages for each site.
         most_bytes: of what is kept on the host; the least recently needed goes first. 0: nothing is kept.
-        known: the keys of adapters that may be needed again; others are not kept.
+        known: whether the adapter with a key may be needed again; others are not kept.
 
     Attributes:
         loads: adapters read so far.
@@ -294,7 +294,7 @@ class CellStore:
         sites: AdapterPool,
         *,
         most_bytes: int = 0,
-        known: Callable[[], set[Hashable]] = set,
+        known: Callable[[Hashable], bool] = lambda _: False,
     ) -> None:
         self.layout = layout
         self._pool = pool
@@ -326,8 +326,10 @@ class CellStore:
     def _loaded(self, adapter: Adapter) -> list[Tensor]:
         weights = _read(adapter)
         if self._direct:
-            dtype = self._pool[0].dtype
-            return [side.to(dtype).contiguous() for name in sorted(weights) for side in weights[name]]
+            sides = [side for name in sorted(weights) for side in weights[name]]
+            dtypes = {side.dtype for side in sides}
+            dtype = dtypes.pop() if len(dtypes) == 1 and dtypes <= PLACED.keys() else self._pool[0].dtype
+            return [side.to(dtype).contiguous() for side in sides]
         found = self.layout.pack(adapter, weights, self._pool[0])
         pinned = self._most_bytes and self._pool[0].device.type == "cuda"
         return [each.cpu().pin_memory() for each in found] if pinned else found
@@ -368,7 +370,7 @@ class CellStore:
             self.loads += 1
             if not self._most_bytes:
                 return found
-            for key in self._kept.keys() - self._known():
+            for key in [key for key in self._kept if not self._known(key)]:
                 self._forget(key)
             self.bytes += _bytes(found)
         self._kept[adapter.key] = found

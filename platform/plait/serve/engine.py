@@ -103,7 +103,7 @@ class Engine:
         self._cache = PagedCache(pool, self.page_tokens)
         storage = [pool[index].view(-1) for index, own in enumerate(layers) for _ in own]
         self._pool = AdapterPool(base.sites, tuple(storage))
-        known = set if adapters is None else adapters.keys
+        known = (lambda _: False) if adapters is None else adapters.knows
         self.store = CellStore(self._layout, pool, self._pool, most_bytes=host_bytes, known=known)
         self._requests: dict[int, _Running] = {}
         self._next = 0

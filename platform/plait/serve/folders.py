@@ -95,6 +95,7 @@ class FolderAdapters:
         self._quantise = base.identity.quantise
         self._said_unknown = False
         self._adapters: dict[str, FolderAdapter] = {}
+        self._keys: set[Hashable] = set()
         self._added = 0
         self._lock = Lock()  # the server adds and removes, the engine's thread finds
         for name, folder in folders.items():
@@ -143,6 +144,7 @@ class FolderAdapters:
                 self._sizes,
                 stamp,
             )
+            self._keys.add(self._adapters[name].key)
 
     def _check_base(self, folder: Path, trained: str | None) -> None:
         """Refuse an adapter that was trained on another form of the base model's weights; where its file does
@@ -168,8 +170,9 @@ class FolderAdapters:
             InputError: there is none with this name.
         """
         with self._lock:
-            if self._adapters.pop(name, None) is None:
+            if name not in self._adapters:
                 raise InputError(f"adapter {name!r}", "There is no adapter with this name.")
+            self._keys.remove(self._adapters.pop(name).key)
 
     def find(self, name: str) -> Adapter:
         """The adapter with this name."""
@@ -178,10 +181,10 @@ class FolderAdapters:
                 raise InputError(f"adapter {name!r}", "There is no adapter with this name.")
             return self._adapters[name]
 
-    def keys(self) -> set[Hashable]:
-        """The keys of all that are there now."""
+    def knows(self, key: Hashable) -> bool:
+        """Whether the adapter with this key is there now."""
         with self._lock:
-            return {each.key for each in self._adapters.values()}
+            return key in self._keys
 
     def lasting(self) -> Sequence[Adapter]:
         """The one that needs most room, so that a request that fits without an adapter fits with one."""

@@ -86,7 +86,7 @@ def test_rows_with_their_own_adapters(
     if compiled:
         assert DEVICE.type != "cpu" or pooled_library() is not None
     else:
-        monkeypatch.setattr("plait_kernels.pooled._add_rows", lambda *_: False)
+        monkeypatch.setattr("plait_kernels.pooled._by_compiled", lambda *_: False)
     found = pooled_linear(made.x, made.weight, None, NAMES, made.rows())
     check(found, made.truth(), dtype)
     plain = torch.nn.functional.linear(made.x, made.weight)
@@ -104,6 +104,33 @@ def test_a_prompt_s_rows_are_those_that_they_are_alone() -> None:
         alone, made.x, NAMES, made.pool, [(row, row + 1, made.adapters[4]) for row in range(1, 7)]
     )
     check(whole, alone.double(), torch.float32)
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="compiled code is a CPU's")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [1, 2, 4, 7, 8, 13, 63, 64])
+def test_prompts_by_compiled_code_are_their_rows_alone(count: int, dtype: torch.dtype) -> None:
+    made = Pooled(dtype)
+    x = torch.randn(count + 3, 37, generator=torch.Generator().manual_seed(5)).to(dtype)
+    spans = ((1, 1 + count, made.adapters[4]), (1 + count, 3 + count, made.adapters[1]))
+    together = PooledRows(made.pool, (), spans)
+    alone = PooledRows(made.pool, tuple((row, each) for a, b, each in spans for row in range(a, b)), ())
+    found = pooled_linear(x, made.weight, None, NAMES, together)
+    rows = pooled_linear(x, made.weight, None, NAMES, alone)
+    assert bool(together.long) == (count >= 64)
+    assert torch.equal(found[:1], rows[:1])
+    assert torch.equal(found[1 + count :], rows[1 + count :])
+    if together.long:
+        check(found, rows.double(), dtype)
+    else:
+        assert torch.equal(found, rows), "a row has the same bits, whatever lies beside it"
+    truth = x.double() @ made.weight.double().T
+    for first, stop, each in spans:
+        for name, (a, b) in made.weights[made.adapters.index(each)].items():
+            start = {"q": 0, "k": 53, "v": 61}[name]
+            own = each.scale * (x[first:stop].double() @ a.double().T @ b.double().T)
+            truth[first:stop, start : start + len(b)] += own
+    check(found, truth, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -132,6 +159,21 @@ def test_vectors_are_written_where_the_tables_say_and_nowhere_else(dtype: torch.
     for adapter, weights in zip(made.adapters, made.weights, strict=True):
         place_vectors(made.pool, adapter, weights)
     assert torch.equal(made.pool.storage[0].nan_to_num(9.0), wanted.nan_to_num(9.0))
+    given = torch.bfloat16 if dtype == torch.float32 else torch.float32
+    for number, (adapter, weights) in enumerate(zip(made.adapters, made.weights, strict=True)):
+        noise = torch.Generator().manual_seed(number)
+        other = {
+            name: tuple((side + torch.randn(side.shape, generator=noise)).to(given) for side in own)
+            for name, own in weights.items()
+        }
+        place_vectors(made.pool, adapter, other)
+        for name, (a, b) in other.items():
+            table = adapter.offsets[made.pool.index[name]]
+            for k in range(adapter.rank):
+                for side, vector in ((0, a[k]), (1, b[:, k])):
+                    at = int(table[side, k])
+                    found = made.pool.storage[0][at : at + len(vector)]
+                    assert torch.equal(found, vector.to(dtype)), "rounded as torch rounds"
     weights = {name: (a.T, b) for name, (a, b) in made.weights[0].items()}
     with pytest.raises(KernelError, match="of rank 1"):
         place_vectors(made.pool, made.adapters[0], weights)
