@@ -217,6 +217,16 @@ def test_a_chat_goes_through_the_template_streamed_or_not(served: Served) -> Non
     assert "".join(each["choices"][0]["delta"]["content"] for each in chunks) == choice["message"]["content"]
 
 
+def test_a_template_that_loops_for_ever_is_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
+    monkeypatch.setattr(served.base.tokeniser, "chat_template", loop)
+    monkeypatch.setattr("plait.serve.server.TEMPLATE_SECONDS", 0.2)
+    body = {"model": "best", "messages": [{"role": "user", "content": "Hello"}]}
+    status, found = served.ask("/v1/chat/completions", body)
+    assert status == 422
+    assert "not done after 0.2 s of processor time" in str(found)
+
+
 @pytest.mark.parametrize("streamed", [True, False])
 def test_each_prompt_has_n_answers_as_if_asked_alone(served: Served, streamed: bool) -> None:
     """Prompts as texts or token ids; a prompt's answers have the seeds that follow each other."""

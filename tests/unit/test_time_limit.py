@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 
@@ -32,6 +33,32 @@ def test_ones_own_time_counts_beside_that_of_others() -> None:
         spin(60)
     assert time.thread_time() - began >= 0.2
     other.join()
+
+
+def test_another_thread_has_a_limit_of_its_own_and_keeps_its_trace() -> None:
+    found: list[object] = []
+
+    def trace(*_: object) -> None:
+        """Another one's, as of a debugger."""
+
+    def limited() -> None:
+        sys.settrace(trace)
+        began = time.thread_time()
+        try:
+            with time_limit(0.2):
+                spin(60)
+        except TimeoutError as error:
+            found.extend([str(error), time.thread_time() - began, sys.gettrace()])
+
+    thread = threading.Thread(target=limited)
+    thread.start()
+    spin(0.5)  # it does not count
+    thread.join()
+    text, seconds, left = found
+    assert text == "not done after 0.2 s of processor time"
+    assert isinstance(seconds, float)
+    assert 0.2 <= seconds < 10
+    assert left is trace
 
 
 def test_after_it_nothing_is_interrupted() -> None:

@@ -30,6 +30,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from plait.core.errors import PlaitError
+from plait.data.tokenising import TEMPLATE_SECONDS
 from plait.models.base import BaseModel
 from plait.serve import metrics, requests
 from plait.serve.bodies import MOST_ANSWERS, AdapterBody, Answer, ChatBody, TextBody
@@ -38,6 +39,7 @@ from plait.serve.folders import FolderAdapters
 from plait.serve.requests import Completion, Update
 from plait.utils.paths import user_path
 from plait.utils.spelling import did_you_mean
+from plait.utils.time_limit import time_limit
 
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 JSON = "application/json"
@@ -195,7 +197,8 @@ class Endpoint:
         tokeniser = self._base.tokeniser
         messages = [message.plain() for message in body.messages]
         try:
-            text = tokeniser.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            with time_limit(TEMPLATE_SECONDS):
+                text = tokeniser.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # a template may raise any error of Jinja's
             raise HTTPException(422, f"The chat template refuses the messages: {error}") from error
         return self._tokens(str(text), add_special_tokens=False)
