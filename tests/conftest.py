@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import shutil
@@ -13,6 +14,9 @@ import hypothesis
 import pytest
 import torch
 from postgresql import PostgresqlServer, postgresql_server
+
+# Python goes through all objects a tenth as often: some 900,000 of libraries and tests stay until the end.
+gc.set_threshold(*gc.get_threshold()[:2], 100)
 
 # Triton decides at its own import whether its kernels are interpreted, and other libraries import it.
 if not torch.cuda.is_available():
@@ -35,6 +39,11 @@ os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", memory_folder() or tempfile.gette
 hypothesis.settings.register_profile("plait", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("explore", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("explore" if os.environ.get("PLAIT_EXPLORE") else "plait")
+
+
+def pytest_collection_finish() -> None:
+    """Let Python look no more at the objects of libraries and collected tests, which stay."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

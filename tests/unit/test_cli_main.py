@@ -1,5 +1,6 @@
 """The command itself: verbs, exit statuses, errors, completion, and what is not imported."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -455,3 +456,18 @@ def test_help_of_one_benchmark_is_its_file(capsys: pytest.CaptureFixture[str]) -
 )
 def test_the_module_accepts_verbs_or_hydra_arguments(given: str, meant: str) -> None:
     assert words(given.split()) == meant.split()
+
+
+def test_all_objects_are_gone_through_less_often_while_a_command_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found: list[tuple[int, int, int]] = []
+    monkeypatch.setattr("plait.cli.main._dispatch", lambda _: found.append(gc.get_threshold()) or 0)
+    before = gc.get_threshold()
+    gc.set_threshold(700, 10, 10)
+    try:
+        assert main(["sweep"]) == 0
+        assert gc.get_threshold() == (700, 10, 10)
+    finally:
+        gc.set_threshold(*before)
+    assert found == [(700, 10, 100)]
