@@ -34,12 +34,19 @@ class Times:
         forward, backward: of a microbatch.
         step: of one call of the optimiser.
         send: of handing a message over.
+        receive: of taking one that has been sent.
     """
 
     forward: float
     backward: float
     step: float = 0.0
     send: float = 0.0
+    receive: float = 0.0
+
+    def of(self, each: Instruction) -> float:
+        """Seconds of one instruction."""
+        kind = each.kind.partition("_")[0]  # send_hidden, receive_gradient
+        return float(getattr(self, kind))
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +136,12 @@ class Case:
 
     def simulated(self, times: Sequence[Times]) -> Simulated:
         """Simulate these lists with the seconds of each stage."""
+        return self.replayed(
+            [[own.of(each) for each in listed] for listed, own in zip(self.lists, times, strict=True)]
+        )
+
+    def replayed(self, seconds: Sequence[Sequence[float]]) -> Simulated:
+        """Simulate these lists with the seconds of each of their instructions."""
         places = {
             number: place
             for place, number in enumerate(at for at, each in enumerate(self.microbatches) if each.segments)
@@ -138,8 +151,8 @@ class Case:
             for each in self.microbatches
             if each.segments
         ]
-        seconds = [_seconds(own, places, each) for own, each in zip(self.lists, times, strict=True)]
-        run = simulate({0: Pipeline(works, seconds, _Listed(self.lists, places))})
+        taken = [_seconds(own, places, each) for own, each in zip(self.lists, seconds, strict=True)]
+        run = simulate({0: Pipeline(works, taken, _Listed(self.lists, places))})
         return Simulated(run.makespan, waiting_share(run, self.stages))
 
 
@@ -149,28 +162,25 @@ def waiting_share(run: Run, stages: int) -> float:
     return 1 - busy / (stages * run.makespan)
 
 
-def _seconds(own: Sequence[Instruction], places: dict[int, int], times: Times) -> list[StageTime]:
-    """The seconds of each microbatch on a stage, with those of sending what comes of it. A step counts to
-    what runs before it on the first stage, elsewhere to what runs after it, after the last one to nothing."""
-    sent = {each.kind for each in own}
-    found = [
-        StageTime(
-            times.forward + times.send * ("send_hidden" in sent),
-            times.backward + times.send * ("send_gradient" in sent),
-        )
-    ] * len(places)
+def _seconds(own: Sequence[Instruction], places: dict[int, int], seconds: Sequence[float]) -> list[StageTime]:
+    """The seconds of each microbatch on a stage, with those of receiving what it needs and of sending what
+    comes of it. A step counts to what runs before it on the first stage, elsewhere to what runs after it,
+    after the last one to nothing."""
+    found = [StageTime(0.0, 0.0)] * len(places)
     for at, each in enumerate(own):
-        if each.kind != "step":
+        to: Instruction | None = each
+        if each.kind == "step":
+            after = (other for other in own[at + 1 :] if other.microbatch in places)
+            following = next(after, None)
+            to = own[at - 1] if following and own[at - 1].kind == "backward" else following
+        if to is None or to.microbatch not in places:
             continue
-        before, after = own[at - 1], [other for other in own[at + 1 :] if other.microbatch in places]
-        if not after:
-            break
-        if before.kind == "backward":
-            place = places[before.microbatch]
-            found[place] = replace(found[place], backward=found[place].backward + times.step)
+        place = places[to.microbatch]
+        before = found[place]
+        if to.kind in ("receive_hidden", "forward", "send_hidden"):
+            found[place] = replace(before, forward=before.forward + seconds[at])
         else:
-            place = places[after[0].microbatch]
-            found[place] = replace(found[place], forward=found[place].forward + times.step)
+            found[place] = replace(before, backward=before.backward + seconds[at])
     return found
 
 

@@ -4,8 +4,8 @@ A stage sleeps instead of computing, so that processes may share a few cores and
 schedule, the messages and the loop over instructions alone; or it is the engine's, with its part of the run's
 model. Where more stages train than there are cores they would wait for each other's core. There each
 microbatch is padded: the stage sleeps until a fixed time has passed. Or spans are measured by processor
-seconds: a stage's time passes while its thread runs, and where it waits for a message, to when that was sent
-by the sender's time. So each stage has a core of its own, whatever else runs; messages take no time.
+seconds: a stage's time passes while its thread runs, and where it takes a message, to when that was sent by
+the sender's time. So each stage has a core of its own, whatever else runs; a message is there at once.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ from plait.core.settings import RunSettings
 from plait.core.spans import ReplicaSpans, Span, SpanKind
 from plait.cost.time import StageTime
 from plait.distributed.links import Links
-from plait.distributed.stage_run import Messages, StageRun
+from plait.distributed.stage_run import NUMBER, Messages, StageRun
 from plait.distributed.stage_worker import StageWorker
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.devices import Cores
 from plait.engine.replicas import model_time, stage_layers
+from plait.engine.span_recorder import Part as Piece
 from plait.engine.span_recorder import SpanRecorder, Work, work_of
 from plait.models.load import inspect_model, load_part
 from plait.models.parts import Part
@@ -53,6 +54,7 @@ LIMIT = timedelta(minutes=5)  # a case that takes longer hangs
 VOCABULARY = 200  # token ids are drawn below it: any model has so many
 RATE = 1e-4  # of learning
 CPU = torch.device("cpu")
+RECEIVED: SpanKind = "exchange"  # of messages that are taken: there are no replicas to sum over
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,17 +182,19 @@ class ProcessorClock:
         """Begin at zero."""
         self._ahead = -time.thread_time()
 
-    def wait_until(self, sent: float) -> None:
-        """It is not earlier than this any more."""
-        self._ahead += max(0.0, sent - self())
+    def skip(self, seconds: float) -> None:
+        """So much time has passed in which the thread waited."""
+        self._ahead += seconds
 
 
 class TimedMessages(Messages):
-    """Messages that say when they were sent; who reads them has waited until then."""
+    """Messages that say when they were ready to be sent; who reads them could not take them earlier."""
 
-    def __init__(self, width: int, dtype: torch.dtype, device: torch.device, clock: ProcessorClock) -> None:
+    def __init__(
+        self, width: int, dtype: torch.dtype, device: torch.device, recorder: ProcessorRecorder
+    ) -> None:
         super().__init__(width, dtype, device)
-        self._clock = clock
+        self._recorder = recorder
 
     def bytes(self, microbatch: Microbatch | None, numbers: int = 0) -> int:
         """Size of a message with the rows of a microbatch."""
@@ -198,12 +202,14 @@ class TimedMessages(Messages):
 
     def pack(self, rows: Tensor | None, numbers: Sequence[float] = ()) -> Tensor:
         """A message."""
-        return super().pack(rows, (*numbers, self._clock()))
+        message = super().pack(rows, (*numbers, 0.0))
+        message[NUMBER * len(numbers) :][:NUMBER].view(torch.float64).fill_(self._recorder.clock())
+        return message
 
     def unpack(self, message: Tensor, numbers: int = 0) -> tuple[list[float], Tensor]:
         """Numbers and rows of a message."""
         (*found, sent), rows = super().unpack(message, numbers + 1)
-        self._clock.wait_until(sent)
+        self._recorder.took(sent)
         return found, rows
 
 
@@ -224,13 +230,27 @@ class PaddedRecorder(SpanRecorder):
         super().lap(kind, work, tokens=tokens)
 
 
+class ProcessorRecorder(PaddedRecorder):
+    """Spans by a :class:`ProcessorClock`."""
+
+    def __init__(self, clock: ProcessorClock) -> None:
+        super().__init__(clock)
+        self._clock = clock
+
+    def took(self, sent: float) -> None:
+        """What the thread did since the last call was to take a message: it waited until that was sent."""
+        running, waited = self.clock() - self._last, max(0.0, sent - self._last)
+        self._clock.skip(waited)
+        self.share([Piece("waiting", (), waited), Piece(RECEIVED, (), running)])
+
+
 class Training:
     """:class:`Stages` of the engine, with the parts of the run's model."""
 
     def __init__(self, number: int, setting: Setting) -> None:
         self._number, self._setting = number, setting
         self._clock = ProcessorClock() if setting.asked.clock == PROCESSOR else None
-        self._recorder = PaddedRecorder(self._clock or time.monotonic)
+        self._recorder = PaddedRecorder() if self._clock is None else ProcessorRecorder(self._clock)
         self._workers: dict[int, StageWorker] = {}  # by stages
         asked = setting.asked
         self._data = DataCatalogue(lambda spec: drawn(spec, asked))
@@ -273,8 +293,8 @@ class Training:
             layers=layers,
             recorder=self._recorder,
         )
-        if self._clock is not None:
-            worker.messages = TimedMessages(base.hidden_size, base.dtype, base.device, self._clock)
+        if isinstance(self._recorder, ProcessorRecorder):
+            worker.messages = TimedMessages(base.hidden_size, base.dtype, base.device, self._recorder)
         return worker
 
 

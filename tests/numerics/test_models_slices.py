@@ -142,7 +142,7 @@ def test_a_mask_counted_over_a_slices_own_features_is_noticed(
 @pytest.mark.parametrize(
     ("family", "count", "words"),
     [
-        ("gpt2", 2, r"cluster.tensor with a model of type 'gpt2'.*\(none\)"),
+        ("gpt2", 2, r"cluster.tensor=2 with a model of type 'gpt2'.*\(none\)"),
         ("phi3", 2, r"o_proj \(rowwise_split_input\)"),
         ("llama", 3, "4 heads of queries and 2 of keys"),
         ("llama", 8, "4 heads of queries"),
@@ -152,6 +152,8 @@ def test_what_cannot_be_sliced_is_refused(family: str, count: int, words: str, t
     base = model_of(family, tmp_path)
     with pytest.raises(ModelError, match=words):
         layer_slices(base.linears, base._model.config, 0, count)
+    with pytest.raises(ModelError, match=r"^cluster\.deployment=\[2x2\]"):
+        layer_slices(base.linears, base._model.config, 0, count, "cluster.deployment=[2x2]")
 
 
 def test_a_model_that_gives_other_results_in_slices_is_refused(tmp_path: Path) -> None:

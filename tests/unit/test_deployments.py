@@ -13,14 +13,14 @@ from laboratory import random_data, random_texts
 
 from plait.core.errors import CapacityError, ConfigError
 from plait.core.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
-from plait.core.plans import Plan
+from plait.core.plans import Plan, ReplicaShape
 from plait.core.settings import ClusterSettings, EngineSettings, ModelSettings, RunSettings, SearchSettings
 from plait.cost.memory import MemoryCoefficients, MemoryModel
 from plait.cost.profile_store import Profile, ProfileKey
 from plait.cost.time import HeadTime, LayerTime, TimeModel
 from plait.engine.build import PLAN_FILE, write_plan
 from plait.engine.catalogue import DataCatalogue
-from plait.engine.deployments import Shape, Weighing, settle_deployment, shapes, written
+from plait.engine.deployments import Replicas, Weighing, candidates, settle_deployment, written
 from plait.models.load import inspect_model
 from plait.search.checks import check_cut
 
@@ -87,9 +87,14 @@ def test_the_choice_is_the_best_of_all_candidates(tmp_path: Path) -> None:
             link_gb_per_s=rng.choice((None, 0.01, 1.0, 1e4)),
         )
         sizes = range(1, processes + 1)
-        every = [Shape(t, p, processes // (t * p)) for t in sizes for p in sizes if processes % (t * p) == 0]
-        every += [Shape(1, 1, processes, sharded=True)] * (processes > 1)
-        assert sorted(map(str, every)) == sorted(map(str, shapes(processes)))
+        every = [
+            Replicas(ReplicaShape(p, t), processes // (t * p))
+            for t in sizes
+            for p in sizes
+            if processes % (t * p) == 0
+        ]
+        every += [Replicas(ReplicaShape(), processes, sharded=True)] * (processes > 1)
+        assert sorted(map(str, every)) == sorted(map(str, candidates(processes)))
         weighed = {str(each): found.weigh(each) for each in every}
         fits = [each for each in weighed.values() if each.fits]
         if not fits:
@@ -103,7 +108,7 @@ def test_the_choice_is_the_best_of_all_candidates(tmp_path: Path) -> None:
         assert choice.chosen.bytes is not None
         assert choice.chosen.bytes <= found.settings.planner.memory_share * found.memory_bytes
         assert [bool(each.why) for each in choice.candidates].count(False) == 1
-        won.add(str(choice.chosen.shape).rpartition(" ")[0])
+        won.add(str(choice.chosen.replicas).rpartition(" ")[0])
     assert len(won) >= 4  # whole replicas, stages, slices and a sharded base have all been chosen
     assert "sharded base" in won
 
@@ -112,20 +117,20 @@ def test_the_seconds_are_those_of_the_slowest_replica(tmp_path: Path) -> None:
     """Eight samples of ten tokens: four on each of two replicas, of two stages each with a ramp."""
     time = time_of_layers(0.5, 0.001)
     found = weighing(tmp_path, profile_of(time), job(shortest=10, longest=10), link_gb_per_s=1e-3)
-    whole, halves = found.weigh(Shape(1, 1, 4)), found.weigh(Shape(1, 2, 2))
+    whole, halves = found.weigh(Replicas(ReplicaShape(1, 1), 4)), found.weigh(Replicas(ReplicaShape(2, 1), 2))
     assert whole.seconds == pytest.approx(4 * (0.5 + 20 * 0.001))
     assert halves.seconds == pytest.approx(2 * 2 * (0.5 + 40 * 0.001))  # one microbatch, twice
-    sharded = found.weigh(Shape(1, 1, 4, sharded=True))
+    sharded = found.weigh(Replicas(ReplicaShape(1, 1), 4, sharded=True))
     layer = found.model.parameters * 4 / 4  # bytes of all, over four layers
     assert sharded.seconds == pytest.approx(whole.seconds + 4 * 2 * 0.75 * layer / 1e6, rel=1e-3)
-    sliced = found.weigh(Shape(4, 1, 1))
+    sliced = found.weigh(Replicas(ReplicaShape(1, 4), 1))
     rows = 4 * 2 * 0.75 * 64 * 4  # sums of hidden states of 64 features
     assert sliced.seconds == pytest.approx(4 * (0.5 + 80 * (0.001 / 4 + rows / 1e6)))
 
 
 def test_stages_have_layers_by_the_profile_s_seconds(tmp_path: Path) -> None:
     slow_head = weighing(tmp_path, profile_of(time_of_layers(0.0, 1e-4, labelled=2e-4)), processes=2)
-    settings = slow_head.weigh(Shape(1, 2, 1)).settings
+    settings = slow_head.weigh(Replicas(ReplicaShape(2, 1), 1)).settings
     assert settings is not None
     assert settings.cluster.layer_split == (3, 1)
     assert settings.cluster.stages == (2,)
@@ -134,7 +139,7 @@ def test_stages_have_layers_by_the_profile_s_seconds(tmp_path: Path) -> None:
 def test_without_seconds_the_first_that_fits_is_taken_and_said(tmp_path: Path) -> None:
     for profile in (None, profile_of(None)):
         choice = weighing(tmp_path, profile, processes=2).choose()
-        assert str(choice.chosen.shape) == "⟨1,1⟩ ×2"
+        assert str(choice.chosen.replicas) == "⟨1,1⟩ ×2"
         assert "the first that fits" in str(choice)
         (why,) = {each.why for each in choice.candidates if each.fits and each.why}
         assert why.startswith("seconds unknown: run `plait profile")
@@ -143,7 +148,7 @@ def test_without_seconds_the_first_that_fits_is_taken_and_said(tmp_path: Path) -
 
 def test_a_model_too_large_for_one_process_gets_stages(tmp_path: Path) -> None:
     time = time_of_layers(0.0, 1e-4)
-    roomy = weighing(tmp_path, profile_of(time)).weigh(Shape(1, 1, 4))
+    roomy = weighing(tmp_path, profile_of(time)).weigh(Replicas(ReplicaShape(1, 1), 4))
     assert roomy.bytes is not None
     found = weighing(tmp_path, profile_of(time), memory=int(roomy.bytes / 0.8 * 0.9)).choose()
     first, *others = found.candidates
@@ -155,15 +160,15 @@ def test_a_model_too_large_for_one_process_gets_stages(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_made_is_a_candidate_with_the_reason(tmp_path: Path) -> None:
-    three = weighing(tmp_path, None, processes=3).weigh(Shape(3, 1, 1))
+    three = weighing(tmp_path, None, processes=3).weigh(Replicas(ReplicaShape(1, 3), 1))
     assert "must divide" in three.why.lower()
     assert (
         "set cluster.link_gb_per_s"
-        in weighing(tmp_path, profile_of(time_of_layers(0, 1))).weigh(Shape(4, 1, 1)).why
+        in weighing(tmp_path, profile_of(time_of_layers(0, 1))).weigh(Replicas(ReplicaShape(1, 4), 1)).why
     )
     assert (
         "at least one"
-        in {str(e.shape): e for e in weighing(tmp_path, None, processes=6).choose().candidates}[
+        in {str(e.replicas): e for e in weighing(tmp_path, None, processes=6).choose().candidates}[
             "⟨1,6⟩ ×1"
         ].why
     )
@@ -174,7 +179,7 @@ def test_an_order_of_stages_leaves_only_stages_to_choose_from(tmp_path: Path) ->
     ordered = replace(found.settings, engine=replace(found.settings.engine, schedule="gpipe"))
     found.check(ordered)
     choice = replace(found, settings=ordered).choose()
-    assert str(choice.chosen.shape) == "⟨1,2⟩ ×1"
+    assert str(choice.chosen.replicas) == "⟨1,2⟩ ×1"
     assert "engine.schedule=gpipe" in choice.candidates[0].why
 
 
@@ -207,6 +212,21 @@ def test_a_search_resumes_with_its_own_choice_on_as_many_processes(tmp_path: Pat
     assert settled(fresh).stages == (1,) * 4
     fewer = replace(own.settings, cluster=replace(own.settings.cluster, processes=2))
     assert settled(fewer).stages == (1, 1)
+
+
+def test_candidates_are_weighed_with_the_capacity_that_the_search_resumes_with(tmp_path: Path) -> None:
+    """One that was begun with other processes chooses again, and keeps its capacity."""
+    own = weighing(tmp_path, None, capacity=None)
+    write_plan(tmp_path, Plan((), (), choices={"processes": 8, "capacity": 96}))
+
+    def capacities(folder: Path) -> set[int | None]:
+        found = settle_deployment(own.settings, own.model, DATA, own.jobs, own.check, folder=folder)[1]
+        assert found is not None
+        runs = [each.settings for each in found.candidates if each.settings is not None]
+        return {run.engine.capacity for run in runs}
+
+    assert capacities(tmp_path) == {96}
+    assert 96 not in capacities(tmp_path / "another")
 
 
 def test_a_search_that_lost_a_process_resumes_with_as_many_as_it_was_begun_with_or_as_are_left(

@@ -261,7 +261,7 @@ def _plan_local(command: SearchCommand) -> Outlook:
     if choice is None:
         return outlook
     rows = (
-        CandidateOutlook(str(each.shape), each.jobs, each.bytes, each.seconds, each.why)
+        CandidateOutlook(str(each.replicas), each.jobs, each.bytes, each.seconds, each.why)
         for each in choice.candidates
     )
     return replace(outlook, candidates=tuple(rows))

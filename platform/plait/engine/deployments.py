@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from plait.core.errors import CapacityError, ConfigError, ModelError
 from plait.core.jobs import JobSpec
+from plait.core.plans import ReplicaShape
 from plait.core.settings import ClusterSettings, RunSettings
 from plait.cost.profile_store import Profile
 from plait.cost.replica import Configuration, ReplicaCost, balanced_split
@@ -52,21 +53,21 @@ Check = Callable[[RunSettings], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """Equal replicas of tp × pp processes; or whole ones that share the base model's layers."""
+class Replicas:
+    """So many replicas of one shape; or whole ones that share the base model's layers."""
 
-    tp: int
-    pp: int
+    shape: ReplicaShape
     count: int
     sharded: bool = False
 
     def __str__(self) -> str:
-        return f"sharded base ×{self.count}" if self.sharded else f"⟨{self.tp},{self.pp}⟩ ×{self.count}"
+        each = "sharded base" if self.sharded else f"⟨{self.shape.tensor},{self.shape.pipeline}⟩"
+        return f"{each} ×{self.count}"
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One shape, with what is predicted of it.
+    """Replicas that there may be, with what is predicted of them.
 
     Attributes:
         settings: of a run with it, capacity included; None if there is no such run.
@@ -77,7 +78,7 @@ class Candidate:
         why: why it is not chosen; "" if it is.
     """
 
-    shape: Shape
+    replicas: Replicas
     settings: RunSettings | None = field(default=None, repr=False)
     jobs: int = 0
     bytes: int | None = None
@@ -113,18 +114,19 @@ class Choice:
         by = "of the least predicted seconds" if found.seconds is not None else "the first that fits"
         unknown = "" if found.seconds is not None else f"; {self.unknown}"
         return (
-            f"Replicas: {found.shape}, {by} of {len(self.candidates)} candidates{unknown}. "
+            f"Replicas: {found.replicas}, {by} of {len(self.candidates)} candidates{unknown}. "
             "`plait plan` shows all."
         )
 
 
-def shapes(processes: int) -> Iterator[Shape]:
+def candidates(processes: int) -> Iterator[Replicas]:
     """The candidates for so many processes, in their order."""
     sizes = [size for size in range(1, processes + 1) if processes % size == 0]
     for size in sizes:
-        yield from (Shape(tp, size // tp, processes // size) for tp in sizes if size % tp == 0)
+        alike = (ReplicaShape(size // tensor, tensor) for tensor in sizes if size % tensor == 0)
+        yield from (Replicas(shape, processes // size) for shape in alike)
     if processes > 1:
-        yield Shape(1, 1, processes, sharded=True)
+        yield Replicas(ReplicaShape(), processes, sharded=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +136,7 @@ class Weighing:
     Attributes:
         memory_bytes: of each process.
         trials: how many there are.
+        recorded: the capacity with which the search was begun; None: it begins now.
         check: raises InputError if a run with these settings is refused before it starts.
     """
 
@@ -146,6 +149,7 @@ class Weighing:
     trials: int
     check: Check
     on_gpu: bool = False
+    recorded: int | None = None
 
     def choose(self) -> Choice:
         """The best candidate.
@@ -153,12 +157,12 @@ class Weighing:
         Raises:
             CapacityError: none fits.
         """
-        found = [self.weigh(each) for each in shapes(self.settings.cluster.processes)]
+        found = [self.weigh(each) for each in candidates(self.settings.cluster.processes)]
         fitting = [place for place, each in enumerate(found) if each.fits]
         if not fitting:
             raise CapacityError(
                 f"cluster.processes={self.settings.cluster.processes} with cluster.deployment=auto",
-                "No replicas fit: " + "; ".join(f"{each.shape}: {each.why}" for each in found) + ".",
+                "No replicas fit: " + "; ".join(f"{each.replicas}: {each.why}" for each in found) + ".",
                 "Use more processes, lower engine.capacity or adapter.rank, or set engine.checkpointing.",
             )
         best = min(fitting, key=lambda place: (_seconds(found[place]), place))
@@ -169,30 +173,31 @@ class Weighing:
         found[best] = replace(found[best], why="")
         return Choice(tuple(found), best, unknown)
 
-    def weigh(self, shape: Shape) -> Candidate:
+    def weigh(self, replicas: Replicas) -> Candidate:
         """A candidate with its predictions, or why there are none."""
         try:
-            run = self._run(shape)
+            run = self._run(replicas)
             self.check(run)
             capacity, admission = self._admission(run)
             run = replace(run, engine=replace(run.engine, capacity=capacity))
-            split = self._split(shape, capacity)
+            split = self._split(replicas.shape, capacity)
             if split:
                 run = replace(run, cluster=replace(run.cluster, layer_split=split))
                 _, admission = self._admission(run)
             demands = self._demands(admission)
         except (ConfigError, ModelError, CapacityError) as error:
-            return Candidate(shape, why=f"{error.value}: {error.rule}".rstrip("."))
+            return Candidate(replicas, why=f"{error.value}: {error.rule}".rstrip("."))
         together = list(islice(cycle(zip(self.jobs, demands, strict=True)), self._together))
         while len(together) > 1 and not admission.fits([demand for _, demand in together]):
             together.pop()
         needed = admission.predicted([demand for _, demand in together])
         time, why = time_of(run, self.model, self.profile, self.memory_bytes)
-        found = Candidate(shape, run, len(together), needed, time=time, why=why)
+        found = Candidate(replicas, run, len(together), needed, time=time, why=why)
         if time is None:
             return found
-        configuration = Configuration(shape.tp, shape.pp, capacity, layer_split=split)
-        seconds = self.step_seconds(configuration, shape.count, time, [job for job, _ in together])
+        shape = replicas.shape
+        configuration = Configuration(shape.tensor, shape.pipeline, capacity, layer_split=split)
+        seconds = self.step_seconds(configuration, replicas.count, time, [job for job, _ in together])
         if seconds is None:
             return replace(found, jobs=0, why=f"a sample is longer than {capacity} tokens")
         return replace(found, seconds=seconds * self._together / len(together))
@@ -203,13 +208,13 @@ class Weighing:
         search = self.settings.search
         return min(self.trials, search.parallel, self.settings.planner.max_jobs or search.parallel)
 
-    def _run(self, shape: Shape) -> RunSettings:
+    def _run(self, replicas: Replicas) -> RunSettings:
         cluster = replace(
             self.settings.cluster,
             deployment=(),
-            tensor=shape.tp,
-            pipeline=shape.pp,
-            shard_base=shape.sharded,
+            tensor=replicas.shape.tensor,
+            pipeline=replicas.shape.pipeline,
+            shard_base=replicas.sharded,
         )
         cluster.check_lists()
         return replace(self.settings, cluster=cluster)
@@ -217,7 +222,7 @@ class Weighing:
     def _admission(self, run: RunSettings) -> tuple[int, Admission]:
         facts = worker_facts(run, self.model, self.memory_bytes)
         asked = {(job.adapter, self.data.longest(job.data), job.train.global_batch) for job in self.jobs}
-        capacity = choose_capacity(run, facts, self.profile, asked, on_gpu=self.on_gpu)
+        capacity = choose_capacity(run, facts, self.profile, asked, self.recorded, on_gpu=self.on_gpu)
         engine = replace(run.engine, capacity=capacity)
         return capacity, Admission(facts, replace(run, engine=engine), self.profile)
 
@@ -227,11 +232,11 @@ class Weighing:
             for job in self.jobs
         ]
 
-    def _split(self, shape: Shape, capacity: int) -> tuple[int, ...]:
+    def _split(self, shape: ReplicaShape, capacity: int) -> tuple[int, ...]:
         """Layers of each stage by the profile's seconds; without them they are balanced by arithmetic."""
-        if shape.pp == 1 or self.profile is None or self.profile.time is None:
+        if shape.pipeline == 1 or self.profile is None or self.profile.time is None:
             return ()
-        return balanced_split(self.profile.time, shape.pp, MicrobatchShape.of([capacity]))
+        return balanced_split(self.profile.time, shape.pipeline, MicrobatchShape.of([capacity]))
 
     def step_seconds(
         self, configuration: Configuration, count: int, time: TimeModel, jobs: Sequence[JobSpec]
@@ -288,7 +293,7 @@ def _seconds(candidate: Candidate) -> float:
 def _slower(candidate: Candidate, best: Candidate) -> str:
     if candidate.seconds is None or best.seconds is None:
         return "not the first that fits"
-    return f"{candidate.seconds / best.seconds:.2f} times the seconds of {best.shape}"
+    return f"{candidate.seconds / best.seconds:.2f} times the seconds of {best.replicas}"
 
 
 def settle_deployment(
@@ -316,6 +321,7 @@ def settle_deployment(
     before = recorded_before(settings, folder) if folder is not None else {}
     if kept := _read(settings.cluster, before.get("deployment")):
         return replace(settings, cluster=kept), None
+    capacity = before.get("capacity")
     weighing = Weighing(
         settings,
         model,
@@ -326,6 +332,7 @@ def settle_deployment(
         min(settings.search.trials, points or settings.search.trials),
         check,
         on_gpu(settings),
+        capacity if isinstance(capacity, int) else None,
     )
     choice = weighing.choose()
     assert choice.chosen.settings is not None

@@ -80,14 +80,18 @@ def vocabulary_slice(size: int, number: int, count: int) -> slice:
 
 
 def layer_slices(
-    linears: Sequence[LinearInfo], config: PreTrainedConfig, number: int, count: int
+    linears: Sequence[LinearInfo], config: PreTrainedConfig, number: int, count: int, asked: str = ""
 ) -> dict[str, LayerSlice]:
     """What process ``number`` of ``count`` has of every linear layer, by name.
+
+    Args:
+        asked: the setting that asks for slices, for errors; "": ``cluster.tensor``.
 
     Raises:
         ModelError: the family has no plan for it, or its sizes do not divide.
     """
-    sides = _sides(linears, config)
+    asked = asked or f"cluster.tensor={count}"
+    sides = _sides(linears, config, asked)
     heads = int(config.num_attention_heads)
     keys = int(getattr(config, "num_key_value_heads", None) or heads)
     if heads % count or (keys % count and count % keys):
@@ -95,28 +99,37 @@ def layer_slices(
             f"{heads} heads of queries and {keys} of keys",
             "They must divide; of keys there may also be fewer, if each is repeated equally often.",
             count,
+            asked,
         )
-    return {each.name: _slice(each, sides[each.name], keys, number, count) for each in linears}
+    return {each.name: _slice(each, sides[each.name], keys, number, count, asked) for each in linears}
 
 
-def _slice(linear: LinearInfo, side: Literal["in", "out"], keys: int, number: int, count: int) -> LayerSlice:
+def _slice(
+    linear: LinearInfo, side: Literal["in", "out"], keys: int, number: int, count: int, asked: str
+) -> LayerSlice:
     whole = linear.in_features if side == "in" else linear.out_features
     repeats = count // keys if KEYS.search(linear.name) and keys < count else 1
     parts = count // repeats
     size, rest = divmod(whole, parts)
     if rest or (side == "in" and size % STEP):
         of = f"a multiple of {STEP} of its inputs" if side == "in" else "as many of its outputs"
-        raise _indivisible(f"{linear.name} with {whole} features", f"Each process must have {of}.", count)
+        raise _indivisible(
+            f"{linear.name} with {whole} features", f"Each process must have {of}.", count, asked
+        )
     part = number // repeats
     holders = range(part * repeats, (part + 1) * repeats)
     return LayerSlice(side, part * size, (part + 1) * size, whole, holders)
 
 
-def _indivisible(what: str, rule: str, count: int) -> ModelError:
-    return ModelError(f"cluster.tensor={count}: {what}", rule, "Use fewer, or cluster.pipeline.")
+def _indivisible(what: str, rule: str, count: int, asked: str) -> ModelError:
+    return ModelError(
+        f"{asked}: {what}, in {count} slices", rule, "Use fewer slices, or stages (cluster.pipeline)."
+    )
 
 
-def _sides(linears: Sequence[LinearInfo], config: PreTrainedConfig) -> dict[str, Literal["in", "out"]]:
+def _sides(
+    linears: Sequence[LinearInfo], config: PreTrainedConfig, asked: str
+) -> dict[str, Literal["in", "out"]]:
     """The side by which each layer is sliced, by transformers' plan of the family."""
     plan: Mapping[str, str] = getattr(config, "base_model_tp_plan", None) or {}
     patterns = [
@@ -127,7 +140,7 @@ def _sides(linears: Sequence[LinearInfo], config: PreTrainedConfig) -> dict[str,
         style = next((style for pattern, style in patterns if pattern.fullmatch(linear.name)), "none")
         if style not in SIDES or linear.fan_in_fan_out:
             raise ModelError(
-                f"cluster.tensor with a model of type {config.model_type!r}: {linear.name} ({style})",
+                f"{asked} with a model of type {config.model_type!r}: {linear.name} ({style})",
                 "Layers are sliced by transformers' plan of a family, which must say colwise or rowwise.",
                 "Use cluster.pipeline, or a model such as Llama, Qwen3, Mistral or Gemma.",
             )

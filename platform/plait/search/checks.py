@@ -258,7 +258,7 @@ def check_slices(settings: RunSettings, shape: ModelShape, jobs: Sequence[JobSpe
     if not slicing and not settings.cluster.shard_base:
         return
     for count in sorted({each.tensor for each in settings.cluster.shapes} - {1}):
-        layer_slices(shape.linears, model_config(settings.model, cache=cache_dir()), 0, count)
+        layer_slices(shape.linears, model_config(settings.model, cache=cache_dir()), 0, count, slicing)
     for variant in sorted({job.adapter.variant for job in jobs}):
         if not VARIANTS.get(variant).fused:
             raise ConfigError(
