@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -13,6 +13,7 @@ from torch.nn.functional import linear
 from plait_kernels import reference
 from plait_kernels.backends import Backend, check_backend
 from plait_kernels.bank import Bank
+from plait_kernels.chain import apply
 from plait_kernels.errors import KernelError
 from plait_kernels.layer import LayerCall, SiteColumns, layer_call
 from plait_kernels.quantised import Weight, dense, frozen_linear
@@ -31,7 +32,7 @@ class _MultiLora(torch.autograd.Function):
         backend: Backend,
     ) -> Tensor:
         whole = dense(weight)
-        if call.owners:
+        if call.owned:
             out, saved = backend.forward(x, whole, bias, call)
         else:
             out, saved = linear(x, whole, bias), []
@@ -65,7 +66,7 @@ class _MultiLora(torch.autograd.Function):
         weight = ctx.quantised.dense() if kept is None else kept
         need_dx = ctx.needs_input_grad[0]
         with _no_autocast(x):
-            if call.owners:
+            if call.owned:
                 dx = ctx.backend.backward(grad, x, saved[: ctx.own], weight, call, need_dx=need_dx)
             else:
                 dx = grad @ weight if need_dx else None
@@ -80,9 +81,6 @@ def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return torch.autocast(x.device.type, enabled=False)
     return nullcontext()
-
-
-_apply = cast("Callable[..., Tensor]", _MultiLora.apply)
 
 
 def multi_lora_linear(
@@ -125,9 +123,10 @@ def multi_lora_linear(
     chosen = _check(x, weight, bias, bank, routing, backend)
     call = layer_call(bank, routing, sites, weight.shape[0])
     with _no_autocast(x):
-        if not call.owners and not call.others:
+        if not call.owned and not call.others:
             return frozen_linear(x, weight, bias)
-        return _apply(x, bank.anchor, weight, bias, call, chosen)
+        out = apply(_MultiLora, x, bank.anchor, weight, bias, call, chosen, trains=True)
+        return cast("Tensor", out)
 
 
 def _check(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
+from plait_kernels.chain import apply, recording
 from plait_kernels.errors import KernelError
 
 BLOCK = 64  # weights that share a scale in NF4
@@ -169,20 +170,20 @@ def dense(weight: Weight) -> Tensor:
 
 def frozen_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     """The frozen product (..., in) to (..., out), differentiable in x."""
-    if isinstance(weight, Tensor):
+    if isinstance(weight, Tensor) and not recording():
         return linear(x, weight, bias)
-    return cast("Callable[..., Tensor]", _Frozen.apply)(x, weight, bias)
+    return cast("Tensor", apply(_Frozen, x, weight, bias))
 
 
 class _Frozen(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Quantised, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         ctx.weight = weight
-        return linear(x, weight.dense(), bias)
+        return linear(x, dense(weight), bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad @ ctx.weight.dense(), None, None
+        return grad @ dense(ctx.weight), None, None
 
 
 # ---- codes ---------------------------------------------------------------------------------------------

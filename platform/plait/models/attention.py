@@ -9,7 +9,7 @@ diagonal and begin at the sliding window, so memory grows only linearly with the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from plait.core.samples import bucket_samples
 from plait.models.elementwise import MOST_KEYS, causal_softmax_, causal_softmax_back_, rotate_
+from plait_kernels.chain import apply
 from plait_kernels.uploads import upload
 
 KEEP_UP_TO = 256  # length of the longest samples that keep their probabilities
@@ -193,7 +194,7 @@ def packed_attention(
         rotation: cos and sin by position, to rotate queries and keys here (RoPE over the halves of a head);
             None if they are rotated already or not at all.
     """
-    return cast("Callable[..., Tensor]", _PackedAttention.apply)(qkv, heads, layout, rule, rotation)
+    return cast(Tensor, apply(_PackedAttention, qkv, heads, layout, rule, rotation))
 
 
 class _PackedAttention(torch.autograd.Function):

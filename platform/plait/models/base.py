@@ -26,7 +26,7 @@ from plait.models.blocks import (
     windows,
 )
 from plait.models.context import MicrobatchContext, Rotation, Running, running
-from plait.models.fuse import RotaryAttention, fuse_layer, fuse_norms
+from plait.models.fuse import OneNode, RotaryAttention, fuse_layer, fuse_norms
 from plait.models.lora import (
     Binding,
     GroupedLinear,
@@ -422,13 +422,12 @@ class BaseModel:
         if self._stores_keys:  # a layer that takes keys from another one finds none, and is refused
             options["shared_kv_states"] = {}
         tables = None if rotation is None else rotation.tables
+        layer = self._parts.layers[index]
         with running(Running(context, tables, self._binding.backend)):
-            out = self._parts.layers[index](
-                hidden.unsqueeze(0),
-                attention_mask=None,
-                position_ids=context.position_ids.unsqueeze(0),
-                **options,
-            )
+            if isinstance(layer.forward, OneNode):
+                return layer.forward(hidden, **options)
+            options |= {"attention_mask": None, "position_ids": context.position_ids.unsqueeze(0)}
+            out = layer(hidden.unsqueeze(0), **options)
         return cast(Tensor, out[0] if isinstance(out, tuple) else out).squeeze(0)
 
     def _rotation(self, index: int, context: MicrobatchContext) -> Rotation | None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from plait_kernels import passes, plain
+from plait_kernels.chain import apply
 from plait_kernels.compiled import cache_folder, compile_library
 
 MOST_KEYS = 512  # limit of the compiled softmax: KEYS in elementwise.c
@@ -71,7 +72,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, *, backend: s
             Gemma.
         backend: the backend of the model's kernels.
     """
-    return _normed(x, None, weight, eps, offset, backend)[0]
+    return residual_norm(x, None, weight, eps, offset, backend=backend)[0]
 
 
 def residual_norm(
@@ -81,14 +82,17 @@ def residual_norm(
 
     What needs the sum takes it from here, so that both gradients are added in the norm's backward.
     """
-    return _normed(x, added, weight, eps, offset, backend)
+    return cast("tuple[Tensor, Tensor]", apply(RmsNorm, x, added, weight, eps, offset, backend))
 
 
-class _RmsNorm(torch.autograd.Function):
+class RmsNorm(torch.autograd.Function):
+    """The norm of a sum, and the sum; its gradient is that of both terms."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, added: Tensor | None, weight: Tensor, eps: float, offset: float, backend: str
     ) -> tuple[Tensor, Tensor]:
+        """See :func:`residual_norm`."""
         x = x.contiguous()
         features = x.shape[-1]
         ctx.set_materialize_grads(False)
@@ -114,12 +118,10 @@ class _RmsNorm(torch.autograd.Function):
     def backward(
         ctx: Any, grad: Tensor | None, more: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        """Given the gradients of norm and sum."""
         total, weight, scale = ctx.saved_tensors
         dx = more if grad is None else _norm_back(ctx, grad.contiguous(), total, weight, scale, more)
         return dx, dx if ctx.two else None, None, None, None, None
-
-
-_normed = cast("Callable[..., tuple[Tensor, Tensor]]", _RmsNorm.apply)
 
 
 def _norm_back(
@@ -144,7 +146,7 @@ def gated(x: Tensor, kind: int, *, backend: str = "") -> Tensor:
 
     ``backend`` is that of the model's kernels.
     """
-    return cast("Callable[..., Tensor]", _Gated.apply)(x, kind, backend)
+    return cast("Tensor", apply(_Gated, x, kind, backend))
 
 
 class _Gated(torch.autograd.Function):
@@ -207,7 +209,7 @@ def rotated_merged(
         turned: how many heads, of how many.
         position_embeddings: cos and sin of each row, (1, rows, rotated size).
     """
-    return cast("Callable[..., Tensor]", _RotatedMerged.apply)(qkv, turned, *position_embeddings)
+    return cast("Tensor", apply(_RotatedMerged, qkv, turned, *position_embeddings))
 
 
 class _RotatedMerged(torch.autograd.Function):

@@ -6,7 +6,7 @@ the rule, and the products of ``attention`` elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from plait.models.attention import AttentionRule, Heads, packed_attention
 from plait.models.context import MicrobatchContext
 from plait_kernels import passes
+from plait_kernels.chain import apply
 
 _DTYPES = (torch.float16, torch.bfloat16)
 _WIDEST_HEAD = 256
@@ -33,7 +34,7 @@ def attend(
         backend: the backend of the model's kernels.
     """
     if passes.by_triton(backend, qkv) and takes(qkv, heads, rule):
-        return cast("Callable[..., Tensor]", _Flash.apply)(qkv, heads, context.ends, context.longest, rule)
+        return cast("Tensor", apply(_Flash, qkv, heads, context.ends, context.longest, rule))
     return packed_attention(qkv, heads, context.layout, rule)
 
 

@@ -9,17 +9,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from plait.models.attention import AttentionRule, Heads, packed_attention
 from plait.models.context import MicrobatchContext, Rotation, Running, now_running, running
-from plait.models.elementwise import gated, residual_norm, rms_norm, rotated_merged
+from plait.models.elementwise import RmsNorm, gated, residual_norm, rms_norm, rotated_merged
 from plait.models.flash import attend
 from plait.models.lora import Binding, GroupedLinear, LinearGroup
-from plait_kernels import passes
+from plait_kernels import KernelError, Routing, passes
+from plait_kernels.chain import recorded
 from plait_kernels.plain import GELU_TANH, SILU, activation
 
 # ‖replacement − module‖ / ‖module‖ on random input from rounding alone; a real difference is far larger.
@@ -121,8 +122,7 @@ def _fuse_mlp(module: nn.Module) -> bool:
     group = pair.group
 
     def forward(x: Tensor) -> Tensor:
-        out: Tensor = down(gated(group.merged(x), kind, backend=group.binding.backend))
-        return out
+        return down.forward(gated(group.merged(x), kind, backend=group.binding.backend))
 
     x = _noise(3, pair.in_features, like=pair.weight)
     if not _same(forward, module, x):
@@ -163,8 +163,9 @@ class RotaryAttention:
         position_embeddings: tuple[Tensor, Tensor],
         **_other: Any,
     ) -> tuple[Tensor, None]:
-        """(1, tokens, hidden) to (1, tokens, hidden), and None for the probabilities."""
-        qkv = self.group.merged(hidden_states.squeeze(0))
+        """(1, tokens, hidden) or (tokens, hidden) to the same, and None for the probabilities."""
+        flat = hidden_states.dim() == 2
+        qkv = self.group.merged(hidden_states if flat else hidden_states.squeeze(0))
         now = now_running()
         packed = now.context
         if packed.cache is None and passes.by_triton(now.backend, qkv):
@@ -175,7 +176,8 @@ class RotaryAttention:
         else:
             rotated = self.rotated(qkv, position_embeddings)
             out = packed.cache.attend(self.layer, rotated, self.heads, self.rule, packed)
-        return self.output(out).unsqueeze(0), None
+        out = self.output.forward(out)
+        return out if flat else out.unsqueeze(0), None
 
     def sliced(self, count: int) -> RotaryAttention:
         """The same in one of so many processes, each with some of the heads."""
@@ -249,6 +251,71 @@ def _fuse_attention(module: nn.Module, trial: Running, position_embeddings: tupl
     return True
 
 
+@dataclass(frozen=True, slots=True)
+class Residual:
+    """x + attention(norm(x)) + MLP(norm(x + attention(norm(x)))), with the sums made by the norms."""
+
+    first: Norm
+    attention: nn.Module
+    second: Norm
+    mlp: nn.Module
+
+    def terms(self, x: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """What the output is the sum of: what enters the second norm, and what the MLP makes of it."""
+        normed, total = self.first.of_sum(x, None)
+        attended = self.attention.forward(hidden_states=normed, **options)[0]
+        normed, total = self.second.of_sum(total, attended)
+        return total, self.mlp.forward(normed)
+
+    def __call__(self, x: Tensor, **options: Any) -> Tensor:
+        """Hidden states after the layer."""
+        total, added = self.terms(x, options)
+        return total + added
+
+
+@dataclass(frozen=True, slots=True)
+class OneNode:
+    """Forward of a decoder layer on rows, (tokens, hidden), as one node of autograd's graph."""
+
+    layer: Residual
+
+    def __call__(self, x: Tensor, **options: Any) -> Tensor:
+        """(tokens, hidden) to the same."""
+        if not torch.is_grad_enabled():
+            return self.layer(x, **options)
+        routing = self.layer.first.binding.routing
+        anchor = routing.bank.anchor if isinstance(routing, Routing) else None
+        return cast("Callable[..., Tensor]", _Layer.apply)(x, anchor, self.layer, options)
+
+
+class _Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, _anchor: Tensor | None, layer: Residual, options: dict[str, Any]
+    ) -> Tensor:
+        with recorded(x, needs=ctx.needs_input_grad[0]) as chain:
+            total, added = layer.terms(x, options)
+        chain.end(added)
+        out = total + added
+        if not chain.steps:
+            ctx.mark_non_differentiable(out)
+        chain.save(ctx)
+        ctx.chain = chain
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
+        ctx.chain.restore(ctx)
+        found: Tensor | None = grad
+        more = grad  # the gradient of the sum that passes what is added to it
+        for step in reversed(ctx.chain.steps):
+            if step.function is RmsNorm:
+                found = more = step.back(found, more)
+            else:
+                found = step.back(found)
+        return found, None, None, None
+
+
 def fuse_residuals(layer: nn.Module, trial: Running, position_embeddings: tuple[Tensor, Tensor]) -> bool:
     """Replace the forward of a decoder layer x + attention(norm(x)) + MLP(norm(x + attention(norm(x)))), so
     that its sums and those of their gradients are made by its norms; return whether it is one."""
@@ -256,9 +323,9 @@ def fuse_residuals(layer: nn.Module, trial: Running, position_embeddings: tuple[
     if parts.keys() != {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}:
         return False
     first, second = (parts[name].forward for name in ("input_layernorm", "post_attention_layernorm"))
-    attention, mlp = parts["self_attn"], parts["mlp"]
-    if not isinstance(first, Norm) or not isinstance(second, Norm) or not _takes_one(mlp):
+    if not isinstance(first, Norm) or not isinstance(second, Norm) or not _takes_one(parts["mlp"]):
         return False
+    residual = Residual(first, parts["self_attn"], second, parts["mlp"])
     x = _noise(1, len(trial.context.token_ids), len(first.weight), like=first.weight)
     given = {
         "attention_mask": None,
@@ -267,9 +334,7 @@ def fuse_residuals(layer: nn.Module, trial: Running, position_embeddings: tuple[
     }
 
     def forward(hidden_states: Tensor, **options: Any) -> Any:
-        normed, total = first.of_sum(hidden_states, None)
-        normed, total = second.of_sum(total, attention(hidden_states=normed, **options)[0])
-        out: Tensor = total + mlp(normed)
+        out = residual(hidden_states, **options)
         return (out,) if is_tuple else out
 
     with running(trial):
@@ -282,8 +347,25 @@ def fuse_residuals(layer: nn.Module, trial: Running, position_embeddings: tuple[
     pair = (found[0], expected[0]) if is_tuple else (found, expected)
     if not torch.equal(*pair):  # the same operations in the same order
         return False
-    layer.forward = forward
+    node = OneNode(residual)
+    layer.forward = node if _has_steps(node, x.squeeze(0), trial, position_embeddings) else forward
     return True
+
+
+def _has_steps(node: OneNode, x: Tensor, trial: Running, position_embeddings: tuple[Tensor, Tensor]) -> bool:
+    """Whether all of a layer are steps of a chain, whose gradient is that of its functions one by one."""
+    if not isinstance(node.layer.attention.forward, RotaryAttention):
+        return False
+    grads: list[Tensor] = []
+    for forward in (node.layer, node):
+        given = x.clone().requires_grad_()
+        with torch.enable_grad(), running(trial):
+            try:
+                out = forward(given, position_embeddings=position_embeddings)
+            except KernelError:  # something else stands between them
+                return False
+            grads += torch.autograd.grad(out, given, x)
+    return torch.equal(*grads)
 
 
 def _noise(*shape: int, like: Tensor) -> Tensor:

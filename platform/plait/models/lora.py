@@ -65,7 +65,7 @@ class LinearGroup:
         routing = self.binding.routing
         if routing is None:
             return frozen_linear(x, self.weight, self.bias)
-        rows = x.reshape(-1, x.shape[-1])
+        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         if isinstance(routing, PooledRows):
             out = pooled_linear(rows, self.weight, self.bias, self.names, routing)
         else:

@@ -9,7 +9,7 @@ part, too, and only the gradients of whole sides are added up before a step.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, cast
 
@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig
 
 from plait.core.errors import ModelError
 from plait.models.targets import LinearInfo
+from plait_kernels.chain import apply
 
 STEP = 8  # features of one call of the random function: slices of inputs begin at a multiple
 SIDES: dict[str, Literal["in", "out"]] = {"colwise": "out", "rowwise": "in"}
@@ -153,7 +154,7 @@ def _sides(
 
 def enter(x: Tensor, slicing: Slicing) -> Tensor:
     """The input of layers sliced by outputs: its gradient is the sum over all processes."""
-    return cast("Callable[..., Tensor]", _Enter.apply)(x, slicing)
+    return cast(Tensor, apply(_Enter, x, slicing))
 
 
 class _Enter(torch.autograd.Function):
@@ -171,7 +172,7 @@ class _Enter(torch.autograd.Function):
 
 def leave(out: Tensor, slicing: Slicing) -> Tensor:
     """The output of a layer sliced by inputs: the sum over all processes, in place."""
-    return cast("Callable[..., Tensor]", _Leave.apply)(out, slicing)
+    return cast(Tensor, apply(_Leave, out, slicing))
 
 
 class _Leave(torch.autograd.Function):

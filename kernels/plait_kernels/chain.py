@@ -1,0 +1,133 @@
+"""Functions of autograd that run one after another as the steps of one of its nodes.
+
+A node costs the host as much as several launches, forward and backward, so a decoder layer is one. The same
+functions have nodes of their own where something else stands between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait_kernels.errors import KernelError
+
+_recording: ContextVar[Chain | None] = ContextVar("recording", default=None)
+
+
+def apply(function: Any, *arguments: Any, trains: bool = False) -> Any:
+    """``function.apply``, or a step of the chain that is being recorded.
+
+    Args:
+        arguments: as the function's forward takes them; the first is what it is differentiated in.
+        trains: whether its backward has more to do than that gradient.
+    """
+    chain = _recording.get()
+    return function.apply(*arguments) if chain is None else chain.run(function, arguments, trains=trains)
+
+
+def recording() -> bool:
+    """Whether a chain is being recorded."""
+    return _recording.get() is not None
+
+
+class Step:
+    """What a function of a chain is given as its context.
+
+    Attributes:
+        needs_input_grad: whether its first argument's gradient is needed.
+    """
+
+    def __init__(self, function: Any, *, needs: bool) -> None:
+        self.function = function
+        self.needs_input_grad = (needs,)
+        self.saved_tensors: Sequence[Tensor | None] = ()
+        self.saves = 0  # how many of the node's
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        """Keep tensors until backward."""
+        self.saved_tensors = tensors
+
+    def mark_dirty(self, *_changed: Tensor) -> None:
+        """Nothing else has them."""
+
+    def set_materialize_grads(self, _value: bool) -> None:
+        """Gradients that there are not are None."""
+
+    def back(self, *grads: Tensor | None) -> Tensor | None:
+        """The gradient of its first argument; what it saved is let go."""
+        found: Tensor | None = self.function.backward(self, *grads)[0]
+        self.saved_tensors = ()
+        return found
+
+
+class Chain:
+    """Steps each of which takes what the last one returned; those before the first that has a gradient are
+    left out.
+
+    Args:
+        start: what the first one takes.
+        needs: whether its gradient is needed.
+    """
+
+    def __init__(self, start: Tensor, *, needs: bool) -> None:
+        self.steps: list[Step] = []
+        self.last = start
+        self._needs = needs
+
+    def run(self, function: Any, arguments: tuple[Any, ...], *, trains: bool) -> Any:
+        """What the function returns."""
+        self.end(arguments[1] if arguments[1] is self.last else arguments[0])
+        step = Step(function, needs=self._needs)
+        out = function.forward(step, *arguments)
+        self._needs = self._needs or trains
+        if self._needs:
+            self.steps.append(step)
+        self.last = out[0] if isinstance(out, tuple) else out
+        return out
+
+    def end(self, found: Tensor) -> None:
+        """Check that the last step returned this."""
+        if found is not self.last:
+            raise KernelError(
+                "a tensor that no step of a chain returned",
+                "its steps follow each other, with nothing between them",
+                "let these functions have nodes of their own",
+            )
+
+    def save(self, ctx: Any) -> None:
+        """Have autograd keep what the steps saved, so that checkpointing can let go of it."""
+        tensors: list[Tensor | None] = []
+        for step in self.steps:
+            tensors += step.saved_tensors
+            step.saves, step.saved_tensors = len(step.saved_tensors), ()
+        ctx.save_for_backward(*tensors)
+
+    def restore(self, ctx: Any) -> None:
+        """Give the steps what they saved, in backward; each lets go of it as it is done."""
+        if torch.is_grad_enabled():
+            raise KernelError(
+                "a second derivative of a layer (create_graph=True)",
+                "the adapters' gradients go to the bank, so there is no graph through them",
+                "call backward without create_graph",
+            )
+        tensors, start = ctx.saved_tensors, 0
+        ctx.maybe_clear_saved_tensors()
+        for step in self.steps:
+            step.saved_tensors = tensors[start : start + step.saves]
+            start += step.saves
+
+
+@contextmanager
+def recorded(start: Tensor, *, needs: bool) -> Iterator[Chain]:
+    """A chain of the functions that are applied within the context."""
+    chain = Chain(start, needs=needs)
+    token = _recording.set(chain)
+    try:
+        yield chain
+    finally:
+        _recording.reset(token)
