@@ -49,14 +49,32 @@ class Layer:
 class LayerCall:
     """A layer, and for each segment the sites where its adapter sits.
 
-    `owners` are the segments of plain LoRA, which every backend computes; `others` go through `reference`.
+    Args:
+        alike: the sites, if all segments are plain LoRA at the same ones. A pair for each segment is made
+            only when it is asked for: collecting so many costs the host more than a launch.
+        mixed: owners and others, if not.
     """
 
     bank: Bank
     routing: Routing
     layer: Layer
-    owners: Owners
-    others: Owners
+    alike: tuple[Placed, ...] = ()
+    mixed: tuple[Owners, Owners] = ((), ())
+
+    @property
+    def owned(self) -> bool:
+        """Whether there are owners."""
+        return bool(self.alike or self.mixed[0])
+
+    @property
+    def owners(self) -> Owners:
+        """The segments of plain LoRA, which every backend computes."""
+        return tuple(zip(self.routing.spans, repeat(self.alike))) if self.alike else self.mixed[0]
+
+    @property
+    def others(self) -> Owners:
+        """The segments that go through `reference`."""
+        return self.mixed[1]
 
     @property
     def placed(self) -> tuple[Placed, ...]:
@@ -116,12 +134,11 @@ def layer_call(bank: Bank, routing: Routing, sites: Sequence[SiteColumns], out_f
     if layer is None:
         layer = bank.layers[key] = Layer(place(bank, sites, out_features), out_features)
     if routing.alike is not None:
-        own = layer.own(routing.alike)
-        return LayerCall(bank, routing, layer, tuple(zip(routing.spans, repeat(own))) if own else (), ())
+        return LayerCall(bank, routing, layer, alike=layer.own(routing.alike))
     owners: list[Owner] = []
     others: list[Owner] = []
     for span in routing.spans:
         own = layer.own(span.block.targets)
         if own:
             (owners if span.block.variant.fused else others).append((span, own))
-    return LayerCall(bank, routing, layer, tuple(owners), tuple(others))
+    return LayerCall(bank, routing, layer, mixed=(tuple(owners), tuple(others)))
