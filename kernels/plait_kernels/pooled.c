@@ -70,7 +70,7 @@ enum { MOST_ROWS = 8, FOUR = 4 };
             lanes values[FOUR];                                                                                 \
             for (int k = 0; k < FOUR; k++) {                                                                    \
                 values[k] = load_##NAME(v[k] + i);                                                              \
-                __builtin_prefetch(next_v[k] + i);                                                              \
+                __builtin_prefetch(next_v[k] + i, 0, 2);                                                              \
             }                                                                                                   \
             for (int r = 0; r < rows; r++) {                                                                    \
                 lanes given = load_f32(x + r * features + i);                                                   \
@@ -87,7 +87,7 @@ enum { MOST_ROWS = 8, FOUR = 4 };
             lanes values[FOUR];                                                                                 \
             for (int k = 0; k < FOUR; k++) {                                                                    \
                 values[k] = load_##NAME(w[k] + i);                                                              \
-                __builtin_prefetch(next_w[k] + i);                                                              \
+                __builtin_prefetch(next_w[k] + i, 0, 2);                                                              \
             }                                                                                                   \
             for (int r = 0; r < rows; r++) {                                                                    \
                 lanes sum = load_f32(out + r * width + i);                                                      \

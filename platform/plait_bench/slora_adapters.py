@@ -43,7 +43,8 @@ class AdaptersOptions:
     Attributes:
         few, many: adapters that requests name, in the two sides that take turns.
         files: different adapters on disk; the others are the same files under other names.
-        ranks: of the files, in turn.
+        ranks: of the files, in turn: the paper's setting S2.
+        one_rank: of all files in a second comparison: its setting S1.
         requests, prompt_tokens, new_tokens: of one run.
         pool_tokens: of the pool.
         rounds: runs of each side.
@@ -55,6 +56,7 @@ class AdaptersOptions:
     many: int
     files: int
     ranks: tuple[int, ...]
+    one_rank: int
     requests: int
     prompt_tokens: int
     new_tokens: int
@@ -65,7 +67,7 @@ class AdaptersOptions:
 
     def __post_init__(self) -> None:
         at_least_one(self, "few", "many", "files", "requests", "prompt_tokens", "new_tokens", "rounds")
-        at_least_one(self, "alone", "timed_alone")
+        at_least_one(self, "alone", "timed_alone", "one_rank")
 
 
 class _Side:
@@ -119,44 +121,49 @@ def adapters(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[st
     part("loading the model")
     base = load_model(settings.model, cache=cache_dir(), device=torch.device("cpu"))
     base.install(backend="grouped")
-    with _folders(base, asked) as folders:
-        sides = [_Side(base, folders, count, asked) for count in (asked.few, asked.many)]
-        piece = part("rounds", 2 * asked.rounds + 2)
-        for number in range(asked.rounds + 1):
-            for side in sides if number % 2 else reversed(sides):
-                piece(f"{side.count} adapters")
-                side.run()
+    with _folders(base, asked, asked.ranks) as folders:
+        mixed = _few_and_many(base, folders, asked, f"{asked.many} adapters")
         peft = _beside_peft(settings, base, folders, asked)
+    with _folders(base, asked, (asked.one_rank,)) as folders:
+        alike = _few_and_many(base, folders, asked, f"{asked.many} adapters of rank {asked.one_rank}")
+    return Report("S-LoRA, adapters of one server", (*mixed, *alike, peft))
+
+
+def _few_and_many(
+    base: BaseModel, folders: Sequence[Path], asked: AdaptersOptions, name: str
+) -> tuple[Figure, Figure]:
+    """Requests a processor second with many adapters beside few, and adapters read."""
+    sides = [_Side(base, folders, count, asked) for count in (asked.few, asked.many)]
+    piece = part("rounds", 2 * asked.rounds + 2)
+    for number in range(asked.rounds + 1):
+        for side in sides if number % 2 else reversed(sides):
+            piece(f"{side.count} adapters")
+            side.run()
     for side in sides:
         del side.seconds[0]  # the first run of each warms the pool
     few, many = (asked.requests / median(side.seconds) for side in sides)
     spread = " and ".join(f"{min(each.seconds):.2f} to {max(each.seconds):.2f}" for each in sides)
-    unit = "requests/s (processor)"
-    figures = (
-        Figure(
-            f"{asked.many} adapters",
-            many,
-            unit,
-            "measured",
-            Baseline(few, f"{asked.few} adapters", at_least=0.95),
-            note=f"medians of {asked.rounds} interleaved runs, {spread} s; "
-            f"{min(sides[1].used)} to {max(sides[1].used)} adapters used in one",
-        ),
-        Figure("adapters read from disk", float(sides[1].engine.store.loads), "adapters", "measured"),
-        peft,
+    figure = Figure(
+        name,
+        many,
+        "requests/s (processor)",
+        "measured",
+        Baseline(few, f"{asked.few} of them", at_least=0.95),
+        note=f"medians of {asked.rounds} interleaved runs, {spread} s; "
+        f"{min(sides[1].used)} to {max(sides[1].used)} adapters used in one",
     )
-    return Report("S-LoRA, adapters of one server", figures)
+    return figure, Figure(f"{name}: read", float(sides[1].engine.store.loads), "adapters", "measured")
 
 
 @contextmanager
-def _folders(base: BaseModel, asked: AdaptersOptions) -> Iterator[list[Path]]:
+def _folders(base: BaseModel, asked: AdaptersOptions, ranks: Sequence[int]) -> Iterator[list[Path]]:
     """Folders of random adapters, removed afterwards."""
     sites = resolve_targets(TARGETS, base.linears)
     sizes = {linear.name: (linear.in_features, linear.out_features) for linear in base.linears}
     with tempfile.TemporaryDirectory(prefix="plait-adapters-") as name:
         made = []
         for number in range(asked.files):
-            rank = asked.ranks[number % len(asked.ranks)]
+            rank = ranks[number % len(ranks)]
             noise = torch.Generator().manual_seed(number)
             weights = {
                 site: (
