@@ -78,12 +78,16 @@ def worked_example(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapp
     """
     del jobs
     asked, profile = build(ExampleOptions, options, OPTIONS), read_profile(settings)
-    costs = [cost for cost in costs_of(profile, asked.lengths, profile.devices.count) if not cost.ramp]
+    every = costs_of(profile, asked.lengths, profile.devices.count)
+    costs = [cost for cost in every if not cost.ramp]
     kinds = replicas(costs, asked.deployment)
     by_length = length_based(kinds, asked.counts)
+    own = deploy(every, asked.counts, {profile.kind: profile.devices.count})
+    plan, took = dict(own.shape), f"Plait's plan: {own}, {own.makespan:.2f} s"
     figures = [
-        Figure(f"by length: {kind.cost.configuration}", seconds, "s", "simulated")
+        Figure(name, seconds, "s", "simulated", note=took, plait=own.makespan)
         for kind, seconds in zip(kinds, by_length.seconds, strict=True)
+        for name in [f"by length: {kind.cost.configuration}"]
     ]
     for shortest in asked.shortest:
         others = costs_of(profile, (shortest, *asked.lengths[1:]), profile.devices.count)
@@ -102,8 +106,9 @@ def worked_example(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapp
     shape = dict(best.shape)
     for cost in costs:
         name = f"best deployment: {cost.configuration}"
-        number = shape.get(cost.configuration, 0)
-        figures.append(Figure(name, number, "replicas", "computed", note=f"{best}, {best.makespan:.2f} s"))
+        number, mine = shape.get(cost.configuration, 0), plan.get(cost.configuration, 0)
+        note = f"{best}, {best.makespan:.2f} s; {took}"
+        figures.append(Figure(name, number, "replicas", "computed", note=note, plait=mine))
     return Report("LobRA's worked example", tuple(figures), (f"Profile: {profile.source}",))
 
 

@@ -396,34 +396,24 @@ def packing_gain(settings: RunSettings, jobs: Sequence[JobSpec], options: Mappin
     def gain(after: tuple[bool, bool], before: tuple[bool, bool]) -> float:
         return 100 * (speed[after] / speed[before] - 1)
 
-    whole = {
-        exact: _throughput(trace, even, asked, exact=exact, merging=True, filling=False)
-        for exact in (True, False)
-    }
-
     def counts(key: tuple[bool, bool]) -> str:
         return f"{runs[key].microbatches} microbatches, {100 * runs[key].padding_share:.2f} % padding"
 
-    best, greedy = (True, True), (False, True)
+    own = planned(trace, machine(begun.profile, balanced(begun.profile, asked)), asked)
+    plait = measure({0: own})[0].tokens_per_second
+    best, greedy, apart = (True, True), (False, True), (True, False)
+    plaits = {before: 100 * (plait / speed[before] - 1) for before in (apart, greedy)}
     figures = (
-        Figure("merging", gain(best, (True, False)), "%", "simulated", note=counts((True, False))),
+        Figure("merging", gain(best, apart), "%", "simulated", note=counts(apart), plait=plaits[apart]),
         Figure("merging, packed greedily", gain(greedy, (False, False)), "%", "simulated"),
-        *(
-            Figure(
-                f"merging, whole microbatches only{how}",
-                100 * (whole[exact].tokens_per_second / speed[exact, False] - 1),
-                "%",
-                "simulated",
-                note=f"{whole[exact].microbatches} microbatches",
-            )
-            for exact, how in ((True, ""), (False, ", packed greedily"))
-        ),
+        *_whole_gains(begun, {exact: speed[exact, False] for exact in (True, False)}),
         Figure(
             "two-stage packing over greedy, merged",
             gain(best, greedy),
             "%",
             "simulated",
             note=f"{counts(best)}; greedy {counts(greedy)}",
+            plait=plaits[greedy],
         ),
         Figure(
             "two-stage packing over greedy, not merged",
@@ -436,6 +426,17 @@ def packing_gain(settings: RunSettings, jobs: Sequence[JobSpec], options: Mappin
         Figure("packings better than greedy", _share_better(trace, asked), "%", "computed"),
     )
     return Report("lorafusion/packing_gain", figures, asked.assumptions())
+
+
+def _whole_gains(begun: Opening, apart: Mapping[bool, float]) -> list[Figure]:
+    """What merging gains over the tokens a second ``apart``, by packing, if it moves whole microbatches."""
+    figures = []
+    for exact, how in ((True, ""), (False, ", packed greedily")):
+        found = _throughput(begun.trace, begun.even, begun.asked, exact=exact, merging=True, filling=False)
+        gained = 100 * (found.tokens_per_second / apart[exact] - 1)
+        name, note = f"merging, whole microbatches only{how}", f"{found.microbatches} microbatches"
+        figures.append(Figure(name, gained, "%", "simulated", note=note))
+    return figures
 
 
 def _own_gains(trace: Trace, even: Machine, asked: Options) -> list[Figure]:

@@ -181,24 +181,25 @@ def _case(case: str, found: Mapping[int, Rates], asked: PipelineOptions) -> list
             name = f"{label}: time saved{beside}"
             figures.append(Figure(name, saved, "%", "simulated", note=note, plait=ours))
         first = found[min(found)]
-        gain = each.lorapp / first.lorapp
+        gain, own = each.lorapp / first.lorapp, each.plait / first.lorapp
         figures.append(Figure(f"{label}: LoRAPP", each.lorapp, "tokens/s", "simulated", plait=each.plait))
         if len(found) > 1:
-            figures.append(Figure(f"{label}: tokens/s over {min(found)} jobs", gain, "×", "simulated"))
+            name = f"{label}: tokens/s over {min(found)} jobs"
+            figures.append(Figure(name, gain, "×", "simulated", plait=own))
     return figures
 
 
 def _scaling(name: str, model: Model, asked: PipelineOptions) -> list[Figure]:
-    """Tokens a second by devices, over those of the fewest."""
+    """Tokens a second by devices, over LoRAPP's on the fewest."""
     figures = []
     for number, spare in enumerate(asked.spare if len(asked.devices) > 1 else ()):
         first, *others = asked.devices
         base = rates(model, first, first + spare, asked).lorapp
         label = "" if number == 0 else f", {spare} jobs more"
         for devices in others:
-            gain = rates(model, devices, devices + spare, asked).lorapp / base
+            found = rates(model, devices, devices + spare, asked)
             case = f"{name}: tokens/s of {devices} devices over {first}{label}"
-            figures.append(Figure(case, gain, "×", "simulated"))
+            figures.append(Figure(case, found.lorapp / base, "×", "simulated", plait=found.plait / base))
     return figures
 
 

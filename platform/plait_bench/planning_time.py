@@ -87,7 +87,9 @@ def planning_time(settings: RunSettings, jobs: Sequence[JobSpec], options: Mappi
         piece(f"{devices} devices")
         figures += _deployment_figures(profile, workloads, int(devices), theirs, asked.gap)
         if rows := asked.plans.get(devices):
-            figures += _published_plan(profile, workloads[0], int(devices), rows, asked.gap)
+            for number, each in enumerate(workloads):
+                label = f"; {each.assumption}" if number else ""
+                figures += _published_plan(profile, each, int(devices), rows, asked.gap, label)
     batches = workloads[0].batches[: asked.steps]
     part("dispatch by step")
     figures += _dispatch_figures(profile, batches, asked.kinds)
@@ -129,7 +131,7 @@ def _deployment_figures(
 
 
 def _published_plan(
-    profile: ClusterProfile, workload: Workload, devices: int, rows: Rows, gap: float
+    profile: ClusterProfile, workload: Workload, devices: int, rows: Rows, gap: float, label: str
 ) -> list[Figure]:
     """How far the published deployment is from Plait's: replicas, and seconds of a step dispatched alike.
 
@@ -148,12 +150,12 @@ def _published_plan(
     ratio = theirs / ours.makespan
     longest = max(kind.cost.seconds([0] * (len(counts) - 1) + [1]) for kind in kinds if kind.cost.batch[-1])
     note += f"; one sequence of the longest bucket alone takes {longest:.2f} s"
-    name = f"{devices} devices: replicas unlike the published ones"
+    name = f"{devices} devices: replicas unlike the published ones{label}"
     nearest = unlike if ratio > 1 + TIE else 0
     return [
         Figure(name, unlike, "", "computed", note=note),
         Figure(f"{name}; or none if that plan is as fast", nearest, "", "computed", note=note),
-        Figure(f"{devices} devices: published plan over Plait's", ratio, "×", "simulated", note=note),
+        Figure(f"{devices} devices: published plan over Plait's{label}", ratio, "×", "simulated", note=note),
     ]
 
 

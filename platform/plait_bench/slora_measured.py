@@ -102,6 +102,7 @@ def merged(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str,
     require_processor(settings)
     asked = build(LayerOptions, options, OPTIONS)
     figures = []
+    counted = Baseline(1 + 2 * asked.ranks[0] / asked.features, "operations, counted")
     for count in asked.adapters:
         shape = Shape(asked.tokens, asked.features, (asked.features,), (asked.ranks[0],) * count)
         made = problem(shape, device="cpu", dtype=torch.float32)
@@ -114,6 +115,6 @@ def merged(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str,
         beside, apart = _seconds(asked.rounds, partial(made.run, "grouped"), each)
         name = f"{count} adapter{'s' * (count > 1)}: beside the weights over merged"
         note = f"{1e3 * beside:.2f} over {1e3 * apart:.2f} ms; {count} copies of the weights"
-        figures.append(Figure(name, beside / apart, "×", "measured", note=note))
+        figures.append(Figure(name, beside / apart, "×", "measured", counted, note))
     notes = (f"Rank {asked.ranks[0]}, {asked.tokens} tokens, {asked.features} features; processor seconds.",)
     return Report("S-LoRA, merged weights", tuple(figures), notes)
