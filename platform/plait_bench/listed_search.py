@@ -19,7 +19,7 @@ from plait.core.space import Choice, Dimension, Space, Value
 from plait.engine.coordinator import Coordinator
 from plait.search.identity import identify
 from plait.search.run import SearchLoop
-from plait.search.stopper import make_stopper, shortest_budget
+from plait.search.stopper import budgets_of, make_stopper
 from plait.search.storage import in_memory, quiet
 from plait.search.study import StudyTrials
 from plait.search.trials import Trial
@@ -220,8 +220,7 @@ def search_together(
         return False
 
     coordinator = Coordinator(side.worker, side.data, side.settings, folder=folder)
-    budget = shortest_budget(jobs, side.data)
-    stopper = make_stopper(search, budget, study.rungs)
+    stopper = make_stopper(search, budgets_of(jobs, side.data), study.rungs)
     watch = Stopwatch.start()
     timeline = Timeline(watch.read)
     SearchLoop(study, make_job, coordinator, timeline, search, stop, stopper).run()

@@ -17,10 +17,11 @@ from plait.core.errors import ConfigError, choices
 from plait.core.jobs import JobSpec, TrainSpec
 from plait.core.lifecycle import JobResult, JobState, PauseReason
 from plait.core.messages import Event, JobAdmitted, JobEvaluated, JobGenerated, JobPaused, JobProgress
+from plait.core.rungs import step_of
 from plait.core.settings import RunSettings, SearchSettings, StoppingSettings
 from plait.search.run import SearchLoop
 from plait.search.stopper import make_stopper
-from plait.search.stopping import rung_steps
+from plait.search.stopping import rungs_within
 from plait.search.trials import Trial
 from plait_bench.benchmarks import BENCHMARKS
 from plait_bench.curves import Curve, RecordedCurves, read_curves
@@ -96,7 +97,9 @@ class ReplayCoordinator:
         assert resume_from is None
         assert recorded == 0.0
         assert warm_from is None
-        self._jobs[job.name] = Replayed(job, self.curve_of(job), frozenset(rungs), measured)
+        curve = self.curve_of(job)
+        steps = frozenset(step_of(rung, curve.last.step) for rung in rungs)
+        self._jobs[job.name] = Replayed(job, curve, steps, measured)
         self._joining.append(job.name)
 
     def cancel(self, job: str, reason: str, *, state: JobState = JobState.STOPPED) -> None:
@@ -211,8 +214,9 @@ def replay(curves: Sequence[Curve], search: SearchSettings) -> Replay:
         ConfigError: a rung at which nothing was recorded.
         SearchError: a pruner of Optuna's is not there or does not take its options.
     """
+    budgets = {curve.last.step for curve in curves}
     for curve in curves:
-        check_rungs(search, [point.step for point in curve.points])
+        check_rungs(search, curve.steps, budgets)
     study = listed_study([curve.parameters for curve in curves], search)
     by_job: dict[str, Curve] = {}
     by_point = {tuple(curve.parameters.items()): curve for curve in curves}
@@ -223,8 +227,7 @@ def replay(curves: Sequence[Curve], search: SearchSettings) -> Replay:
 
     coordinator = ReplayCoordinator(lambda job: by_job[job.name])
     timeline = Timeline(lambda: coordinator.seconds)
-    budget = min(curve.last.step for curve in curves)
-    stopper = make_stopper(search, budget, study.rungs)
+    stopper = make_stopper(search, budgets, study.rungs)
     SearchLoop(study, make_job, coordinator, timeline, search, stopper=stopper).run()
     finished = timeline.finished
     return Replay(
@@ -237,13 +240,14 @@ def replay(curves: Sequence[Curve], search: SearchSettings) -> Replay:
     )
 
 
-def check_rungs(search: SearchSettings, steps: Sequence[int]) -> None:
-    """Every rung of a search lies where something was recorded.
+def check_rungs(search: SearchSettings, steps: Sequence[int], budgets: Collection[int]) -> None:
+    """Every rung of a search over trials of these budgets lies where something was recorded of one.
 
     Raises:
         ConfigError: one does not.
     """
-    unknown = sorted(set(rung_steps(search.stopping, steps[-1])) - set(steps))
+    rungs = rungs_within(search.stopping, budgets)
+    unknown = sorted({step_of(rung, steps[-1]) for rung in rungs} - set(steps))
     if unknown:
         raise ConfigError(
             f"a rung after {unknown[0]} steps",

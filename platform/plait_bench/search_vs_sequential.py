@@ -32,7 +32,7 @@ from plait.core.jobs import JobSpec
 from plait.core.samples import Split
 from plait.core.settings import RunSettings, SearchSettings, StoppingSettings
 from plait.search.objective import check_measured
-from plait.search.stopping import rung_steps
+from plait.search.stopping import rungs_within
 from plait.tracking.facts import git_state
 from plait.utils.files import write_text
 from plait_bench.benchmarks import BENCHMARKS
@@ -363,7 +363,7 @@ class Arena:
         jobs = seeded(self.jobs, seed)
         search = self.settings.search
         budget = min(map(self.side.steps, jobs))
-        steps = [*rung_steps(search.stopping, budget), budget]
+        steps = [*rungs_within(search.stopping, (budget,)), budget]
         with tempfile.TemporaryDirectory() as folder:
             initial = [
                 self.side.initial_weights(job, Path(folder) / "initial" / str(index))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,7 @@ class Bench:
     make_worker: Callable[..., CurveWorker] = CurveWorker
     max_jobs: int | None = None
     steps: Callable[[Trial], int] = lambda _: 8
+    budgets: Collection[int] = (8,)  # what ``steps`` may return
     job: Callable[[Trial, int], JobSpec] = make_job
     notes: Notes = field(default_factory=Notes)
     checkpoint_steps: int | None = None
@@ -128,7 +129,7 @@ class Bench:
                     raise KilledError
                 return self.interrupted() or (self.stop_at is not None and poll >= self.stop_at)
 
-            stopper = make_stopper(self.search, 8, source.rungs)
+            stopper = make_stopper(self.search, self.budgets, source.rungs)
             return SearchLoop(
                 source,
                 lambda trial: self.job(trial, self.steps(trial)),

@@ -132,6 +132,22 @@ def test_trials_of_different_budgets_end_at_their_own(tmp_path):
     assert found.seconds == pytest.approx(short.seconds + long.seconds)
 
 
+def test_at_shares_a_small_batch_is_not_judged_before_its_steps_count():
+    """The best trial has four times the steps of the others, and is behind them after equally many."""
+    small = tuple(Point(step, 8 / step**0.5, float(step), 0.5, 1.0) for step in (1, 2, 4, 8, 16, 32))
+    large = tuple(Point(step, 7.2 / step**0.5, float(step), 0.5, 1.0) for step in (1, 2, 4, 8))
+    curves = [Curve({"train.lr": float(at)}, small if at == 3 else large) for at in range(8)]
+    by_steps = replay(curves, HALVING)
+    assert by_steps.best == large[-1].loss
+    by_share = replace(HALVING.stopping, rungs=(0.25, 0.5))
+    found = replay(curves, replace(HALVING, stopping=by_share))
+    assert found.best == small[-1].loss
+    # All to a quarter of their steps, four on to a half, two to their ends: one of them is the long one.
+    assert found.steps == (7 * 2 + 8) + (3 * 2 + 8) + (4 + 16)
+    with pytest.raises(ConfigError, match=r"rung after 3 steps"):
+        replay(curves, replace(HALVING, stopping=replace(by_share, rungs=(0.375,))))
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -7,12 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 from curve_worker import ADAPTER, lengths_data, load_lengths, step_fault
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from optuna.trial import TrialState
-from rung_bench import Bench, KilledError, Notes, halving, states
+from rung_bench import Bench, KilledError, Notes, halving, make_job, states
 
 from plait.core.errors import ConfigError, SearchError
 from plait.core.jobs import JobSpec, TrainSpec
@@ -22,6 +23,7 @@ from plait.core.plans import GlobalBatch
 from plait.core.settings import SearchSettings
 from plait.engine.steps import DataOrder, training_batch
 from plait.planner.packing import pack
+from plait.search.stored import read_standing
 from plait.search.study import StudyTrials
 from plait.search.trials import Trial
 
@@ -289,6 +291,50 @@ def test_a_search_always_ends(
     assert len(bench.of(JobResult)) == len(bench.notes.judged)
 
 
+# ---- shares of each trial's own steps ---------------------------------------------------------------------
+
+
+def unequal_steps(trial: Trial) -> int:
+    return (8, 5)[trial.number % 2]
+
+
+def test_rungs_at_shares_are_reached_after_steps_of_each_trials_own(tmp_path: Path) -> None:
+    search = halving(trials=8, cohort=8, rungs=(0.25, 0.5))
+    bench = Bench(tmp_path, search, steps=unequal_steps, budgets={5, 8})
+    bench.run()
+    ends = {result.job: result.step for result in bench.of(JobResult)}
+    for trial in bench.trials:
+        kept, steps = trial.intermediate_values, unequal_steps(trial)
+        at = {2500: -(-steps // 4), 5000: -(-steps // 2), 10_000: steps}
+        assert set(kept) <= set(at)
+        assert ends[Trial(trial.number).name] == at[max(kept)], "it ended at its last rung"
+        assert trial.user_attrs["plait.steps"] == steps
+    assert sum(5000 in trial.intermediate_values for trial in bench.trials) == 4
+    assert sum(10_000 in trial.intermediate_values for trial in bench.trials) == 2
+    ranked = sorted(bench.trials, key=lambda trial: (trial.intermediate_values[2500], trial.number))
+    assert all(5000 in trial.intermediate_values for trial in ranked[:4])
+    assert any("at rung 25 %: ranked" in reason for _, reason in bench.notes.judged.values())
+
+
+def test_evaluations_between_rungs_at_shares_are_kept_by_shares_too(tmp_path: Path) -> None:
+    def evaluated_often(trial: Trial, steps: int) -> JobSpec:
+        job = make_job(trial, steps)
+        return replace(job, train=replace(job.train, eval_every=1))
+
+    search = halving(trials=4, cohort=4, rungs=(0.5,))
+    bench = Bench(tmp_path, search, steps=unequal_steps, budgets={5, 8}, job=evaluated_often)
+    bench.run()
+    expected = {5: [2000, 4000, 5000, 8000, 10_000], 8: [1250, 2500, 3750, 5000, 6250, 7500, 8750, 10_000]}
+    for trial in bench.trials:
+        kept = sorted(trial.intermediate_values)
+        assert kept == expected[unequal_steps(trial)][: len(kept)]
+        assert 5000 in kept
+    study = optuna.load_study(study_name=None, storage=bench.storage)
+    standing = {each.number: each.step for each in read_standing(study).trials}
+    ends = {int(result.job[-4:]): result.step for result in bench.of(JobResult)}
+    assert standing == ends, "the state of a search is told in steps"
+
+
 # ---- killed ---------------------------------------------------------------------------------------------
 
 
@@ -298,6 +344,7 @@ def test_a_search_always_ends(
     lives=st.lists(st.integers(1, 7), min_size=1, max_size=12),
     checkpoint_steps=st.sampled_from([None, 1, 3]),
     other_metric=st.booleans(),
+    by_share=st.booleans(),
 )
 def test_a_killed_search_decides_the_same_as_one_that_ran_through(
     tmp_path_factory: pytest.TempPathFactory,
@@ -305,12 +352,15 @@ def test_a_killed_search_decides_the_same_as_one_that_ran_through(
     lives: list[int],
     checkpoint_steps: int | None,
     other_metric: bool,
+    by_share: bool,
 ) -> None:
-    rule = {"kind": kind, "cohort": 4, "metric": "train/loss" if other_metric else None, "rungs": (2, 3, 5)}
+    rungs = (0.25, 0.3, 0.625) if by_share else (2, 3, 5)
+    rule = {"kind": kind, "cohort": 4, "metric": "train/loss" if other_metric else None, "rungs": rungs}
     search = replace(halving(trials=10, parallel=3, **rule), name="one")
-    undisturbed = Bench(tmp_path_factory.mktemp("undisturbed"), search)
+    unequal: dict[str, Any] = {"steps": unequal_steps, "budgets": {5, 8}} if by_share else {}
+    undisturbed = Bench(tmp_path_factory.mktemp("undisturbed"), search, **unequal)
     undisturbed.run()
-    bench = Bench(tmp_path_factory.mktemp("killed"), search, checkpoint_steps=checkpoint_steps)
+    bench = Bench(tmp_path_factory.mktemp("killed"), search, checkpoint_steps=checkpoint_steps, **unequal)
     for life in lives:
         try:
             replace(bench, alive=life, notes=Notes()).run()
@@ -318,9 +368,9 @@ def test_a_killed_search_decides_the_same_as_one_that_ran_through(
             continue
     bench.run()
     assert states(bench) == states(undisturbed)
-    rungs = [trial.user_attrs.get("plait.rungs") for trial in undisturbed.trials]
-    assert [trial.user_attrs.get("plait.rungs") for trial in bench.trials] == rungs
-    assert any(rungs) == other_metric
+    kept = [trial.user_attrs.get("plait.rungs") for trial in undisturbed.trials]
+    assert [trial.user_attrs.get("plait.rungs") for trial in bench.trials] == kept
+    assert any(kept) == other_metric
 
 
 @pytest.mark.parametrize("kind", ["asha", "optuna"])

@@ -11,11 +11,12 @@ from optuna.pruners import BasePruner
 from plait.core.jobs import JobSpec, TrainSpec
 from plait.core.lifecycle import JobResult, JobState, PauseReason
 from plait.core.messages import Event, JobAdmitted, JobEvaluated, JobGenerated, JobPaused, JobProgress
+from plait.core.rungs import Share
 from plait.core.settings import SearchSettings, StoppingSettings
 from plait.engine.catalogue import DataCatalogue
 from plait.search.objective import Observed
 from plait.search.rungs import RungMetric, RungRecord, RungTable
-from plait.search.stopper import Stopper, make_stopper, shortest_budget
+from plait.search.stopper import Stopper, budgets_of, make_stopper
 from plait.search.stopping import CONTINUE, WAIT, Decision
 from plait.search.trials import Trial
 
@@ -54,10 +55,11 @@ class Scripted:
     """Says what it is told to, and notes what it was asked."""
 
     answer: Decision = WAIT
+    at: tuple[int, ...] = (2, 4)
     asked: list[tuple[int, int, int | None]] = field(default_factory=list)
 
     def rungs(self, _number: int, /) -> tuple[int, ...]:
-        return (2, 4)
+        return self.at
 
     def decide(self, number: int, step: int, table: RungTable) -> Decision:
         self.asked.append((number, step, table.expected))
@@ -84,9 +86,9 @@ class Search:
         self.observed.handle(event)
         self.stopper.handle(event, self.observed)
 
-    def admitted(self, number: int, step: int) -> None:
-        name = Trial(number).name
-        self.tell(JobAdmitted(JobSpec(name, ADAPTER, TrainSpec(steps=8), lengths_data((3,))), step, 8, "g"))
+    def admitted(self, number: int, step: int, steps: int = 8) -> None:
+        job = JobSpec(Trial(number).name, ADAPTER, TrainSpec(steps=steps), lengths_data((3,)))
+        self.tell(JobAdmitted(job, step, steps, "g"))
 
     def trains(self, number: int, step: int, loss: float = 1.0) -> None:
         self.tell(JobProgress(Trial(number).name, step, loss, 0.1, 1e-3, 10 * step, 0.1, 100.0))
@@ -226,12 +228,25 @@ def test_passed_rungs_are_stored_once_and_only_for_asynchronous_rules() -> None:
         assert search.memory.past == ([(0, 2)] if asynchronous else [])
 
 
-def test_the_shortest_job_has_the_budget() -> None:
+def test_a_short_trial_reaches_two_rungs_with_one_step() -> None:
+    search = Search()
+    search.rule.at = (Share(1250), Share(2500))
+    search.admitted(0, 0, steps=4)
+    search.admitted(1, 0, steps=16)
+    search.trains(0, 1)
+    search.trains(1, 2)
+    assert search.memory.drawn[0].values == {1250: 1.0, 2500: 1.0}
+    assert search.memory.drawn[1].values == {1250: 1.0}
+    assert search.stopper.decisions(lambda: 2) == []
+    assert [(number, str(rung)) for number, rung, _ in search.rule.asked] == [(0, "25 %"), (1, "12.5 %")]
+
+
+def test_budgets_are_of_all_jobs() -> None:
     data = DataCatalogue(load_lengths)
     jobs = [
         JobSpec(str(steps), ADAPTER, TrainSpec(steps=steps), lengths_data((3, 5, 8))) for steps in (9, 4, 7)
     ]
-    assert shortest_budget(jobs, data) == 4
+    assert budgets_of(jobs, data) == {4, 7, 9}
 
 
 def test_another_rule_has_cohorts_of_its_own() -> None:
@@ -246,7 +261,7 @@ def test_another_rule_has_cohorts_of_its_own() -> None:
     ):
         for divergence in (None, 2.0):  # which is beside the rule, and changes no cohort
             with_it = replace(stopping, divergence=divergence)
-            found = make_stopper(replace(search, stopping=with_it), 8, memory)
+            found = make_stopper(replace(search, stopping=with_it), {8}, memory)
             assert found is not None
             assert found.rungs_of(0).cohort == range(size)
     assert len(memory.cohorts) == 3

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.core.errors import ConfigError, PlaitError
+from plait.core.rungs import Share, step_of
 from plait.core.settings import SearchSettings, StoppingSettings
-from plait.search.rungs import Brackets, RungMetric, RungRecord, RungTable, rung_metric
+from plait.search.rungs import Brackets, RungMetric, RungRecord, RungTable, describe_rungs, rung_metric
 from plait.search.stopping import (
     RULES,
     CohortRule,
@@ -24,13 +25,13 @@ from plait.search.stopping import (
     StoppingRule,
     check_stopping,
     make_rule,
-    rung_steps,
+    rungs_within,
 )
 
 
 def rule(budget: int = 16, *, metric: str = "eval/loss", trials: int = 8, **stopping: Any) -> Rule:
     search = SearchSettings(trials=trials, metric=metric, stopping=StoppingSettings(**stopping))
-    made = make_rule(search, budget)
+    made = make_rule(search, {budget})
     assert made is not None
     return made
 
@@ -63,7 +64,7 @@ def actions(made: Rule, numbers: Sequence[int], step: int, values: RungTable) ->
     ],
 )
 def test_rungs_lie_within_the_budget(stopping: dict[str, Any], budget: int, expected: Any) -> None:
-    assert rung_steps(StoppingSettings(**{"kind": "successive_halving"} | stopping), budget) == expected
+    assert rungs_within(StoppingSettings(**{"kind": "successive_halving"} | stopping), {budget}) == expected
 
 
 @pytest.mark.parametrize(
@@ -75,16 +76,53 @@ def test_rungs_lie_within_the_budget(stopping: dict[str, Any], budget: int, expe
         ({"min_steps": 50}, 40, "min_steps=50"),
         ({"max_steps": 50}, 40, "max_steps=50"),
         ({}, 1, "budget of 1"),
+        ({"rungs": (0.1, 0.95)}, 8, r"rungs=0\.95 with a budget of 8"),
     ],
 )
 def test_a_rung_beyond_the_budget_is_refused(stopping: dict[str, Any], budget: int, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        rung_steps(StoppingSettings(**{"kind": "successive_halving"} | stopping), budget)
+        rungs_within(StoppingSettings(**{"kind": "successive_halving"} | stopping), {budget})
+
+
+@pytest.mark.parametrize(
+    ("stopping", "expected", "names"),
+    [
+        ({}, (1250, 2500, 5000), "12.5 % 25 % 50 %"),
+        ({"kind": "patience"}, range(1250, 10_000, 1250), "12.5 % 25 % 37.5 % 50 % 62.5 % 75 % 87.5 %"),
+        ({"rungs": (0.25, 1 / 16, 0.25)}, (625, 2500), "6.25 % 25 %"),
+        ({"rungs": (2, 4.0)}, (2, 4), "2 4"),
+        ({"max_steps": 3}, (1, 2), "1 2"),
+    ],
+)
+def test_jobs_of_different_budgets_have_rungs_at_shares_of_them(
+    stopping: dict[str, Any], expected: Any, names: str
+) -> None:
+    rule = StoppingSettings(**{"kind": "successive_halving"} | stopping)
+    found = rungs_within(rule, {128, 8})
+    assert found == tuple(expected)
+    assert " ".join(map(str, found)) == names
+    said = describe_rungs(rule, {128, 8})
+    assert ("8 to 128" in said) == (names in ("2 4", "1 2"))
+    assert not describe_rungs(rule, {8})
+
+
+@given(steps=st.integers(1, 20_000), share=st.floats(1e-4, 1, exclude_max=True))
+def test_a_share_of_the_steps_is_rounded_up_to_the_next_step(steps: int, share: float) -> None:
+    rung = Share.of(share)
+    step = step_of(rung, steps)
+    assert 1 <= step <= steps
+    assert step - 1 < steps * int(rung) / 10_000 <= step
+    assert abs(int(rung) / 10_000 - share) <= 1e-4
+    assert step_of(7, steps) == 7
 
 
 @pytest.mark.parametrize(
     ("stopping", "said"),
     [
+        ({"rungs": (0.5, 2)}, r"rungs=\[0.5,2\]"),
+        ({"rungs": (1.5,)}, "whole numbers of optimiser steps, or shares"),
+        ({"rungs": (0, 2)}, "between 0 and 1"),
+        ({"rungs": (-0.5,)}, "between 0 and 1"),
         ({"eta": 1}, "eta must be at least 2"),
         ({"rungs": (1,), "every": 2}, "Set only one of them"),
         ({"divergence": 0.5}, "above 1"),
@@ -198,7 +236,7 @@ def above_limit() -> Iterator[str]:
 
     def make(ask: RuleRequest) -> Rule:
         most = ask.options.most
-        return PerTrialRule(ask.steps, lambda values: f"above {most:g}" if values[-1] > most else None)
+        return PerTrialRule(ask.rungs, lambda values: f"above {most:g}" if values[-1] > most else None)
 
     RULES.add("above_limit", StoppingRule(make, options=Limit))
     yield "above_limit"
@@ -376,7 +414,7 @@ def test_a_cohort_has_two_trials_at_least(parallel: int, trials: int) -> None:
     search = SearchSettings(
         trials=trials, parallel=parallel, stopping=StoppingSettings(kind="median", rungs=(2,))
     )
-    made = make_rule(search, 8)
+    made = make_rule(search, {8})
     assert isinstance(made, CohortRule)
     assert made.layout.cohort(0).size == 2
     assert actions(made, (0, 1), 2, table({0: {2: 1.0}, 1: {2: 3.0}}, 8)) == {0: "continue", 1: "stop"}

@@ -22,10 +22,12 @@ from plait.core.messages import (
     JobPaused,
     JobProgress,
 )
+from plait.core.rungs import Share
 from plait.terminal.progress import share_done
 from plait.terminal.text import (
     best_line,
     progress_line,
+    rung_text,
     rungs_waited_for,
     setting,
     settings_line,
@@ -495,6 +497,18 @@ def test_rungs_are_shown_and_what_is_waited_for() -> None:
     assert "rung 3" not in status_line(board, None)
     board.rungs_of = None
     assert "rung" not in status_line(board, None)
+
+
+def test_rungs_at_shares_are_reached_after_steps_of_each_jobs_own() -> None:
+    board = board_of(3)
+    board.rungs_of = lambda _: TrialRungs((Share(2500), Share(5000)), range(3))
+    for trial, steps, step in ((0, 16, 4), (1, 8, 2), (2, 16, 3)):
+        assert rung_text(board, board.jobs[spec(trial).name]) == "0/2", "not admitted yet"
+        board.handle(JobAdmitted(spec(trial), 0, steps, "g0"))
+        board.jobs[spec(trial).name].step = step
+    board.handle(JobPaused(spec(0).name, 4, PauseReason.AT_RUNG))
+    assert rungs_waited_for(board) == ["rung 25 %: 2 of 3 arrived"]
+    assert [rung_text(board, job) for job in board.jobs.values()] == ["1/2", "1/2", "0/2"]
 
 
 def test_two_of_many_waiting_cohorts_are_named() -> None:

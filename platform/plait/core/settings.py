@@ -292,13 +292,13 @@ class StoppingSettings:
     says what each key means to which rule.
 
     Rungs come from ``rungs``, from ``every``, or from ``min_steps`` times powers of ``eta``; if none of these
-    is set, they are derived from the smallest budget.
+    is set, they are derived from the budgets. Those below 1 are shares of each trial's own steps.
     """
 
     kind: str = "none"
     metric: str | None = None
     direction: Annotated[str | None, one_of(*DIRECTIONS)] = None
-    rungs: tuple[int, ...] | None = None
+    rungs: tuple[int | float, ...] | None = None
     every: Annotated[int | None, at_least(1)] = None
     min_steps: Annotated[int | None, at_least(1)] = None
     max_steps: Annotated[int | None, at_least(1)] = None
@@ -322,6 +322,14 @@ class StoppingSettings:
                 "Each of these settings defines the rungs.",
                 "Set only one of them.",
             )
+        rungs = self.rungs or ()
+        if any(each < 1 for each in rungs) != self.by_share or any(each >= 1 and each % 1 for each in rungs):
+            raise ConfigError(
+                f"search.stopping.rungs={as_written(list(rungs))}",
+                "Rungs are either whole numbers of optimiser steps, or shares of each trial's own steps, "
+                "between 0 and 1.",
+                "Set [5,10,20] or [0.125,0.25,0.5], for example.",
+            )
         if self.lower is not None and self.upper is not None and self.lower > self.upper:
             raise ConfigError(
                 f"search.stopping.lower={self.lower}, search.stopping.upper={self.upper}",
@@ -333,6 +341,17 @@ class StoppingSettings:
     def active(self) -> bool:
         """Whether there are rungs at which trials may end early."""
         return self.kind != "none"
+
+    @property
+    def by_share(self) -> bool:
+        """Whether the given rungs are shares of each trial's own steps."""
+        rungs = self.rungs or ()
+        return bool(rungs) and all(0 < each < 1 for each in rungs)
+
+    @property
+    def placed(self) -> bool:
+        """Whether the settings say where rungs are."""
+        return any(getattr(self, key) is not None for key in ("rungs", "every", "min_steps", "max_steps"))
 
 
 @dataclass(frozen=True, slots=True)

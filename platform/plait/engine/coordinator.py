@@ -26,6 +26,7 @@ from plait.core.messages import (
     RunSchedule,
 )
 from plait.core.plans import Choices, Group, Plan, Prediction
+from plait.core.rungs import step_of
 from plait.core.settings import RunSettings
 from plait.cost.profile_store import Profile
 from plait.engine.admission import Admission
@@ -142,7 +143,7 @@ class Coordinator:
 
         Args:
             warm_from: adapter or checkpoint whose weights it starts with if it has no checkpoint yet.
-            rungs: steps after which it waits for ``resume(job, AT_RUNG)``.
+            rungs: at which it waits for ``resume(job, AT_RUNG)``.
             measured: whether the validation loss is measured at every rung.
             recorded: device seconds that earlier processes recorded for it.
 
@@ -155,11 +156,10 @@ class Coordinator:
             raise ConfigError(f"job {job.name!r}", "Another job of this name is waiting or training.")
         data = self._data.of(job.data)
         order = DataOrder.over(job.train, data.train)
-        longest = self._data.longest(job.data)
-        demand = self._admission.demand(job.adapter, longest, job.train.global_batch)
+        demand = self._admission.demand(job.adapter, self._data.longest(job.data), job.train.global_batch)
         new = LiveJob(job, data, order, demand, next(self._arrivals), self._clock(), resume_from)
-        new.rungs, new.measured, new.warm_from = frozenset(rungs), measured, warm_from
-        new.recorded = recorded
+        new.rungs = frozenset(step_of(rung, order.steps) for rung in rungs)
+        new.measured, new.warm_from, new.recorded = measured, warm_from, recorded
         self._roster.queue(new)
 
     def cancel(self, job: str, reason: str, *, state: JobState = JobState.STOPPED) -> None:

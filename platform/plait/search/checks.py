@@ -38,8 +38,8 @@ from plait.search.identity import ROWS, Identity, check_problem
 from plait.search.objective import check_kept, check_measured
 from plait.search.prior import check_prior
 from plait.search.recorded import recorded_command
-from plait.search.stopper import shortest_budget
-from plait.search.stopping import check_stopping, rung_steps
+from plait.search.stopper import budgets_of
+from plait.search.stopping import check_stopping, rungs_within
 from plait.search.storage import Patience, existing_storage, quiet
 from plait.search.study import check_restart
 from plait.search.suggest import check_options
@@ -61,7 +61,7 @@ def check_command(command: SearchCommand) -> None:
     check_measured(settings.search, dict.fromkeys(job.data for job in jobs))
     check_kept(settings.search, jobs)
     if budgets := [job.train.steps for job in jobs if job.train.steps is not None]:
-        rung_steps(settings.search.stopping, min(budgets))
+        rungs_within(settings.search.stopping, budgets)
     check_folder(locate(settings.tracking).root, "tracking.root", make=False)
     check_engine(settings, jobs)
 
@@ -75,7 +75,7 @@ def check_added(command: SearchCommand, job: JobSpec) -> None:
     """
     check_kept(command.settings.search, (job,))
     if job.train.steps is not None:
-        rung_steps(command.settings.search.stopping, job.train.steps)
+        rungs_within(command.settings.search.stopping, (job.train.steps,))
     known = {(each.adapter.variant, each.adapter.target_modules) for each in command.probes}
     if (
         job.adapter.variant,
@@ -190,7 +190,7 @@ def prepare(command: SearchCommand, name: str) -> Prepared:
     settings, said = settle_engine(settings, shape, catalogue, probes, folder)
     profile = stored_profile(settings, shape.digest)
     check_memory(settings, shape, catalogue, probes, free_memory(settings), profile)
-    rung_steps(settings.search.stopping, shortest_budget(probes, catalogue))
+    rungs_within(settings.search.stopping, budgets_of(probes, catalogue))
     specs = dict.fromkeys(job.data for job in probes)
     material = {f"data {spec.source} {spec.options}": catalogue.of(spec).digest for spec in specs}
     material |= {

@@ -40,8 +40,8 @@ from plait.search.results import (
     write_result,
 )
 from plait.search.run import Interrupts, SearchLoop, View
-from plait.search.rungs import rung_metric
-from plait.search.stopper import Stopper, make_stopper, shortest_budget
+from plait.search.rungs import describe_rungs, rung_metric
+from plait.search.stopper import Stopper, budgets_of, make_stopper
 from plait.search.storage import from_anywhere
 from plait.search.study import StudyTrials
 from plait.search.trials import SearchCommand, Trial
@@ -230,10 +230,10 @@ class Launch:
         source.check_material(prepared.material)
         self._say(*prepared.said)
         self._settings = prepared.settings
-        budget = shortest_budget(self._command.probes, prepared.data.catalogue)
-        stopper = make_stopper(search, budget, source.rungs)
+        budgets = budgets_of(self._command.probes, prepared.data.catalogue)
+        stopper = make_stopper(search, budgets, source.rungs)
         if stopper is not None:
-            self._say(rung_metric(search).describe(search))
+            self._say(rung_metric(search).describe(search), describe_rungs(search.stopping, budgets))
         _remember(self._command, source.name)
         result, concluded = self._run(prepared, stopper)
         if not result.interrupted and not result.ended_by:

@@ -460,7 +460,8 @@ class SearchLoop:
             return
         value = self._observed.value(event.job, metric)
         if running is not None and value is not None and math.isfinite(value):
-            self._source.report(running.trial, event.step, value)
+            at = event.step if self._stopper is None else self._stopper.stored_at(event.job, event.step)
+            self._source.report(running.trial, at, value)
 
     def _ended(self, result: JobResult) -> None:
         running = self._trials.pop(result.job)

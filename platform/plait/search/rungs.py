@@ -1,4 +1,4 @@
-"""Rungs: their steps, the trials that are compared at them, and the table of measured values.
+"""Rungs: where they are, the trials that are compared at them, and the table of measured values.
 
 Pure functions and plain data.
 """
@@ -6,11 +6,12 @@ Pure functions and plain data.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
 from plait.core.errors import ConfigError, choices
+from plait.core.rungs import PARTS, Share, step_of
 from plait.core.settings import SearchSettings, StoppingSettings
 from plait.tracking import names
 
@@ -81,31 +82,22 @@ def rung_metric(search: SearchSettings) -> RungMetric:
     return RungMetric(metric, minimise)
 
 
-def steps_of_rungs(stopping: StoppingSettings, budget: int, *, geometric: bool) -> tuple[int, ...]:
-    """The optimiser steps of the rungs, ascending.
+def place_rungs(stopping: StoppingSettings, budgets: Collection[int], *, geometric: bool) -> tuple[int, ...]:
+    """The rungs, ascending. They are shares of each trial's own steps if the settings say so, or if they
+    leave it open and the budgets differ: after equally many steps a larger batch has seen more samples.
 
     Args:
-        budget: optimiser steps of the shortest job.
+        budgets: optimiser steps of the jobs.
         geometric: if the settings leave it open, each rung is at eta times the previous one; otherwise they
             are evenly spaced.
 
     Raises:
-        ConfigError: a rung is not within the budget.
+        ConfigError: a rung is not within the shortest budget.
     """
+    budget = min(budgets)
     last = min(budget - 1, stopping.max_steps or budget)
-    share = max(1, -(-budget // SHARE))
-    if stopping.rungs is not None:
-        steps = tuple(sorted(set(stopping.rungs)))
-        key, given = "rungs", max(steps, default=0)
-        wrong = not steps or steps[0] < 1 or steps[-1] >= budget
-    elif stopping.every is not None or not geometric:
-        key, given = "every", stopping.every or share
-        steps = tuple(range(given, last + 1, given))
-        wrong = not steps
-    else:
-        key, given = "min_steps", stopping.min_steps or share
-        steps = tuple(_powers(given, stopping.eta, last))
-        wrong = not steps
+    key, given, rungs = _rungs_of(stopping, budget, last, geometric=geometric)
+    wrong = not rungs or step_of(rungs[-1], budget) >= budget
     for name in (key, "max_steps"):
         value = given if name == key else (stopping.max_steps or 0)
         if wrong or value > budget:
@@ -114,7 +106,35 @@ def steps_of_rungs(stopping: StoppingSettings, budget: int, *, geometric: bool) 
                 "A rung must come after the first step and before the last step of a job.",
                 "Set earlier rungs, or a longer budget (train.steps).",
             )
-    return steps
+    if stopping.placed or max(budgets) == budget:
+        return rungs
+    return tuple(Share(PARTS * step // budget) for step in rungs)
+
+
+def _rungs_of(
+    stopping: StoppingSettings, budget: int, last: int, *, geometric: bool
+) -> tuple[str, float, tuple[int, ...]]:
+    """The key that places the rungs, its value, and the rungs of a job of this budget."""
+    share = max(1, -(-budget // SHARE))
+    if stopping.rungs is not None:
+        read = Share.of if stopping.by_share else int
+        return "rungs", max(stopping.rungs, default=0), tuple(sorted(set(map(read, stopping.rungs))))
+    if stopping.every is not None or not geometric:
+        first = stopping.every or share
+        return "every", first, tuple(range(first, last + 1, first))
+    first = stopping.min_steps or share
+    return "min_steps", first, tuple(_powers(first, stopping.eta, last))
+
+
+def describe_rungs(stopping: StoppingSettings, budgets: Collection[int]) -> str:
+    """What is said at the start where trials of different budgets are compared after equally many steps."""
+    least, most = min(budgets), max(budgets)
+    if not stopping.active or stopping.by_share or not stopping.placed or least == most:
+        return ""
+    return (
+        f"Rungs count optimiser steps, and trials have {least:,} to {most:,}: that favours large batches. "
+        "search.stopping.rungs=[0.125,0.25,0.5] compares at shares of each trial's own steps."
+    )
 
 
 def _powers(first: int, eta: int, last: int) -> Iterable[int]:

@@ -8,7 +8,7 @@ mixed, as are all values if there are several objectives, for which Optuna has n
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from optuna.pruners import BasePruner
 from optuna.trial import FrozenTrial, TrialState
@@ -25,6 +25,7 @@ from plait.core.messages import (
     JobProgress,
 )
 from plait.core.objectives import Constraint
+from plait.core.rungs import PARTS, Share, step_of
 from plait.core.settings import SearchSettings
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.steps import DataOrder
@@ -32,15 +33,25 @@ from plait.search.attributes import state_of
 from plait.search.objective import Observed
 from plait.search.ownership import Claims
 from plait.search.rungs import RungMetric, RungRecord, RungTable, rung_metric
-from plait.search.stopping import CONTINUE, RULES, CohortRule, Decision, Divergence, Rule, make_rule
+from plait.search.stopping import (
+    CONTINUE,
+    RULES,
+    CohortRule,
+    Decision,
+    Divergence,
+    Rule,
+    make_rule,
+    rungs_within,
+)
 from plait.search.storage import SharedStudy
 from plait.search.trials import Trial
 from plait.tracking import names
 from plait.tracking.leaderboard import TrialRungs
 
-VIOLATES = "plait.violates"  # trial: steps of the rungs at which it broke a constraint
-RUNGS = "plait.rungs"  # trial: value by step, where they are not Optuna's intermediate values
+VIOLATES = "plait.violates"  # trial: the rungs at which it broke a constraint
+RUNGS = "plait.rungs"  # trial: value by rung, where they are not Optuna's intermediate values
 PASSED = "plait.passed"  # trial: the last rung that an asynchronous rule let it pass
+STEPS = "plait.steps"  # trial: its optimiser steps, if its values are kept by shares of them
 COHORTS = "plait.cohorts"  # study: how many trials a rule compares with each other, by rule
 
 
@@ -72,7 +83,7 @@ class StudyRungs:
     def _values(self, trial: FrozenTrial) -> dict[int, float]:
         if self._intermediate:
             return trial.intermediate_values
-        return {int(step): value for step, value in trial.user_attrs.get(RUNGS, {}).items()}
+        return {int(rung): value for rung, value in trial.user_attrs.get(RUNGS, {}).items()}
 
     def keep_cohort(self, rule: str, size: int) -> int:
         """How many trials a rule compares with each other: the stored number, or ``size``, which is then
@@ -86,29 +97,39 @@ class StudyRungs:
 
         return self._shared.locked(attempt)
 
-    def measure(self, number: int, step: int, value: float, *, violates: bool = False) -> None:
-        """Store the value measured at a rung, and whether the trial breaks a constraint there. If the step
-        was measured before, the first value is kept."""
+    def measure(self, number: int, rung: int, value: float, *, violates: bool = False) -> None:
+        """Store the value measured at a rung, and whether the trial breaks a constraint there. If it was
+        measured before, the first value is kept."""
 
         if not math.isfinite(value):
             return
+        rung = int(rung)  # stored without its unit
 
         def note(frozen: FrozenTrial, live: LiveTrial) -> None:
-            if step in self._values(frozen):
+            if rung in self._values(frozen):
                 return
             broken = frozen.user_attrs.get(VIOLATES, [])
-            if violates and step not in broken:  # before the value, from which others may decide immediately
-                live.set_user_attr(VIOLATES, [*broken, step])
+            if violates and rung not in broken:  # before the value, from which others may decide immediately
+                live.set_user_attr(VIOLATES, [*broken, rung])
             if self._intermediate:
-                live.report(value, step)
+                live.report(value, rung)
             else:
-                live.set_user_attr(RUNGS, frozen.user_attrs.get(RUNGS, {}) | {str(step): value})
+                live.set_user_attr(RUNGS, frozen.user_attrs.get(RUNGS, {}) | {str(rung): value})
 
         self._claims.change(number, note)
 
-    def let_past(self, number: int, step: int) -> None:
+    def let_past(self, number: int, rung: int) -> None:
         """Store that an asynchronous rule let a trial pass a rung."""
-        self._claims.change(number, lambda _, live: live.set_user_attr(PASSED, step))
+        self._claims.change(number, lambda _, live: live.set_user_attr(PASSED, int(rung)))
+
+    def keep_steps(self, number: int, steps: int) -> None:
+        """Store a trial's optimiser steps, since its values are kept by shares of them."""
+
+        def note(frozen: FrozenTrial, live: LiveTrial) -> None:
+            if frozen.user_attrs.get(STEPS) != steps:
+                live.set_user_attr(STEPS, steps)
+
+        self._claims.change(number, note)
 
     def prunes(self, pruner: BasePruner, number: int) -> bool:
         """Whether a pruner of Optuna would end the trial, given what is stored now."""
@@ -121,6 +142,8 @@ class Stopper:
     Args:
         asynchronous: the rule's decisions depend on the order of arrival, so they must be stored.
         limits: the constraints of the search.
+        by_share: rungs are shares of each trial's own steps, and so are the steps of all values in the study:
+            samplers and Optuna's pruners compare trials at equal steps.
     """
 
     def __init__(
@@ -131,14 +154,17 @@ class Stopper:
         *,
         asynchronous: bool = False,
         limits: Sequence[Constraint] = (),
+        by_share: bool = False,
     ) -> None:
         self._rule = rule
         self._metric = metric.metric
         self._memory = memory
         self._asynchronous = asynchronous
         self._limits = limits
+        self._by_share = by_share
         self._trials: dict[str, Trial] = {}
-        self._at_rung: dict[str, int] = {}  # step of the rung, by name
+        self._steps: dict[str, int] = {}  # of the whole trial, by name
+        self._at_rung: dict[str, int] = {}  # by name
         self._past: dict[str, int] = {}  # the last rung that a trial passed
         self._changed = False
 
@@ -165,8 +191,9 @@ class Stopper:
         """Learn from an event that ``observed`` has already seen."""
         match event:
             case JobAdmitted():
+                self._admit(event)
                 self._reach(event.job.name, event.step)
-            case JobPaused() if event.step < self._at_rung.get(event.job, 0):
+            case JobPaused() if event.step < self._step(event.job, self._at_rung.get(event.job, 0)):
                 del self._at_rung[event.job]  # it fell back and will come to the rung again
             case JobProgress():
                 self._reach(event.job, event.step)
@@ -178,21 +205,45 @@ class Stopper:
                 self._measure(event.job, event.step, observed)
             case JobResult():
                 self._trials.pop(event.job, None)
+                self._steps.pop(event.job, None)
                 self._at_rung.pop(event.job, None)
                 self._past.pop(event.job, None)
                 self._changed = True
 
-    def _reach(self, job: str, step: int) -> None:
+    def _admit(self, event: JobAdmitted) -> None:
+        name = event.job.name
+        if self._by_share and name in self._trials and name not in self._steps:
+            self._memory.keep_steps(self._trials[name].number, event.steps)
+        self._steps[name] = event.steps
+
+    def _step(self, job: str, rung: int) -> int:
+        return step_of(rung, self._steps.get(job, 0))
+
+    def _rungs_at(self, job: str, step: int) -> list[int]:
+        """The rungs that a trial reaches after this step; a short one may reach two with one step."""
         trial = self._trials.get(job)
-        if trial is not None and step in self._rule.rungs(trial.number) and step > self._past.get(job, 0):
-            self._at_rung[job] = step
+        rungs = () if trial is None else self._rule.rungs(trial.number)
+        return [rung for rung in rungs if self._step(job, rung) == step]
+
+    def stored_at(self, job: str, step: int) -> int:
+        """The step by which the study keeps a value that a job had after ``step`` steps."""
+        if not self._by_share:
+            return step
+        return int(max(self._rungs_at(job, step), default=PARTS * step // self._steps[job]))
+
+    def _reach(self, job: str, step: int) -> None:
+        last = max(self._rungs_at(job, step), default=0)
+        if last > self._past.get(job, 0):
+            self._at_rung[job] = last
             self._changed = True
 
     def _measure(self, job: str, step: int, observed: Observed) -> None:
         value = observed.value(job, self._metric)
-        if value is not None and self._at_rung.get(job) == step:
+        rungs = self._rungs_at(job, step)
+        if value is not None and self._at_rung.get(job) in rungs:
             violates = observed.violates(job, self._limits)
-            self._memory.measure(self._trials[job].number, step, value, violates=violates)
+            for rung in rungs:
+                self._memory.measure(self._trials[job].number, rung, value, violates=violates)
 
     def decisions(
         self, expected: Callable[[], int | None], *, ask_again: bool = False
@@ -210,42 +261,50 @@ class Stopper:
         self._changed = False
         table = RungTable(self._memory.records(), expected())
         found = []
-        for job, step in sorted(self._at_rung.items(), key=lambda item: self._trials[item[0]].number):
+        for job, rung in sorted(self._at_rung.items(), key=lambda item: self._trials[item[0]].number):
             trial = self._trials[job]
-            decision = self._decide(trial.number, step, table)
+            decision = self._decide(trial.number, rung, table)
             if decision.action == "wait":
                 continue
             del self._at_rung[job]
-            self._past[job] = step
+            self._past[job] = rung
             found.append((trial, decision))
         return found
 
-    def _decide(self, number: int, step: int, table: RungTable) -> Decision:
+    def _decide(self, number: int, rung: int, table: RungTable) -> Decision:
         record = table.records[number]
-        if step not in record.values:  # nothing was measured to base a decision on
+        if rung not in record.values:  # nothing was measured to base a decision on
             return CONTINUE
-        decision = self._rule.decide(number, step, table)
-        if decision.action == "continue" and self._asynchronous and record.passed < step:
-            self._memory.let_past(number, step)
+        decision = self._rule.decide(number, rung, table)
+        if decision.action == "continue" and self._asynchronous and record.passed < rung:
+            self._memory.let_past(number, rung)
         return decision
 
 
-def shortest_budget(jobs: Iterable[JobSpec], data: DataCatalogue) -> int:
-    """Optimiser steps of the shortest of these jobs."""
-    return min(DataOrder.over(job.train, data.of(job.data).train).steps for job in jobs)
+def budgets_of(jobs: Iterable[JobSpec], data: DataCatalogue) -> set[int]:
+    """Optimiser steps of these jobs."""
+    return {DataOrder.over(job.train, data.of(job.data).train).steps for job in jobs}
 
 
-def make_stopper(search: SearchSettings, budget: int, memory: StudyRungs) -> Stopper | None:
+def make_stopper(search: SearchSettings, budgets: Collection[int], memory: StudyRungs) -> Stopper | None:
     """The stopper that the settings ask for; None if every trial is trained to its end.
 
     Args:
-        budget: optimiser steps of the shortest job.
+        budgets: optimiser steps of the jobs.
 
     Raises:
         ConfigError, SearchError: as for ``make_rule``.
     """
-    rule = make_rule(search, budget, keep_cohort=memory.keep_cohort, prunes=memory.prunes)
+    rule = make_rule(search, budgets, keep_cohort=memory.keep_cohort, prunes=memory.prunes)
     if rule is None:
         return None
     asynchronous = RULES.get(search.stopping.kind).asynchronous
-    return Stopper(rule, rung_metric(search), memory, asynchronous=asynchronous, limits=search.limits)
+    by_share = any(isinstance(rung, Share) for rung in rungs_within(search.stopping, budgets))
+    return Stopper(
+        rule,
+        rung_metric(search),
+        memory,
+        asynchronous=asynchronous,
+        limits=search.limits,
+        by_share=by_share,
+    )

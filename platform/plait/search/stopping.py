@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -28,8 +28,8 @@ from plait.search.rungs import (
     Layout,
     RungMetric,
     RungTable,
+    place_rungs,
     rung_metric,
-    steps_of_rungs,
 )
 from plait.utils.registry import Registry
 
@@ -70,10 +70,10 @@ class Rule(Protocol):
     """Decides about trials at rungs."""
 
     def rungs(self, number: int, /) -> tuple[int, ...]:
-        """The rungs of trial ``number``, in optimiser steps."""
+        """The rungs of trial ``number``: optimiser steps, or each a ``Share`` of its own."""
 
-    def decide(self, number: int, step: int, table: RungTable) -> Decision:
-        """Decide about trial ``number``, which has reached the rung at ``step`` optimiser steps."""
+    def decide(self, number: int, rung: int, table: RungTable, /) -> Decision:
+        """Decide about trial ``number``, which has reached a rung."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class RuleRequest:
     """What a rule is made from.
 
     Attributes:
-        steps: the rungs, in optimiser steps.
+        rungs: optimiser steps, or each a ``Share`` of a trial's own.
         cohort: trials that are compared with each other; 0 for a rule without cohorts of one size.
         options: an instance of the rule's ``options`` type.
         prunes: returns whether a pruner of Optuna would end a trial now.
@@ -89,7 +89,7 @@ class RuleRequest:
 
     search: SearchSettings
     metric: RungMetric
-    steps: tuple[int, ...]
+    rungs: tuple[int, ...]
     cohort: int
     options: Any
     prunes: Callable[[BasePruner, int], bool]
@@ -104,11 +104,11 @@ class RuleRequest:
 class EqualRungs:
     """What rules have in common by which all trials have the same rungs."""
 
-    steps: tuple[int, ...]
+    same: tuple[int, ...]
 
     def rungs(self, _number: int, /) -> tuple[int, ...]:
         """The same for all trials."""
-        return self.steps
+        return self.same
 
 
 def _anything(_: SearchSettings) -> None:
@@ -212,22 +212,22 @@ def check_rule(search: SearchSettings) -> None:
     registered.check(search)
 
 
-def rung_steps(stopping: StoppingSettings, budget: int) -> tuple[int, ...]:
-    """The optimiser steps at which trials may be stopped, ascending; empty for the kind "none".
+def rungs_within(stopping: StoppingSettings, budgets: Collection[int]) -> tuple[int, ...]:
+    """The rungs at which trials may be stopped, ascending; empty for the kind "none".
 
     Args:
-        budget: optimiser steps of the shortest job.
+        budgets: optimiser steps of the jobs.
 
     Raises:
-        ConfigError: the rule does not exist, or a rung is not within the budget.
+        ConfigError: the rule does not exist, or a rung is not within the shortest budget.
     """
     geometric = RULES.get(stopping.kind).geometric
-    return steps_of_rungs(stopping, budget, geometric=geometric) if stopping.active else ()
+    return place_rungs(stopping, budgets, geometric=geometric) if stopping.active else ()
 
 
 def make_rule(
     search: SearchSettings,
-    budget: int,
+    budgets: Collection[int],
     *,
     keep_cohort: Callable[[str, int], int] = lambda _, size: size,
     prunes: Callable[[BasePruner, int], bool] = lambda _, __: False,
@@ -235,26 +235,26 @@ def make_rule(
     """The rule chosen by the settings; None if no trial is stopped early.
 
     Args:
-        budget: optimiser steps of the shortest job.
+        budgets: optimiser steps of the jobs.
         keep_cohort: returns the size of a cohort that was first stored under a name, or else stores the given
             one: the default depends on settings that may change between starts and between workers.
         prunes: returns whether a pruner of Optuna would end a trial now.
 
     Raises:
-        ConfigError, SearchError: the settings make no sense, or a rung is not within the budget.
+        ConfigError, SearchError: the settings make no sense, or a rung is not within the shortest budget.
     """
     check_rule(search)
     stopping = search.stopping
     if not stopping.active:
         return None
     registered = RULES.get(stopping.kind)
-    metric, steps = rung_metric(search), rung_steps(stopping, budget)
+    metric, rungs = rung_metric(search), rungs_within(stopping, budgets)
     cohort = stopping.cohort or 0
     if registered.cohort is not None and not cohort:
-        usual = max(2, min(registered.cohort(search, len(steps)), search.trials))
-        cohort = keep_cohort(f"{stopping.kind}, eta {stopping.eta}, {len(steps)} rungs", usual)
+        usual = max(2, min(registered.cohort(search, len(rungs)), search.trials))
+        cohort = keep_cohort(f"{stopping.kind}, eta {stopping.eta}, {len(rungs)} rungs", usual)
     options = registered.read_options(stopping)
-    rule = registered.make(RuleRequest(search, metric, steps, cohort, options, prunes))
+    rule = registered.make(RuleRequest(search, metric, rungs, cohort, options, prunes))
     if stopping.divergence is None:
         return rule
     return Divergence(rule, metric.metric, stopping.divergence, stopping.divergence_from == "start")
@@ -279,11 +279,11 @@ class CohortRule:
         """The rungs of the trial's cohort."""
         return self.layout.cohort(number).rungs
 
-    def decide(self, number: int, step: int, table: RungTable) -> Decision:
+    def decide(self, number: int, reached: int, table: RungTable) -> Decision:
         """Replay the cohort's rungs up to this one; wait if one cannot be decided yet."""
         cohort = self.layout.cohort(number)
         members = table.among(cohort.numbers) | {number}
-        for rung in (each for each in cohort.rungs if each <= step):
+        for rung in (each for each in cohort.rungs if each <= reached):
             if any(table.missing(member, rung) for member in members):
                 return WAIT
             ranked = table.ranked(members, rung, self.metric)
@@ -337,15 +337,15 @@ def above_median(metric: RungMetric) -> Keep:
 
 
 def _successive_halving(ask: RuleRequest) -> CohortRule:
-    return CohortRule(EqualCohorts(ask.cohort, ask.steps), ask.metric, best_share(ask.eta))
+    return CohortRule(EqualCohorts(ask.cohort, ask.rungs), ask.metric, best_share(ask.eta))
 
 
 def _hyperband(ask: RuleRequest) -> CohortRule:
-    return CohortRule(Brackets(ask.steps, ask.eta), ask.metric, best_share(ask.eta))
+    return CohortRule(Brackets(ask.rungs, ask.eta), ask.metric, best_share(ask.eta))
 
 
 def _median(ask: RuleRequest) -> CohortRule:
-    return CohortRule(EqualCohorts(ask.cohort, ask.steps), ask.metric, above_median(ask.metric))
+    return CohortRule(EqualCohorts(ask.cohort, ask.rungs), ask.metric, above_median(ask.metric))
 
 
 RULES.add(
@@ -375,27 +375,27 @@ class AshaRule(EqualRungs):
     eta: int
     metric: RungMetric
 
-    def decide(self, number: int, step: int, table: RungTable) -> Decision:
+    def decide(self, number: int, rung: int, table: RungTable) -> Decision:
         """Decide by rank among the trials at this rung so far."""
         record = table.records[number]
-        if record.passed >= step or step not in record.values:
+        if record.passed >= rung or rung not in record.values:
             return CONTINUE
-        ranked = table.ranked(table.records, step, self.metric)
+        ranked = table.ranked(table.records, rung, self.metric)
         rank = ranked.index(number) + 1
-        coming = table.coming(step)
+        coming = table.coming(rung)
         if rank <= len(ranked) // self.eta or (not coming and rank == 1):
             return CONTINUE
         if rank > max(1, (len(ranked) + coming) // self.eta):
-            value = record.values[step]
+            value = record.values[rung]
             return Decision(
                 "stop",
-                f"{self.metric.metric} {value:.6g} at rung {step}: ranked {rank} of {len(ranked)} so far",
+                f"{self.metric.metric} {value:.6g} at rung {rung}: ranked {rank} of {len(ranked)} so far",
             )
         return WAIT
 
 
 def _asha(ask: RuleRequest) -> AshaRule:
-    return AshaRule(ask.steps, ask.eta, ask.metric)
+    return AshaRule(ask.rungs, ask.eta, ask.metric)
 
 
 RULES.add("asha", StoppingRule(_asha, asynchronous=True, geometric=True))
@@ -408,11 +408,11 @@ class OptunaPrunerRule(EqualRungs):
     prunes: Callable[[int], bool]
     name: str
 
-    def decide(self, number: int, step: int, table: RungTable) -> Decision:
+    def decide(self, number: int, rung: int, table: RungTable) -> Decision:
         """Decide as the pruner does, which is called once at each rung."""
-        if table.records[number].passed >= step or not self.prunes(number):
+        if table.records[number].passed >= rung or not self.prunes(number):
             return CONTINUE
-        return Decision("stop", f"{self.name} at rung {step}")
+        return Decision("stop", f"{self.name} at rung {rung}")
 
 
 PRUNERS = (
@@ -469,7 +469,7 @@ def _check_pruner(search: SearchSettings) -> None:
 
 def _optuna(ask: RuleRequest) -> OptunaPrunerRule:
     pruner = make_pruner(ask.search.stopping)
-    return OptunaPrunerRule(ask.steps, lambda number: ask.prunes(pruner, number), ask.search.stopping.pruner)
+    return OptunaPrunerRule(ask.rungs, lambda number: ask.prunes(pruner, number), ask.search.stopping.pruner)
 
 
 RULES.add(
@@ -496,11 +496,11 @@ class PerTrialRule(EqualRungs):
 
     stops: Stops
 
-    def decide(self, number: int, step: int, table: RungTable) -> Decision:
+    def decide(self, number: int, rung: int, table: RungTable) -> Decision:
         """Decide from the trial's own record."""
         values = table.records[number].values
-        reason = self.stops([values[rung] for rung in self.steps if rung <= step and rung in values])
-        return CONTINUE if reason is None else Decision("stop", f"{reason} at rung {step}")
+        reason = self.stops([values[each] for each in self.same if each <= rung and each in values])
+        return CONTINUE if reason is None else Decision("stop", f"{reason} at rung {rung}")
 
 
 def _patience(ask: RuleRequest) -> PerTrialRule:
@@ -516,7 +516,7 @@ def _patience(ask: RuleRequest) -> PerTrialRule:
             f"{ask.metric.metric} has not improved for {since} rungs" if since >= stopping.patience else None
         )
 
-    return PerTrialRule(ask.steps, stops)
+    return PerTrialRule(ask.rungs, stops)
 
 
 def _threshold(ask: RuleRequest) -> PerTrialRule:
@@ -531,12 +531,12 @@ def _threshold(ask: RuleRequest) -> PerTrialRule:
             return f"{metric} {last:.6g} is above {upper:g}"
         return None
 
-    return PerTrialRule(ask.steps, stops)
+    return PerTrialRule(ask.rungs, stops)
 
 
 def _never(ask: RuleRequest) -> PerTrialRule:
     """Stop no trial; only ``search.stopping.divergence``, which applies to every rule, remains."""
-    return PerTrialRule(ask.steps, lambda _: None)
+    return PerTrialRule(ask.rungs, lambda _: None)
 
 
 def _needs(*keys: str) -> Callable[[SearchSettings], None]:
@@ -571,17 +571,17 @@ class Divergence:
         """The rungs of the rule."""
         return self.rule.rungs(number)
 
-    def decide(self, number: int, step: int, table: RungTable) -> Decision:
+    def decide(self, number: int, rung: int, table: RungTable) -> Decision:
         """Decide from the trial's own record first."""
         values = table.records[number].values
-        before = [values[rung] for rung in self.rungs(number) if rung < step and rung in values]
-        if before and step in values:
+        before = [values[each] for each in self.rungs(number) if each < rung and each in values]
+        if before and rung in values:
             reference = before[0] if self.from_start else min(before)
-            if values[step] > self.factor * reference:
+            if values[rung] > self.factor * reference:
                 whose = "first" if self.from_start else "best"
                 return Decision(
                     "fail",
-                    f"diverged: {self.metric} {values[step]:.6g} at rung {step} is more than "
+                    f"diverged: {self.metric} {values[rung]:.6g} at rung {rung} is more than "
                     f"{self.factor:g} times its {whose}, {reference:.6g}",
                 )
-        return self.rule.decide(number, step, table)
+        return self.rule.decide(number, rung, table)

@@ -16,6 +16,7 @@ from optuna.trial import FrozenTrial, TrialState
 from plait.core.errors import StorageError
 from plait.core.lifecycle import JobState
 from plait.core.objectives import Objective
+from plait.core.rungs import Share, step_of
 from plait.core.settings import TrackingSettings
 from plait.core.space import Value
 from plait.search.attributes import REASON, result_of, state_of
@@ -23,7 +24,7 @@ from plait.search.ownership import host_name, lives_here, this_host, trainer_of
 from plait.search.points import outside_of, values_of
 from plait.search.recorded import recorded_command
 from plait.search.results import SearchEnd, describe_point, short
-from plait.search.stopper import RUNGS
+from plait.search.stopper import RUNGS, STEPS
 from plait.search.storage import JOURNAL, missing_file, open_storage, quiet
 from plait.search.trials import Trial
 from plait.tracking.leaderboard import JobRecord, Leaderboard
@@ -172,11 +173,12 @@ def _trial(item: FrozenTrial, host: str) -> TrialStanding:
     reported = item.intermediate_values or {
         int(step): value for step, value in item.user_attrs.get(RUNGS, {}).items()
     }
-    step = max(reported, default=0)
+    last = max(reported, default=0)
+    step = step_of(Share(last), item.user_attrs[STEPS]) if STEPS in item.user_attrs else last
     reason = str(item.user_attrs.get(REASON, ""))
     outside = " ".join(f"{key}={each.text}" for key, each in outside_of(item).items())
     values = item.system_attrs.get("fixed_params", {}) | values_of(item)  # also of one that is queued
-    return TrialStanding(item.number, state, host, step, reported.get(step), values, reason, outside)
+    return TrialStanding(item.number, state, host, step, reported.get(last), values, reason, outside)
 
 
 def _objectives(study: Study) -> tuple[Objective, ...]:

@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 from plait.core.lifecycle import JobState
+from plait.core.rungs import step_of
 from plait.terminal.progress import share_done
 from plait.tracking.leaderboard import JobRecord, Leaderboard
 from plait.tracking.processes import ProcessRow
@@ -169,8 +170,12 @@ def rung_text(board: Leaderboard, record: JobRecord) -> str:
     """How many of its rungs a job has reached: 2/3."""
     if board.rungs_of is None:
         return ""
-    steps = board.rungs_of(record.trial).steps
-    return f"{sum(step <= record.step for step in steps)}/{len(steps)}"
+    rungs = board.rungs_of(record.trial).rungs
+    return f"{sum(_has_reached(record, rung) for rung in rungs)}/{len(rungs)}"
+
+
+def _has_reached(job: JobRecord, rung: int) -> bool:
+    return 0 < step_of(rung, job.steps) <= job.step  # 0: of a share of steps that are not known yet
 
 
 def rungs_waited_for(board: Leaderboard) -> list[str]:
@@ -182,8 +187,9 @@ def rungs_waited_for(board: Leaderboard) -> list[str]:
         (job for job in board.jobs.values() if job.state == JobState.PAUSED), key=lambda job: job.trial
     ):
         rungs = board.rungs_of(job.trial)
-        if rungs.cohort and job.step in rungs.steps:
-            found[rungs.cohort, job.step] = None
+        at = [rung for rung in rungs.rungs if step_of(rung, job.steps) == job.step]
+        if rungs.cohort and at:
+            found[rungs.cohort, at[-1]] = None
             if len(found) == MOST_RUNGS:
                 break
     jobs = {job.trial: job for job in board.jobs.values()} if found else {}
@@ -193,7 +199,7 @@ def rungs_waited_for(board: Leaderboard) -> list[str]:
 
 def _arrived(jobs: Mapping[int, JobRecord], members: range, rung: int) -> str:
     known = [jobs[trial] for trial in members if trial in jobs]
-    arrived = sum(job.ended or job.step >= rung for job in known)
+    arrived = sum(job.ended or _has_reached(job, rung) for job in known)
     return f"rung {rung}: {arrived} of {len(members)} arrived"
 
 

@@ -134,12 +134,12 @@ class TrialRungs:
     """The rungs of a trial, and the trials that it is compared with there.
 
     Attributes:
-        steps: steps of its rungs.
+        rungs: optimiser steps, or each a ``Share`` of its own.
         cohort: numbers of the trials that are compared with each other, including itself; empty if each is
             decided alone.
     """
 
-    steps: tuple[int, ...]
+    rungs: tuple[int, ...]
     cohort: range = range(0)
 
 

@@ -76,7 +76,7 @@ def searched(tiny_model: Callable[[str], BaseModel], tmp_path_factory: pytest.Te
 
     recorder = Recorder(LocalWorker(model, data, engine), before=before)
     coordinator = Coordinator(recorder, data, settings, folder=folder)
-    stopper = make_stopper(search, STEPS, source.rungs)
+    stopper = make_stopper(search, {STEPS}, source.rungs)
     result = SearchLoop(source, make_job, coordinator, notes, search, stopper=stopper).run()
     assert result.exit_status == 0
     history = History(notes.events, recorder.start, recorder.end)
