@@ -46,6 +46,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Let Python end as usual: Triton's bindings report what was never collected."""
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session")
 def _postgresql_server() -> Iterator[PostgresqlServer]:
     """A throw-away PostgreSQL server for all tests that do not stop it."""

@@ -76,7 +76,7 @@ class Chain:
 
     def __init__(self, start: Tensor, *, needs: bool) -> None:
         self.steps: list[Step] = []
-        self.last = start
+        self.last: Tensor | None = start
         self._needs = needs
 
     def run(self, function: Any, arguments: tuple[Any, ...], *, trains: bool) -> Any:
@@ -90,7 +90,7 @@ class Chain:
         self.last = out[0] if isinstance(out, tuple) else out
         return out
 
-    def end(self, found: Tensor) -> None:
+    def end(self, found: Tensor | None) -> None:
         """Check that the last step returned this."""
         if found is not self.last:
             raise KernelError(
@@ -101,6 +101,7 @@ class Chain:
 
     def save(self, ctx: Any) -> None:
         """Have autograd keep what the steps saved, so that checkpointing can let go of it."""
+        self.last = None  # what no step saved is not kept
         tensors: list[Tensor | None] = []
         for step in self.steps:
             tensors += step.saved_tensors

@@ -18,6 +18,7 @@ class Cube(torch.autograd.Function):
     """x³; what it saves is no input and no output."""
 
     kept: ClassVar[list[Callable[[], Tensor | None]]] = []
+    made: ClassVar[list[Callable[[], Tensor | None]]] = []
     alive: ClassVar[list[int]] = []
 
     @staticmethod
@@ -25,7 +26,9 @@ class Cube(torch.autograd.Function):
         square = x * x
         Cube.kept.append(weakref.ref(square))
         ctx.save_for_backward(square, None)
-        return square * x
+        out = square * x
+        Cube.made.append(weakref.ref(out))
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
@@ -60,7 +63,7 @@ class Chained(torch.autograd.Function):
 
 @pytest.fixture(autouse=True)
 def forget() -> None:
-    Cube.kept, Cube.alive = [], []
+    Cube.kept, Cube.made, Cube.alive = [], [], []
 
 
 def start() -> Tensor:
@@ -83,6 +86,13 @@ def test_the_gradient_is_that_of_nodes_of_their_own() -> None:
 def test_what_steps_saved_is_let_go_one_after_another() -> None:
     Chained.apply(start(), None, -1).sum().backward()
     assert Cube.alive == [3, 2, 1]
+
+
+def test_what_no_step_saved_is_let_go_after_forward() -> None:
+    out = Chained.apply(start(), None, -1)
+    assert len(Cube.made) == 3
+    assert all(each() is None for each in Cube.made)
+    out.sum().backward()
 
 
 def test_a_kept_graph_can_be_run_again() -> None:
