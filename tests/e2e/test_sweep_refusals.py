@@ -180,45 +180,44 @@ def test_a_faulty_file_is_refused_before_the_model_loads(
     assert said in capsys.readouterr().err
 
 
-def refused_early(words: Sequence[str]) -> str:
-    """The error of a command that is refused before large libraries are imported."""
+def refused_early(*commands: tuple[Path, Sequence[str]]) -> list[str]:
+    """The errors of commands, each in its folder, that are refused before large libraries are imported.
+
+    One process runs them all, since a start takes most of the time: none may have imported one.
+    """
     program = (
-        f"import sys; from plait.cli.main import main; status = main({list(words)!r}); "
-        "print(status, {'mlflow', 'torch', 'transformers', 'pandas'} & set(sys.modules))"
+        "import os, sys; from plait.cli.main import main\n"
+        f"for folder, words in {[(str(folder), list(words)) for folder, words in commands]!r}:\n"
+        "    os.chdir(folder); status = main(words); print(end='\\0', file=sys.stderr, flush=True)\n"
+        "    print(status, {'mlflow', 'torch', 'transformers', 'pandas'} & set(sys.modules), *words)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "2 set()"
-    return done.stderr
+    ends = [line for line in done.stdout.splitlines() if line[:1].isdigit()]
+    assert ends == [f"2 set() {' '.join(words)}" for _, words in commands]
+    return done.stderr.split("\0")[:-1]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["data=file", "data.path=none.jsonl"], "no such file"),
-        (["model=hf", "model.id=empty"], "must contain config.json"),
-        (["model.family=lama"], "must be one of cohere"),
-        (["model=gguf", "model.path=none.gguf"], "path of an existing file"),
-        (["tracking.root=file/runs"], "tracking.root"),
-        (["search.metric=eval/accuracy", "search.direction=maximize"], "data.generate=true"),
-    ],
-    ids=lambda value: value[-1] if isinstance(value, list) else None,
-)
-def test_what_settings_and_files_show_is_refused_before_large_libraries_are_imported(
-    arguments: list[str], said: str, folder: Path
-) -> None:
+def test_what_settings_and_files_show_is_refused_before_large_libraries_are_imported(folder: Path) -> None:
+    cases = [
+        ("data=file", "data.path=none.jsonl", "no such file"),
+        ("model=hf", "model.id=empty", "must contain config.json"),
+        ("model.family=lama", "must be one of cohere"),
+        ("model=gguf", "model.path=none.gguf", "path of an existing file"),
+        ("tracking.root=file/runs", "tracking.root"),
+        ("search.metric=eval/accuracy", "search.direction=maximize", "data.generate=true"),
+    ]
     (folder / "file").write_text("")
     (folder / "empty").mkdir()
-    assert said in refused_early(["sweep", "model=tiny", *arguments])
+    commands = [(folder, ("sweep", "model=tiny", *arguments)) for *arguments, _ in cases]
+    plan = ("plan", "data=file", "data.path=none.jsonl")
+    errors = refused_early(*commands, (folder, plan))
+    for said, error in zip([said for *_, said in cases] + ["no such file"], errors, strict=True):
+        assert said in error
     assert [path.name for path in (folder / "plait-runs").iterdir()] == ["mlflow.db"], "nothing is left"
 
 
-@pytest.mark.usefixtures("folder")
-def test_a_plan_of_a_missing_file_is_refused_before_large_libraries_are_imported() -> None:
-    assert "no such file" in refused_early(["plan", "data=file", "data.path=none.jsonl"])
-
-
 def test_what_the_study_shows_is_refused_before_large_libraries_are_imported(
-    finished_search: tuple[Path, list[str]], folder: Path, short: Short, monkeypatch: pytest.MonkeyPatch
+    finished_search: tuple[Path, list[str]], folder: Path, short: Short
 ) -> None:
     root = folder / "plait-runs"
     trials = study_of(
@@ -229,10 +228,11 @@ def test_what_the_study_shows_is_refused_before_large_libraries_are_imported(
     )
     trials.ask()
     command = ["sweep", *short, "adapter.rank=1,2", "search.name=mine", "search.fresh=true"]
-    assert "is being trained by another process" in refused_early(command)
+    finished, began = finished_search
+    taken, changed = refused_early((folder, command), (finished, [*began, "train.lr=1e-3"]))
     trials.close()
-    monkeypatch.chdir(finished_search[0])
-    assert "train.lr: was" in refused_early([*finished_search[1], "train.lr=1e-3"])
+    assert "is being trained by another process" in taken
+    assert "train.lr: was" in changed
 
 
 @pytest.mark.usefixtures("no_model")
