@@ -142,9 +142,9 @@ def _gated(name: str, _kind: tuple[object, ...], shape: tuple[int, int, int]) ->
 
 
 def rotate_(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> None:
-    """Rotate in place: (rows, heads, size), whose rows may lie apart, by (rows, rotated size)."""
+    """Rotate in place: (rows, heads, size), whose rows may lie apart, by (…, rows, rotated size)."""
     if len(x):
-        strides = (x.stride(0), cos.stride(0))
+        strides = (x.stride(0), cos.stride(-2))
         _rotate(_kind(x, cos, sin), x.shape, cos.shape[-1] // 2, strides, back=back)(x, cos, sin)
 
 

@@ -435,8 +435,7 @@ class BaseModel:
         rotary = self._parts.rotary
         if rotary is None:
             return None
-        kinds = getattr(self._model.config, "layer_types", None)
-        kind = [kinds[index]] if kinds and self._rotary_by_kind else []
+        kind = [self._kinds[index]] if self._kinds else []
         key = kind[0] if kind else ""
         if kind and key not in getattr(rotary, "rope_type", kind):
             raise unusable(self._model, f"not supported: layers without rotation ({key}) among rotated ones")
@@ -488,9 +487,9 @@ class BaseModel:
         layers change nothing."""
         model, parts = self._model, self._parts
         rotary = parts.rotary
-        self._rotary_by_kind = (
-            rotary is not None and "layer_type" in inspect.signature(rotary.forward).parameters
-        )
+        by_kind = rotary is not None and "layer_type" in inspect.signature(rotary.forward).parameters
+        # kept, since transformers takes long to look it up
+        self._kinds: list[str] = list(getattr(model.config, "layer_types", None) or ()) if by_kind else []
         here = [parts.layers[index] for index in layers]
         accepted = {name for layer in here for name in inspect.signature(layer.forward).parameters}
         self._stores_keys = "shared_kv_states" in accepted  # Gemma 4

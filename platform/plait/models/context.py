@@ -65,6 +65,7 @@ class MicrobatchContext:
     cache: AttentionStore | None = None
     _layout: AttentionLayout | None = None
     _ends: Tensor | None = None
+    _longest: int = 0
     shared: dict[str, Rotation] = field(default_factory=dict)  # by kind of layer
 
     @classmethod
@@ -105,7 +106,9 @@ class MicrobatchContext:
     @property
     def longest(self) -> int:
         """Tokens of the longest sample."""
-        return max(high - low for low, high in pairwise(self.sample_offsets))
+        if self._longest == 0:
+            self._longest = max(high - low for low, high in pairwise(self.sample_offsets))
+        return self._longest
 
 
 @dataclass(frozen=True, slots=True)

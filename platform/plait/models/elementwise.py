@@ -215,7 +215,7 @@ def rotated_merged(
 class _RotatedMerged(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, turned: tuple[int, int], cos: Tensor, sin: Tensor) -> Tensor:
-        cos, sin = (table.reshape(len(qkv), -1).contiguous() for table in (cos, sin))
+        cos, sin = cos.contiguous(), sin.contiguous()
         ctx.turned = turned
         ctx.save_for_backward(cos, sin)
         ctx.mark_dirty(qkv)

@@ -106,7 +106,7 @@ def backward_kernel(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _split(qkv: Tensor, heads: Heads) -> tuple[Tensor, ...]:
     """Queries, keys and values, (tokens, their heads, head size) each."""
     rows = qkv.view(len(qkv), heads.total, -1)
-    return torch.split(rows, [heads.query, heads.shared, heads.shared], dim=1)
+    return rows.split_with_sizes([heads.query, heads.shared, heads.shared], dim=1)
 
 
 def _window(rule: AttentionRule) -> list[int]:

@@ -92,6 +92,19 @@ def _same(forward: Forward, module: Forward, x: Tensor) -> bool:
     return all(_close(forward(x * scale), module(x * scale)) for scale in SCALES)
 
 
+@dataclass(frozen=True, slots=True)
+class GatedMlp:
+    """Forward of a gated MLP: ``pair`` are gate and up, side by side."""
+
+    pair: LinearGroup
+    down: GroupedLinear
+    kind: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(..., hidden) to the same."""
+        return self.down.forward(gated(self.pair.merged(x), self.kind, backend=self.pair.binding.backend))
+
+
 def fuse_mlps(root: nn.Module) -> int:
     """Replace the forward of every gated MLP below ``root``; return how many."""
     return sum(_fuse_mlp(module) for module in root.modules())
@@ -119,11 +132,7 @@ def _fuse_mlp(module: nn.Module) -> bool:
     kind = _activation_kind(act)
     if kind is None:
         return False
-    group = pair.group
-
-    def forward(x: Tensor) -> Tensor:
-        return down.forward(gated(group.merged(x), kind, backend=group.binding.backend))
-
+    forward = GatedMlp(pair.group, down, kind)
     x = _noise(3, pair.in_features, like=pair.weight)
     if not _same(forward, module, x):
         return False
@@ -354,8 +363,9 @@ def fuse_residuals(layer: nn.Module, trial: Running, position_embeddings: tuple[
 
 def _has_steps(node: OneNode, x: Tensor, trial: Running, position_embeddings: tuple[Tensor, Tensor]) -> bool:
     """Whether all of a layer are steps of a chain, whose gradient is that of its functions one by one."""
-    if not isinstance(node.layer.attention.forward, RotaryAttention):
-        return False
+    parts = node.layer.attention.forward, node.layer.mlp.forward
+    if not isinstance(parts[0], RotaryAttention) or not isinstance(parts[1], GatedMlp):
+        return False  # it may not even take rows
     grads: list[Tensor] = []
     for forward in (node.layer, node):
         given = x.clone().requires_grad_()
