@@ -454,7 +454,8 @@ def test_slices_of_layers_and_whole_ones_are_different_portions(tmp_path: Path) 
     admit = Admission(own, RunSettings(engine=EngineSettings(capacity=CAPACITY)), profile)
     sliced = Predictions(own, admit, profile, tmp_path)
     jobs = {"a": live("a", 4, [20, 30], admit)}
-    static = WEIGHTS + jobs["a"].demand.adapter_bytes
+    static = WEIGHTS + jobs["a"].demand.bytes_on(range(1), 2)
+    assert static == admit.static([jobs["a"].demand], part)
     for number in range(20):
         expected = sliced.expect(filled(30, 20), jobs)
         peaks = {

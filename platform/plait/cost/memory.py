@@ -116,9 +116,10 @@ class MemoryCoefficients:
         kept = self.square * shape.squares + self.input * shape.inputs
         return rows + kept + self.rank_token * shape.rank_tokens
 
-    def head(self, shape: MemoryShape, logit_rows: float) -> float:
-        """Bytes of the head and the loss, which only the last pipeline stage has."""
-        return self.labelled * shape.labelled + self.logit_row * min(shape.labelled, logit_rows)
+    def head(self, shape: MemoryShape, logit_rows: float, slices: int = 1) -> float:
+        """Bytes of the head and the loss, which only the last pipeline stage has, and of whose logits each of
+        so many slices has a part."""
+        return self.labelled * shape.labelled + self.logit_row * min(shape.labelled, logit_rows) / slices
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +263,14 @@ class MemoryModel:
         return static + self.part(shape, share=share, flights=len(layer_split) - stage, last=last, safe=True)
 
     def part(
-        self, shape: MemoryShape, *, share: float, flights: float, last: bool, safe: bool = False
+        self,
+        shape: MemoryShape,
+        *,
+        share: float,
+        flights: float,
+        last: bool,
+        safe: bool = False,
+        slices: int = 1,
     ) -> float:
         """Bytes above static of a part of the layers with so many such microbatches in flight.
 
@@ -272,6 +280,7 @@ class MemoryModel:
         Args:
             share: of the layers.
             safe: with the margins.
+            slices: among which the vocabulary is cut.
         """
         if shape.tokens == 0:
             return 0.0
@@ -280,7 +289,7 @@ class MemoryModel:
             * (
                 flights * share * phase.coefficients.body(shape)
                 + phase.coefficients.fixed
-                + last * phase.coefficients.head(shape, self.logit_rows)
+                + last * phase.coefficients.head(shape, self.logit_rows, slices)
             )
             for phase in self.phases.values()
         )

@@ -7,7 +7,8 @@ either, it is estimated from the model's shape.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
@@ -39,7 +40,8 @@ class Demand:
         longest: tokens of its longest sample; 0: not known. samples: of its global batch.
         names: linears that it targets, by the last parts of their names.
         linears: the same linears, by their full names.
-        up_to: ``adapter_bytes`` of the layers before each layer, and of all; empty: not known by layers.
+        up_to: ``adapter_bytes`` of the layers before each layer, and of all, by slices of a layer; empty: not
+            known by layers.
     """
 
     adapter_bytes: int
@@ -47,12 +49,13 @@ class Demand:
     rank: int = 0
     names: frozenset[str] = frozenset()
     linears: frozenset[str] = frozenset()
-    up_to: tuple[int, ...] = field(default=(), repr=False)
+    up_to: Mapping[int, tuple[int, ...]] = field(default_factory=dict, repr=False, hash=False)
     samples: int = 1
 
-    def bytes_on(self, layers: range) -> int:
-        """``adapter_bytes`` of some layers; all, where they are not known by layers."""
-        return self.up_to[layers.stop] - self.up_to[layers.start] if self.up_to else self.adapter_bytes
+    def bytes_on(self, layers: range, slices: int = 1) -> int:
+        """``adapter_bytes`` of some layers in one of so many slices; all, where that is not known."""
+        up_to = self.up_to.get(slices) or self.up_to.get(1)
+        return up_to[layers.stop] - up_to[layers.start] if up_to else self.adapter_bytes
 
 
 Sized = tuple[MemoryShape, int]  # a microbatch, with the tokens of its longest sample
@@ -132,14 +135,21 @@ class Admission:
         names = frozenset(resolve_targets(adapter.target_modules, self._facts.linears, self._facts.outside))
         sites = [linear for linear in self._facts.linears if linear.name in names]
         size = self._adapter_bytes(adapter, sites)
-        up_to = self._up_to(adapter, sites) if self._facts.staged else ()
+        up_to = self._up_to(adapter, sites)
         return Demand(size, longest, adapter.rank, _last_parts(sites), names, up_to, samples)
 
-    def _up_to(self, adapter: AdapterSpec, sites: Iterable[LinearInfo]) -> tuple[int, ...]:
-        own: list[list[LinearInfo]] = [[] for _ in range(self._facts.shape.layers)]
-        for site in sites:
-            own[layer_of(site.name)].append(site)
-        return (0, *accumulate(self._adapter_bytes(adapter, each) for each in own))
+    def _up_to(self, adapter: AdapterSpec, sites: Sequence[LinearInfo]) -> dict[int, tuple[int, ...]]:
+        """As :attr:`Demand.up_to`."""
+        if not self._facts.staged:
+            return {}
+        found, shape = {}, self._facts.shape
+        for slices in {1} | {part.tensor for own in self._facts.parts for part in own}:
+            layers: list[list[LinearInfo]] = [[] for _ in range(shape.layers)]
+            for site in sites:
+                own = site if slices == 1 else site.in_slices(slices, shape.hidden)
+                layers[layer_of(site.name)].append(own)
+            found[slices] = (0, *accumulate(self._adapter_bytes(adapter, each) for each in layers))
+        return found
 
     def _rooms_of(self, parts: Sequence[HeldPart], capacity: int) -> tuple[_Room, ...]:
         """The processes of a replica."""
@@ -200,7 +210,7 @@ class Admission:
         """The demand assumed if no job is known yet: rank 16 on every linear layer, and batches that fill a
         microbatch for each stage."""
         linears, adapter = self._facts.linears, AdapterSpec(USUAL_RANK)
-        up_to = self._up_to(adapter, linears) if self._facts.staged else ()
+        up_to = self._up_to(adapter, linears)
         size = self._adapter_bytes(adapter, linears)
         stages = max(map(len, self._facts.splits))
         return Demand(size, 0, USUAL_RANK, _last_parts(linears), up_to=up_to, samples=stages)
@@ -244,7 +254,7 @@ class Admission:
         """Bytes of the base model and of these jobs' adapters with everything kept for them, in a process."""
         (whole,) = self._facts.whole(0)
         held = part or whole
-        adapters = sum(demand.bytes_on(held.layers) for demand in demands)
+        adapters = sum(demand.bytes_on(*held.portion) for demand in demands)
         return held.weight_bytes + int(self._overhead.get(held.portion, 1.0) * adapters)
 
     def _activation(
@@ -270,7 +280,9 @@ class Admission:
             return rows + int(own.safe_in_flight(heaviest, flights))
         assert model is not None
         share, last = self._share(room.part)
-        passing = model.part(heaviest, share=share, flights=flights, last=last, safe=True)
+        passing = model.part(
+            heaviest, share=share, flights=flights, last=last, safe=True, slices=room.part.tensor
+        )
         return rows + int(passing) + room.part.gathered_bytes
 
     def _learnt_for(self, room: _Room, demands: Iterable[Demand]) -> MemoryModel | None:
@@ -279,12 +291,13 @@ class Admission:
         own = self._learnt.get(room.part.portion)
         if own is None or own.keeps or room.flights == 1:
             return own
-        return None if any(demand.bytes_on(room.part.layers) for demand in demands) else own
+        return None if any(demand.bytes_on(*room.part.portion) for demand in demands) else own
 
     def _share(self, part: HeldPart) -> tuple[float, bool]:
-        """Its share of the layers, and whether it has the head."""
-        layers = self._facts.shape.layers
-        return len(part.layers) / layers, part.layers.stop == layers
+        """Its share of what the layers keep, and whether it has the head."""
+        shape = self._facts.shape
+        sliced = shape.features(part.tensor) / shape.features(1)
+        return len(part.layers) / shape.layers * sliced, part.layers.stop == shape.layers
 
     def expected(
         self,
@@ -311,7 +324,10 @@ class Admission:
             if own := self._learnt_for(room, demands):
                 passing = own.in_flight(shapes, room.flights)
             elif model is not None:
-                parts = (model.part(each, share=share, flights=flights, last=last) for each in shapes)
+                parts = (
+                    model.part(each, share=share, flights=flights, last=last, slices=room.part.tensor)
+                    for each in shapes
+                )
                 passing = max(parts, default=0.0) + room.part.gathered_bytes
             else:
                 tokens = ((shape.tokens, longest) for shape, longest in sizes)
@@ -351,7 +367,7 @@ class Admission:
     def learn_overhead(self, static: int, part: HeldPart, demands: Iterable[Demand]) -> None:
         """Learn from the static bytes that were observed with these jobs in a process: kernels may keep more
         than the adapters' own."""
-        if adapters := sum(demand.bytes_on(part.layers) for demand in demands):
+        if adapters := sum(demand.bytes_on(*part.portion) for demand in demands):
             self._overhead[part.portion] = max(1.0, (static - part.weight_bytes) / adapters)
 
     @property
@@ -382,11 +398,12 @@ def activation_bytes(
         flights: microbatches between forward and backward.
     """
     tokens = capacity * model.element_bytes
-    one = SAVED_COPIES * (model.linear_features / model.layers + 2 * model.hidden) * tokens
-    one += SAVED_COPIES * model.heads * min(longest, model.keep_up_to) * tokens
+    one = SAVED_COPIES * model.features(part.tensor) * tokens
+    one += SAVED_COPIES * model.heads / part.tensor * min(longest, model.keep_up_to) * tokens
     insides = flights * len(part.layers) * (model.hidden * tokens if checkpointing else one)
     insides += one if checkpointing else 0.0
-    loss = min(capacity, model.logit_rows) * model.vocabulary * 4 * LOSS_COPIES
+    logits = math.ceil(model.vocabulary / part.tensor)
+    loss = min(capacity, model.logit_rows) * logits * 4 * LOSS_COPIES
     made = part.made_bytes + part.gathered_bytes
     return int(insides) + loss * (part.layers.stop == model.layers) + made
 

@@ -36,6 +36,7 @@ class ActivationShape:
         keep_up_to: longest samples that keep their attention probabilities for backward.
         made_bytes: most bytes while a quantised weight is made for a product.
         gathered_bytes: most bytes of a sharded base's layers while they are gathered.
+        shared_features: of ``linear_features``, those of hidden states, which slices of a layer have whole.
     """
 
     layers: int
@@ -49,6 +50,7 @@ class ActivationShape:
     keep_up_to: int
     made_bytes: int = field(default=0, repr=False)  # follows from the others, whose words are stored
     gathered_bytes: int = field(default=0, repr=False)
+    shared_features: int = field(default=0, repr=False)
 
     @classmethod
     def of(
@@ -76,7 +78,13 @@ class ActivationShape:
             keep_up_to=KEEP_UP_TO,
             made_bytes=made_bytes,
             gathered_bytes=gathered_bytes,
+            shared_features=model.hidden_size * len(model.linears),
         )
+
+    def features(self, slices: int) -> float:
+        """Inputs and outputs of a layer's linears, and its residual stream, in one of so many slices."""
+        sliced = (self.linear_features - self.shared_features) / slices
+        return (sliced + self.shared_features) / self.layers + 2 * self.hidden
 
 
 Portion = tuple[range, int]  # layers, and how many slices they are cut into
