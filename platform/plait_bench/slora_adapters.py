@@ -44,7 +44,7 @@ class AdaptersOptions:
         few, many: adapters that requests name, in the two sides that take turns.
         files: different adapters on disk; the others are the same files under other names.
         ranks: of the files, in turn: the paper's setting S2.
-        one_rank: of all files in a second comparison: its setting S1.
+        one_rank: of all files in a second comparison: its setting S1; None: there is none.
         requests, prompt_tokens, new_tokens: of one run.
         pool_tokens: of the pool.
         rounds: runs of each side.
@@ -56,7 +56,6 @@ class AdaptersOptions:
     many: int
     files: int
     ranks: tuple[int, ...]
-    one_rank: int
     requests: int
     prompt_tokens: int
     new_tokens: int
@@ -64,10 +63,11 @@ class AdaptersOptions:
     rounds: int
     alone: int
     timed_alone: int
+    one_rank: int | None = None
 
     def __post_init__(self) -> None:
         at_least_one(self, "few", "many", "files", "requests", "prompt_tokens", "new_tokens", "rounds")
-        at_least_one(self, "alone", "timed_alone", "one_rank")
+        at_least_one(self, "alone", "timed_alone", *(["one_rank"] if self.one_rank is not None else ()))
 
 
 class _Side:
@@ -124,9 +124,11 @@ def adapters(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[st
     with _folders(base, asked, asked.ranks) as folders:
         mixed = _few_and_many(base, folders, asked, f"{asked.many} adapters")
         peft = _beside_peft(settings, base, folders, asked)
-    with _folders(base, asked, (asked.one_rank,)) as folders:
-        alike = _few_and_many(base, folders, asked, f"{asked.many} adapters of rank {asked.one_rank}")
-    return Report("S-LoRA, adapters of one server", (*mixed, *alike, peft))
+    figures = [*mixed, peft]
+    if asked.one_rank is not None:
+        with _folders(base, asked, (asked.one_rank,)) as folders:
+            figures += _few_and_many(base, folders, asked, f"{asked.many} adapters of rank {asked.one_rank}")
+    return Report("S-LoRA, adapters of one server", tuple(figures))
 
 
 def _few_and_many(
