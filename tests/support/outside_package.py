@@ -68,20 +68,20 @@ class EveryNth:
 class EveryNthRule:
     """Stops every nth trial at the first rung."""
 
-    steps: tuple[int, ...]
+    same: tuple[int, ...]
     nth: int
 
     def rungs(self, number: int, /) -> tuple[int, ...]:
-        return self.steps[:1]
+        return self.same[:1]
 
-    def decide(self, number: int, step: int, table: RungTable) -> Decision:
+    def decide(self, number: int, rung: int, table: RungTable) -> Decision:
         if number % self.nth != self.nth - 1:
             return CONTINUE
-        return Decision("stop", f"number {number}, loss {table.records[number].values[step]:.3g}")
+        return Decision("stop", f"number {number}, loss {table.records[number].values[rung]:.3g}")
 
 
 def every_nth(ask: RuleRequest) -> EveryNthRule:
-    return EveryNthRule(ask.steps, ask.options.nth)
+    return EveryNthRule(ask.rungs, ask.options.nth)
 
 
 RULES.add("every_nth", StoppingRule(every_nth, options=EveryNth))

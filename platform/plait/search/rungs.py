@@ -204,7 +204,7 @@ class RungRecord:
     """One trial's row of the rung table.
 
     Attributes:
-        values: measured values, by optimiser step.
+        values: measured values, by rung.
         ended: whether the trial has ended, in any way.
         passed: the last rung that an asynchronous rule let it pass.
         violates: the rungs at which it broke a constraint.
