@@ -46,17 +46,17 @@ class Step:
         self.function = function
         self.needs_input_grad = (needs,)
         self.saved_tensors: Sequence[Tensor | None] = ()
-        self.saves = 0  # how many of the node's
+        self.saves = 0  # how many of the tensors that the node saved are its own
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         """Keep tensors until backward."""
         self.saved_tensors = tensors
 
     def mark_dirty(self, *_changed: Tensor) -> None:
-        """Nothing else has them."""
+        """Nothing to do: no other node has seen them."""
 
     def set_materialize_grads(self, _value: bool) -> None:
-        """Gradients that there are not are None."""
+        """Nothing to do: a gradient that is missing is always None."""
 
     def back(self, *grads: Tensor | None) -> Tensor | None:
         """The gradient of its first argument; what it saved is let go."""
@@ -81,9 +81,14 @@ class Chain:
 
     def run(self, function: Any, arguments: tuple[Any, ...], *, trains: bool) -> Any:
         """What the function returns."""
-        self.end(arguments[1] if arguments[1] is self.last else arguments[0])
+        second = len(arguments) > 1 and arguments[1] is self.last
+        self.end(arguments[1] if second else arguments[0])
         step = Step(function, needs=self._needs)
-        out = function.forward(step, *arguments)
+        token = _recording.set(None)  # what a step calls has part in its own backward, and is no step
+        try:
+            out = function.forward(step, *arguments)
+        finally:
+            _recording.reset(token)
         self._needs = self._needs or trains
         if self._needs:
             self.steps.append(step)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait_kernels import KernelError
+from plait_kernels import KernelError, frozen_linear
 from plait_kernels.chain import apply, recorded
 
 
@@ -140,6 +140,35 @@ def test_nothing_may_stand_between_steps() -> None:
         apply(Cube, apply(Cube, x, 3) + 0.0, 3)
     with recorded(x, needs=True) as chain, pytest.raises(KernelError, match="follow each other"):
         chain.end(apply(Cube, x, 3) + 0.0)
+
+
+class Sum(torch.autograd.Function):
+    """x + Wx, by a function that is a step of its own elsewhere."""
+
+    weight = torch.tensor([[1.0, 2.0, 3.0], [0.0, -1.0, 1.0], [2.0, 0.5, 0.0]], dtype=torch.float64)
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return x + frozen_linear(x, Sum.weight, None)
+
+    @staticmethod
+    def backward(_ctx: Any, grad: Tensor) -> Tensor:
+        return grad + grad @ Sum.weight
+
+
+def test_what_a_step_calls_is_no_step() -> None:
+    with recorded(start(), needs=True) as chain:
+        apply(Sum, chain.last)
+    assert [step.function for step in chain.steps] == [Sum]
+    with pytest.raises(ZeroDivisionError), recorded(start(), needs=True) as chain:
+        apply(Fails, chain.last)
+    assert apply(Cube, start(), 3).grad_fn is not None
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, _x: Tensor) -> Tensor:
+        raise ZeroDivisionError
 
 
 def test_an_error_leaves_no_chain_behind() -> None:
