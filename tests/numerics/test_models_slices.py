@@ -18,12 +18,17 @@ from plait.adapters.variants import attach, named_tensors
 from plait.core.errors import ModelError
 from plait.core.jobs import AdapterSpec
 from plait.core.settings import ModelSettings
+from plait.cost.memory import MemoryCoefficients, MemoryShape
+from plait.cost.peaks import StorageCounter
 from plait.distributed.tensor import SharedSides
+from plait.engine.admission import activation_bytes
+from plait.engine.worker import ActivationShape, HeldPart
 from plait.models.base import BaseModel
 from plait.models.context import MicrobatchContext
 from plait.models.load import load_model
-from plait.models.slices import layer_slices
+from plait.models.slices import layer_slices, vocabulary_slice
 from plait_kernels import Bank, RoutedSegment, Routing, RowCounters
+from plait_kernels.loss import VocabularySlice, chunk_rows, labelled_cross_entropy
 
 OFFSETS = (0, 7, 20)
 FAMILIES = ("llama", "gemma2", "qwen3", "gpt_neox")  # grouped queries; tied; norms of heads; biases
@@ -162,3 +167,27 @@ def test_a_model_that_gives_other_results_in_slices_is_refused(tmp_path: Path) -
         bases[1].groups[0].weight[0] += 1.0  # the two have read different files
     with pytest.raises(ModelError, match="layer 0 in slices differs"):
         together(2, lambda own: bases[own.number].take_slice(own))
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+def test_the_memory_of_a_slice_s_loss_is_predicted(count: int) -> None:
+    """A chunk has as many logits in slices as whole: each row a part of them, so there are more rows."""
+    vocabulary, rows, hidden = 32_000, 4096, 64
+    most = vocabulary_slice(vocabulary, 0, count).stop
+    own = None if count == 1 else VocabularySlice(0, lambda each: [each] * count, lambda _: None)
+    with torch.device("meta"), StorageCounter() as counter:
+        states = torch.empty(rows, hidden, requires_grad=True)
+        weight, targets = torch.empty(most, hidden), torch.empty(rows, dtype=torch.int64)
+        before = counter.live
+        labelled_cross_entropy(
+            states, weight, None, targets, torch.empty(rows), chunk=chunk_rows(most), own=own
+        )
+        logits = counter.peak - before - states.nbytes  # beside the gradient of the states
+    shape = ActivationShape(2, hidden, 2, vocabulary, 0, 0, 4, chunk_rows(vocabulary), 256)
+    rule = partial(activation_bytes, shape, capacity=rows, longest=30, checkpointing=False)
+    first, last = (HeldPart(range(at, at + 1), 0, 0, tensor=count) for at in range(2))
+    by_rule = rule(part=last) - rule(part=first)
+    fitted = MemoryCoefficients(logit_row=12.0 * vocabulary)
+    by_fit = fitted.head(MemoryShape.of([rows]), chunk_rows(vocabulary), count)
+    print(count, chunk_rows(most), logits / 2**20, by_rule / 2**20, by_fit / 2**20)
+    assert by_rule == by_fit == pytest.approx(logits, rel=0.03)

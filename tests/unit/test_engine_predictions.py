@@ -19,7 +19,7 @@ from plait.core.plans import Microbatch, Replica, Segment
 from plait.core.samples import Sample, Split, TokenisedData
 from plait.core.settings import EngineSettings, RunSettings
 from plait.core.spans import ReplicaTime
-from plait.cost.memory import KEPT
+from plait.cost.memory import KEPT, MemoryCoefficients, MemoryModel, MemoryShape, Phase
 from plait.cost.profile_store import Profile, ProfileKey
 from plait.engine.admission import Admission
 from plait.engine.jobs import LiveJob
@@ -468,3 +468,27 @@ def test_slices_of_layers_and_whole_ones_are_different_portions(tmp_path: Path) 
     again = Admission(own, RunSettings(engine=EngineSettings(capacity=CAPACITY)))
     Predictions(own, again, None, tmp_path)
     assert again.predicted([jobs["a"].demand]) == admit.predicted([jobs["a"].demand])
+
+
+@pytest.mark.parametrize(
+    ("rows", "kernels", "holds"), [(1000, "grouped", True), (4000, "", False), (1000, "triton", False)]
+)
+def test_a_whole_model_s_fused_loss_does_not_hold_for_slices(rows: int, kernels: str, holds: bool) -> None:
+    """Of slices it never is fused, and takes several times the bytes of a row; layers take what they take."""
+    phase = Phase(MemoryCoefficients(token=900.0, logit_row=32.0))
+    key = ProfileKey("m", "cpu", "float32", "auto", False, 1)
+    model = MemoryModel({"forward": phase}, rows)
+    profile = Profile(key, "m", model, None, CAPACITY, (), ("q_proj",), "measured", 0.0, None)
+    first, last = (
+        HeldPart(range(1), WEIGHTS, 10**9, tensor=2),
+        HeldPart(range(1, 2), WEIGHTS, 10**9, tensor=2),
+    )
+    two = replace(facts(), shape=replace(SHAPE, layers=2), chosen={"kernels": kernels})
+    for part, same in ((first, False), (last, not holds)):
+        own = replace(two, stages=(2,), held=((part, part),))
+        settings = RunSettings(engine=EngineSettings(capacity=CAPACITY))
+        with_it, without = Admission(own, settings, profile), Admission(own, settings)
+        job = [with_it.demand(AdapterSpec(rank=4, target_modules=("q_proj",)), 30)]
+        assert (with_it.predicted(job) == without.predicted(job)) == same
+        replica, shapes = 0, [(MemoryShape.of([30], ranks=4), 30)]
+        assert (with_it.expected(replica, shapes, job) == without.expected(replica, shapes, job)) == same

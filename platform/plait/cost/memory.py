@@ -117,9 +117,10 @@ class MemoryCoefficients:
         return rows + kept + self.rank_token * shape.rank_tokens
 
     def head(self, shape: MemoryShape, logit_rows: float, slices: int = 1) -> float:
-        """Bytes of the head and the loss, which only the last pipeline stage has, and of whose logits each of
-        so many slices has a part."""
-        return self.labelled * shape.labelled + self.logit_row * min(shape.labelled, logit_rows) / slices
+        """Bytes of the head and the loss, which only the last pipeline stage has. Each of so many slices has
+        a part of a row's logits, and as many times more rows at once."""
+        rows = min(shape.labelled, logit_rows * slices)
+        return self.labelled * shape.labelled + self.logit_row * rows / slices
 
 
 @dataclass(frozen=True, slots=True)

@@ -241,7 +241,7 @@ class Admission:
     def _need(self, room: _Room, demands: Sequence[Demand]) -> int:
         longest = min(max((demand.longest for demand in demands), default=0) or room.capacity, room.capacity)
         rank = max((demand.rank for demand in demands), default=0)
-        own, model = self._learnt_for(room, demands), self.model_for(demands)
+        own, model = self._learnt_for(room, demands), self._model_on(room.part, demands)
         # Whatever the order, at most one global batch of each job is between forward and backward.
         every = sum(each.samples * min(each.longest or longest, longest) for each in demands) / room.capacity
         flights = max(1.0, every if room.flights is None else min(every, room.flights))
@@ -313,8 +313,9 @@ class Admission:
             microbatches: in their order, no-ops included.
             before, after: what a pipeline that is not drained works on before they are done.
         """
-        found, model = [], self.model_for(demands)
+        found = []
         for room in self._replicas[replica]:
+            model = self._model_on(room.part, demands)
             beside = (room.flights or 1) - 1
             sizes = [*before[max(0, len(before) - beside) :], *microbatches, *after[:beside]]
             shapes = [shape for shape, _ in sizes]
@@ -347,13 +348,21 @@ class Admission:
             flights=flights,
         )
 
-    def model_for(self, demands: Sequence[Demand]) -> MemoryModel | None:
+    def model_for(self, demands: Iterable[Demand]) -> MemoryModel | None:
         """The fitted model of these jobs' microbatches through the whole model, if there is one: learnt in
         training, else from the profile if its adapters targeted all linears that these target."""
         if learnt := self._learnt.get(self._whole):
             return learnt
         names = {name for demand in demands for name in demand.names}
         return self._profile.memory if self._profile is not None and self._profile.covers(names) else None
+
+    def _model_on(self, part: HeldPart, demands: Iterable[Demand]) -> MemoryModel | None:
+        """The same where it holds for a part: a whole model's loss may be fused, that of slices never is."""
+        model, shape = self.model_for(demands), self._facts.shape
+        if model is None or part.tensor == 1 or part.layers.stop < shape.layers:
+            return model
+        fused = self._facts.chosen.get("kernels") == "triton" or model.logit_rows > shape.logit_rows
+        return None if fused else model
 
     def learnt_of(self, replica: int) -> bool:
         """Whether there is a model of each process of a replica."""
@@ -403,7 +412,7 @@ def activation_bytes(
     insides = flights * len(part.layers) * (model.hidden * tokens if checkpointing else one)
     insides += one if checkpointing else 0.0
     logits = math.ceil(model.vocabulary / part.tensor)
-    loss = min(capacity, model.logit_rows) * logits * 4 * LOSS_COPIES
+    loss = min(capacity, model.rows_at_once(part.tensor)) * logits * 4 * LOSS_COPIES
     made = part.made_bytes + part.gathered_bytes
     return int(insides) + loss * (part.layers.stop == model.layers) + made
 

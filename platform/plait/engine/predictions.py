@@ -121,7 +121,6 @@ class Predictions:
     ) -> None:
         self._facts = facts
         self._inputs_read: dict[frozenset[frozenset[str]], float] = {}  # share of input features, by targets
-        self._logit_rows = facts.shape.logit_rows
         self._admission = admission
         self._profile = profile
         self._path = folder / PEAKS_FILE
@@ -389,7 +388,8 @@ class Predictions:
             before = [each.gathering(self._facts.shape.gathered_bytes) for each in known]
             if len(before) + len(own) < FIRST_PEAKS:  # a portion that was observed too little yet
                 continue
-            found[portion] = MemoryModel.fitted([*before, *own], logit_rows=self._logit_rows)
+            rows = self._facts.shape.rows_at_once(portion[1])
+            found[portion] = MemoryModel.fitted([*before, *own], logit_rows=rows)
             self._admission.learn(found[portion], portion)
         return found
 

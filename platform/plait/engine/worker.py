@@ -86,6 +86,10 @@ class ActivationShape:
         sliced = (self.linear_features - self.shared_features) / slices
         return (sliced + self.shared_features) / self.layers + 2 * self.hidden
 
+    def rows_at_once(self, slices: int) -> int:
+        """``logit_rows`` of each of so many slices: a chunk has as many logits, each row a part of them."""
+        return self.logit_rows * slices
+
 
 Portion = tuple[range, int]  # layers, and how many slices they are cut into
 
