@@ -238,8 +238,33 @@ def test_a_file_s_tensors_are_the_library_s_and_what_is_not_its_format_is_refuse
         written(data_offsets=[0]),
         written(data_offsets=[len(whole), len(whole) + 60]),
         written(shape=None),
+        written(shape=[0, 2**62, 2**62], data_offsets=[0, 0]),
+        written(shape=[0, 2**61, 1], data_offsets=[0, 0]),
+        written(shape=[2**70, 0], data_offsets=[0, 0]),
     ):
         path.write_bytes(broken)
         for values in (True, False):
             with pytest.raises((ValueError, TypeError, KeyError, AttributeError)):
                 read_tensors(path, values=values)
+
+
+@pytest.mark.parametrize("more", [{}, {"b": torch.ones(1, dtype=torch.uint8).view(torch.float8_e5m2)}])
+def test_tensors_without_elements_are_read(tmp_path: Path, more: dict[str, Tensor]) -> None:
+    path = tmp_path / "tensors"
+    made = {"a": torch.zeros(0, 4), "c": torch.zeros(8, 0).bfloat16()} | more
+    save_file(made, path)
+    found = read_tensors(path)
+    assert {name: (each.shape, each.dtype) for name, each in found.items()} == {
+        name: (each.shape, each.dtype) for name, each in made.items()
+    }
+    assert read_tensors(path, values=False).keys() == made.keys()
+
+
+def test_large_headers_are_not_kept(tmp_path: Path) -> None:
+    """Sixty-four of them might have gigabytes."""
+    path = tmp_path / "tensors"
+    tensor_file._kept_entries.cache_clear()
+    for count, kept in ((4000, 0), (448, 1)):
+        save_file({f"layers.{number}.lora_A.weight": torch.zeros(1) for number in range(count)}, path)
+        assert len(read_tensors(path, values=False)) == len(read_tensors(path)) == count
+        assert tensor_file._kept_entries.cache_info().currsize == kept

@@ -31,6 +31,7 @@ LENGTH = 8  # bytes at the file's beginning: the header's length
 Memory = np.ndarray[tuple[int], np.dtype[np.uint8]]
 _Entry = tuple[str, torch.dtype, tuple[int, ...], tuple[int, ...], int]
 SPARE_BYTES = 128 << 20  # of memory that is kept for the next files
+CACHED_BYTES = 256 << 10  # of a header that is kept; that of hundreds of sites has half of it
 
 
 def read_tensors(path: Path, *, values: bool = True) -> dict[str, Tensor]:
@@ -46,7 +47,7 @@ def read_tensors(path: Path, *, values: bool = True) -> dict[str, Tensor]:
     with path.open("rb") as file:
         size = path.stat().st_size
         header, begin = _header(file, size)
-        entries = _entries(header, size - begin)
+        entries = (_kept_entries if len(header) <= CACHED_BYTES else _entries)(header, size - begin)
         if not values:
             return {
                 name: torch.empty(shape, dtype=dtype, device="meta") for name, dtype, shape, _, _ in entries
@@ -98,7 +99,6 @@ def _header(file: BufferedReader, size: int) -> tuple[bytes, int]:
     return file.read(length), LENGTH + length
 
 
-@functools.lru_cache(maxsize=64)  # adapters of one rank on the same layers have the same header
 def _entries(header: bytes, size: int) -> tuple[_Entry, ...]:
     """Each tensor's name, dtype, shape, strides and first byte of so many.
 
@@ -115,21 +115,30 @@ def _entries(header: bytes, size: int) -> tuple[_Entry, ...]:
             raise ValueError(f"{name}: shape {shape}, bytes {first} to {end} of {size}")
         if end - first != prod(shape) * dtype.itemsize:
             raise ValueError(f"{name}: {end - first} bytes for {shape} of {entry['dtype']}")
+        if prod(max(each, 1) for each in shape) * dtype.itemsize >= 1 << 63:  # though it has no elements
+            raise ValueError(f"{name}: shape {shape} is too large")
         strides = tuple(prod(shape[number + 1 :]) for number in range(len(shape)))
         found.append((name, dtype, tuple(shape), strides, first))
     return tuple(found)
 
 
+# Adapters of one rank on the same layers have the same header.
+_kept_entries = functools.lru_cache(maxsize=64)(_entries)
+
+
 def _views(whole: Tensor, entries: Sequence[_Entry]) -> dict[str, Tensor]:
-    """The tensors among a file's bytes; one that does not begin where its dtype may is a copy."""
+    """The tensors among a file's bytes; one that does not begin where its dtype may is a copy. One without
+    elements has no bytes there."""
     typed = {
         dtype: whole[: len(whole) // dtype.itemsize * dtype.itemsize].view(dtype)
-        for dtype in {each[1] for each in entries}
+        for dtype in {dtype for _, dtype, shape, _, _ in entries if prod(shape)}
     }
     views = {}
     for name, dtype, shape, strides, first in entries:
         number, off = divmod(first, dtype.itemsize)
-        if off:
+        if not prod(shape):
+            views[name] = torch.empty(shape, dtype=dtype)
+        elif off:
             end = first + prod(shape) * dtype.itemsize
             views[name] = whole[first:end].clone().view(dtype).view(shape)
         else:
