@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -308,6 +309,23 @@ def test_what_was_removed_is_not_kept_in_memory(served: Served) -> None:
     assert kept[0] > 0
     assert kept[1:] == kept[:-1], "the bytes of one at a time"
     assert engine.store.loads == 5, "what stays is read once"
+
+
+def test_a_banks_adapter_is_known_until_it_changes_or_goes() -> None:
+    class Blocks(dict[str, Any]):
+        def __iter__(self) -> Iterator[str]:
+            raise AssertionError("for each adapter that is kept, all are looked at")
+
+    bank: Any = SimpleNamespace(blocks=Blocks({name: SimpleNamespace(generation=3) for name in "ab"}))
+    adapters = BankAdapters(bank)
+    key = adapters.find("a").key
+    assert adapters.knows(key)
+    bank.blocks["a"].generation += 1
+    assert not adapters.knows(key)
+    assert adapters.knows(adapters.find("a").key)
+    key = adapters.find("b").key
+    del bank.blocks["b"]
+    assert not adapters.knows(key)
 
 
 def test_a_chat_is_answered_by_the_current_adapter_and_goes_on_when_it_changes(

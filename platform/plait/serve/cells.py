@@ -6,7 +6,7 @@ sites' vectors, and each piece is laid out like a cell.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -21,6 +21,7 @@ from plait_kernels.pooled import PLACED, AdapterPool, PooledAdapter, place_vecto
 
 LEAST_PAGE, MOST_PAGE = 16, 64  # tokens of a page
 Weights = Mapping[str, tuple[Tensor, ...]]
+AdapterKey = tuple[str, int]  # its name, and a number that changes with its weights
 
 
 class Adapter(Protocol):
@@ -32,7 +33,7 @@ class Adapter(Protocol):
     """
 
     @property
-    def key(self) -> Hashable:
+    def key(self) -> AdapterKey:
         """See above."""
 
     @property
@@ -69,7 +70,7 @@ class AdapterSource(Protocol):
     def find(self, name: str) -> Adapter:
         """The adapter with this name; InputError if there is none."""
 
-    def knows(self, key: Hashable) -> bool:
+    def knows(self, key: AdapterKey) -> bool:
         """Whether requests may name the adapter with this key now."""
 
     def lasting(self) -> Sequence[Adapter]:
@@ -82,7 +83,7 @@ class _BankAdapter:
     name: str
 
     @property
-    def key(self) -> Hashable:
+    def key(self) -> AdapterKey:
         return self.name, self.bank.blocks[self.name].generation
 
     @property
@@ -119,9 +120,10 @@ class BankAdapters:
             raise InputError(f"adapter {name!r}", "A request's adapter must be loaded.")
         return _BankAdapter(self.bank, name)
 
-    def knows(self, key: Hashable) -> bool:
+    def knows(self, key: AdapterKey) -> bool:
         """Whether it is one of them as it is now."""
-        return any(_BankAdapter(self.bank, name).key == key for name in self.bank.blocks)
+        name, generation = key
+        return name in self.bank.blocks and self.bank.blocks[name].generation == generation
 
     def lasting(self) -> Sequence[Adapter]:
         """All that are pooled."""
@@ -294,7 +296,7 @@ class CellStore:
         sites: AdapterPool,
         *,
         most_bytes: int = 0,
-        known: Callable[[Hashable], bool] = lambda _: False,
+        known: Callable[[AdapterKey], bool] = lambda _: False,
     ) -> None:
         self.layout = layout
         self._pool = pool
@@ -302,9 +304,9 @@ class CellStore:
         self._direct = places(pool[0])  # the file's tensors are kept, and written into their pages at once
         self._most_bytes = most_bytes
         self._known = known
-        self._kept: dict[Hashable, list[Tensor]] = {}
+        self._kept: dict[AdapterKey, list[Tensor]] = {}
         self.bytes = 0
-        self._coming: dict[Hashable, Future[list[Tensor]]] = {}
+        self._coming: dict[AdapterKey, Future[list[Tensor]]] = {}
         self._reader = ThreadPoolExecutor(1, "adapters") if most_bytes else None
         self.loads = 0
 
@@ -378,7 +380,7 @@ class CellStore:
             self._forget(next(iter(self._kept)))
         return found
 
-    def _forget(self, key: Hashable) -> None:
+    def _forget(self, key: AdapterKey) -> None:
         self.bytes -= _bytes(self._kept.pop(key))
 
 

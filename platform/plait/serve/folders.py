@@ -5,7 +5,7 @@ A seam: the engine does not know where adapters are kept.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -16,7 +16,7 @@ from plait.adapters.peft_folder import read_adapter
 from plait.core.errors import InputError, ModelError, StorageError
 from plait.core.settings import WHOLE
 from plait.models.base import BaseModel
-from plait.serve.cells import Adapter, Weights
+from plait.serve.cells import Adapter, AdapterKey, Weights
 from plait.utils.progress import say
 
 HOST_BYTES = 1 << 30  # of adapters that are kept in memory beside the pool
@@ -39,7 +39,7 @@ class FolderAdapter:
     pooled: bool = True
 
     @property
-    def key(self) -> Hashable:
+    def key(self) -> AdapterKey:
         """Its name, and when it was added: a name may be used again."""
         return self.name, self.number
 
@@ -95,7 +95,7 @@ class FolderAdapters:
         self._quantise = base.identity.quantise
         self._said_unknown = False
         self._adapters: dict[str, FolderAdapter] = {}
-        self._keys: set[Hashable] = set()
+        self._keys: set[AdapterKey] = set()
         self._added = 0
         self._lock = Lock()  # the server adds and removes, the engine's thread finds
         for name, folder in folders.items():
@@ -181,7 +181,7 @@ class FolderAdapters:
                 raise InputError(f"adapter {name!r}", "There is no adapter with this name.")
             return self._adapters[name]
 
-    def knows(self, key: Hashable) -> bool:
+    def knows(self, key: AdapterKey) -> bool:
         """Whether the adapter with this key is there now."""
         with self._lock:
             return key in self._keys
