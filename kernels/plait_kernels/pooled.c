@@ -52,8 +52,9 @@ static inline uint16_t store_bf16(float value) {
  * not there. A row's sums have one order, however many rows its tile has. */
 enum { MOST_ROWS = 8, FOUR = 4 };
 #define DEFINE_ROWS(NAME, TYPE)                                                                                 \
-    /* out += scale * B[:, k] (A[k, :] x) for up to four of the k that are left, and `rows` rows; the missing k read \
-     * the first. The next four are fetched meanwhile: the vectors are too short for the processor to foresee. */ \
+    /* out += scale * B[:, k] (A[k, :] x) for up to four of the k that are left, and `rows` rows; the missing   \
+     * k read the first. The next four are fetched meanwhile: the vectors are too short for the processor to    \
+     * foresee. */                                                                                              \
     static inline __attribute__((always_inline)) void block_##NAME(                                             \
         const int rows, float *out, int64_t width, const float *x, int64_t features, const TYPE *pool,          \
         const int64_t *a, const int64_t *b, int64_t left, float scale) {                                        \
@@ -70,7 +71,7 @@ enum { MOST_ROWS = 8, FOUR = 4 };
             lanes values[FOUR];                                                                                 \
             for (int k = 0; k < FOUR; k++) {                                                                    \
                 values[k] = load_##NAME(v[k] + i);                                                              \
-                __builtin_prefetch(next_v[k] + i, 0, 2);                                                              \
+                __builtin_prefetch(next_v[k] + i, 0, 2);                                                        \
             }                                                                                                   \
             for (int r = 0; r < rows; r++) {                                                                    \
                 lanes given = load_f32(x + r * features + i);                                                   \
@@ -87,7 +88,7 @@ enum { MOST_ROWS = 8, FOUR = 4 };
             lanes values[FOUR];                                                                                 \
             for (int k = 0; k < FOUR; k++) {                                                                    \
                 values[k] = load_##NAME(w[k] + i);                                                              \
-                __builtin_prefetch(next_w[k] + i, 0, 2);                                                              \
+                __builtin_prefetch(next_w[k] + i, 0, 2);                                                        \
             }                                                                                                   \
             for (int r = 0; r < rows; r++) {                                                                    \
                 lanes sum = load_f32(out + r * width + i);                                                      \
@@ -116,11 +117,12 @@ enum { MOST_ROWS = 8, FOUR = 4 };
                     block_##NAME(FOUR, sums + r * width, width, given + r * features, features, pool, a + k,    \
                                  b + k, rank - k, scale);                                                       \
                 for (; r < rows; r++)                                                                           \
-                    block_##NAME(1, sums + r * width, width, given + r * features, features, pool, a + k, b + k, \
-                                 rank - k, scale);                                                              \
+                    block_##NAME(1, sums + r * width, width, given + r * features, features, pool, a + k,       \
+                                 b + k, rank - k, scale);                                                       \
             }                                                                                                   \
             for (int64_t r = 0; r < rows; r++)                                                                  \
-                for (int64_t i = 0; i < width; i++) own[r * out_stride + i] = store_##NAME(sums[r * width + i]); \
+                for (int64_t i = 0; i < width; i++)                                                             \
+                    own[r * out_stride + i] = store_##NAME(sums[r * width + i]);                                \
         }                                                                                                       \
     }                                                                                                           \
     int rows_##NAME(TYPE *out, int64_t out_stride, const TYPE *x, int64_t x_stride, int64_t features,           \

@@ -160,7 +160,8 @@ def _long(span: tuple[int, int, PooledAdapter]) -> bool:
 
 @dataclass(frozen=True)
 class _Launched:
-    """Rows (n, 3) int64: row, distance of its table from `origin`, rank; scales (n,); the largest rank."""
+    """Rows (n, 3) int64: row, distance of its table from `origin`, rank. Or tiles (n, 4), which have a number
+    of rows, too. Scales (n,); the largest rank of single rows, 0 for tiles."""
 
     rows: Tensor
     scales: Tensor
