@@ -56,7 +56,7 @@ class Served:
             linears=self.base.linears,
         )
         adapters = FolderAdapters(self.base, {"trial-0000": self.root / "trial-0000"}, most=2)
-        limits = Limits(body_bytes=4096, new_tokens=160, waiting=2)
+        limits = Limits(body_bytes=4096, new_tokens=160, waiting=8)
         engine = Engine(self.base, adapters, pool_tokens=176)
         self.driver = Driver(engine, most_waiting=limits.waiting, most_seconds=100)
         models = Models({"base": None, "best": "trial-0000"}, adapters, self.root)
@@ -290,6 +290,7 @@ GOOD = {"model": "best", "prompt": "a", "max_tokens": 1}
         (GOOD | {"prompt": [-1]}, 422),
         (GOOD | {"n": 0}, 422),
         (GOOD | {"n": 129}, 422),
+        (GOOD | {"n": 9}, 422),  # eight may wait
         (GOOD | {"prompt": ["a"] * 3, "n": 43}, 422),
         (GOOD | {"stop": ["a"] * 5}, 422),
         (GOOD | {"unknown": True}, 422),
@@ -425,6 +426,7 @@ def test_a_full_queue_is_refused_and_what_waits_is_answered(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(served, monkeypatch)
+    monkeypatch.setattr(served.driver, "_most_waiting", 2)
     found: list[int] = []
     clients = [
         threading.Thread(target=lambda: found.append(served.ask("/v1/completions", LONG)[0]), daemon=True)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import requests
 import torch
+from starlette.exceptions import HTTPException
 
-from plait.core.errors import PlaitError
+from plait.core.errors import InputError, PlaitError
+from plait.serve.bodies import TextBody
 from plait.serve.driver import DIED, STOPPING, BusyError, Driver
 from plait.serve.requests import Request, Update
 from plait.serve.server import Endpoint, Limits, Models, make_app, run
@@ -48,9 +51,9 @@ class Engine:
             raise self._error
 
 
-def asked(driver: Driver) -> None:
+def asked(driver: Driver, answers: int = 1) -> None:
     async def ask() -> None:
-        await asyncio.wait_for(anext(driver.stream(Request((1,)))), 60)
+        await asyncio.wait_for(anext(driver.stream(*[Request((1,))] * answers)), 60)
 
     asyncio.run(ask())
 
@@ -100,6 +103,61 @@ def test_a_full_queue_and_one_that_is_too_slow_say_so() -> None:
     with pytest.raises(BusyError, match="3 requests wait already"):
         asked(driver)
     driver.stop()
+
+
+def test_each_answer_that_one_client_asks_for_has_its_place_in_the_queue() -> None:
+    engine = Engine()
+    driver = Driver(engine, most_waiting=4, most_seconds=5)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"5 answers\n.* 4 may wait.\n.*--queue"):
+        asked(driver, 5)
+    assert driver.counts.ended == {}, "it is wrong, not refused"
+    engine.scheduler.waiting = 1
+    with pytest.raises(BusyError, match="1 requests wait already; with 4 more"):
+        asked(driver, 4)
+    driver._pace.note(8, 4)
+    with pytest.raises(BusyError, match="more than 5 s") as late:
+        asked(driver, 3)  # the last of which has three ahead of it
+    assert late.value.seconds == 3
+    driver.stop()
+
+
+def test_too_many_prompts_are_refused_before_they_are_read() -> None:
+    def unread(_: str) -> None:
+        raise AssertionError("a prompt was read")
+
+    driver = Driver(Engine(), most_waiting=999)  # type: ignore[arg-type]
+    base: Any = SimpleNamespace(tokeniser=unread)
+    endpoint = Endpoint(driver, base, Models({"base": None}), Limits())
+    body = TextBody(model="base", prompt=["a"] * 65, n=2)
+    with pytest.raises(HTTPException, match="130 answers: one request may ask for 128"):
+        asyncio.run(endpoint.text(body, None))  # type: ignore[arg-type]
+    driver.stop()
+
+
+def test_few_of_a_bodys_unknown_names_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[str] = []
+    monkeypatch.setattr("plait.serve.bodies.did_you_mean", lambda name, *_, **__: looked.append(name))
+    TextBody.model_validate({"model": "base", "prompt": "a"} | {f"unknown-{each}": 1 for each in range(999)})
+    assert len(looked) == 5
+
+
+def test_a_likely_name_is_looked_for_among_few_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is looked for on the thread that all streams share."""
+    compared: list[int] = []
+
+    def count(_: str, names: Sequence[str]) -> str:
+        compared.append(len(names))
+        return "Did you mean another? "
+
+    monkeypatch.setattr("plait.serve.server.did_you_mean", count)
+    for number, meant in ((100, " Did you mean another?"), (2000, "")):
+        models = Models({f"customer-{each:05d}": None for each in range(number)})
+        with pytest.raises(HTTPException) as refused:
+            models.adapter("customer-000x1")
+        assert str(refused.value.detail).endswith(f"/v1/models lists them.{meant}")
+    with pytest.raises(HTTPException):
+        Models({f"{each:0128d}": None for each in range(100)}).adapter("a" * 9999)
+    assert compared == [100], "a hundred long names are too many, too"
 
 
 def test_a_server_whose_engine_has_died_says_so_and_ends_with_the_error() -> None:

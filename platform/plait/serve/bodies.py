@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any, Literal
 from uuid import uuid4
 
@@ -33,6 +33,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 PROMPT = "a text, a list of texts, a list of token ids, or a list of such lists"
 MOST_ANSWERS = 128  # of one request, as OpenAI's
 ALIKE = 0.85  # of difflib: names that other servers know are no misspelled ones of this one
+LOOKED_UP = 5  # unknown names of a body; streams stand still meanwhile, and one is refused in any case
 IGNORED = ("user", "metadata", "store", "safety_identifier")
 
 
@@ -44,9 +45,8 @@ class _Spelled(BaseModel):
     def _spelled(cls, values: Any) -> Any:
         if isinstance(values, dict):
             known = (*cls.model_fields, *cls._also())
-            for name in values:
-                meant = did_you_mean(name, known, cutoff=ALIKE) if name not in known else ""
-                if meant:
+            for name in islice((name for name in values if name not in known), LOOKED_UP):
+                if meant := did_you_mean(name, known, cutoff=ALIKE):
                     raise ValueError(f"{name}: There is no such name here. {meant.strip()}")
         return values
 
@@ -230,9 +230,7 @@ class Answer:
         self, model: str, prompt: int, word: Callable[[int], str], *, chat: bool, counted: bool = False
     ) -> None:
         self._word = word
-        self._offsets: Counter[int] = (
-            Counter()
-        )  # by choice, letters of the tokens whose scores have been given
+        self._offsets: Counter[int] = Counter()  # by choice: letters of tokens whose scores were given
         self._chat = chat
         self._model = model
         self._prompt = prompt

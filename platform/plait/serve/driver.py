@@ -15,6 +15,7 @@ from functools import partial
 
 import torch
 
+from plait.core.errors import InputError
 from plait.serve.engine import Engine
 from plait.serve.metrics import Counts
 from plait.serve.requests import Request, Update
@@ -70,7 +71,7 @@ class Driver:
     """Runs an engine's iterations while there are requests.
 
     Args:
-        most_waiting: requests that may wait for room; more are refused.
+        most_waiting: requests that may wait for room; more are refused, and one client may ask for no more.
         most_seconds: that one may wait for; then it is refused, and at once if it would wait for longer.
 
     Attributes:
@@ -99,6 +100,7 @@ class Driver:
 
         Raises:
             BusyError: the queue is full, one has waited or would wait for too long, or the server ends.
+            InputError: they are more than may wait.
             PlaitError: one cannot run.
         """
         loop = asyncio.get_running_loop()
@@ -146,13 +148,20 @@ class Driver:
 
     def _post(self, tickets: Sequence[_Ticket]) -> None:
         """Queue requests of one client, all or none."""
+        own, most = len(tickets), self._most_waiting
+        if own > most:
+            raise InputError(
+                f"{own} answers",
+                f"They wait together, and {most} may wait.",
+                "Ask for fewer, or start the server with `plait serve --queue N`.",
+            )
         with self._changed:
             waiting = len(self._new) + self.engine.scheduler.waiting
-            late = self._pace.wait(waiting) - self._most_seconds if waiting else 0.0
+            late = self._pace.wait(waiting + own - 1) - self._most_seconds if waiting else 0.0
             if self._stopping:
                 refused = self.ends
-            elif waiting >= self._most_waiting:
-                refused = f"{waiting} requests wait already, which is the most."
+            elif waiting + own > most:
+                refused = f"{waiting} requests wait already; with {own} more they would be more than {most}."
             elif late > 0:
                 refused = f"It would wait for more than {self._most_seconds:g} s."
             else:

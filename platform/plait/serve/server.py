@@ -49,6 +49,7 @@ FAILED = "The server failed; its log says why."
 HEALTH = "/health"
 Made = TypeVar("Made")
 Updates = AsyncGenerator[tuple[int, Update]]  # with the places of their requests
+COMPARED = 100_000  # letters of a name times those of all models: no stream moves while they are compared
 WORDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -97,8 +98,10 @@ class Models:
         found = self.named.get(model, model)
         known = model in self.named if self.adapters is None else found is None or found in self.adapters
         if not known:
-            meant = did_you_mean(model[:100], self.names)
-            raise HTTPException(404, f"There is no model {model[:100]!r}; /v1/models lists them.{meant}")
+            shown, names = model[:100], self.names
+            few = len(shown) * sum(map(len, names)) <= COMPARED
+            meant = did_you_mean(shown, names) if few else ""
+            raise HTTPException(404, f"There is no model {shown!r}; /v1/models lists them. {meant}".rstrip())
         return found
 
     def add(self, name: str, path: str) -> None:
@@ -172,6 +175,8 @@ class Endpoint:
     async def text(self, body: TextBody, request: Request) -> Response:
         """Continue a text."""
         self._models.adapter(body.model)
+        if (number := len(body.prompts) * body.n) > MOST_ANSWERS:
+            raise HTTPException(422, f"{number} answers: one request may ask for {MOST_ANSWERS}.")
         prompts = await run_in_threadpool(lambda: list(map(self._prompt, body.prompts)))  # it takes a while
         return await self._answer(body, prompts, request, chat=False)
 
@@ -208,8 +213,6 @@ class Endpoint:
     ) -> Response:
         adapter = self._models.adapter(body.model)
         samplings = body.samplings(self._limits.new_tokens)
-        if (number := len(prompts) * len(samplings)) > MOST_ANSWERS:
-            raise HTTPException(422, f"{number} answers: one request may ask for {MOST_ANSWERS}.")
         asked = [requests.Request(each, adapter, sampling) for each in prompts for sampling in samplings]
         updates = self._driver.stream(*asked)
         counted = body.stream_options is not None and body.stream_options.include_usage
