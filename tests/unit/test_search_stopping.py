@@ -20,7 +20,7 @@ from plait.core.jobs import JobSpec, TrainSpec
 from plait.core.lifecycle import JobResult, JobState
 from plait.core.messages import GroupStep, JobEvaluated, JobPaused, JobProgress
 from plait.core.plans import GlobalBatch
-from plait.core.settings import SearchSettings
+from plait.core.settings import SearchSettings, StoppingSettings
 from plait.engine.steps import DataOrder, training_batch
 from plait.planner.packing import pack
 from plait.search.stored import read_standing
@@ -333,6 +333,68 @@ def test_evaluations_between_rungs_at_shares_are_kept_by_shares_too(tmp_path: Pa
     standing = {each.number: each.step for each in read_standing(study).trials}
     ends = {int(result.job[-4:]): result.step for result in bench.of(JobResult)}
     assert standing == ends, "the state of a search is told in steps"
+
+
+def begun(folder: Path, rungs: tuple[float, ...] | None, **more: Any) -> Bench:
+    """A search over trials of 8 and 5 steps that was interrupted."""
+    search = replace(halving(trials=8, cohort=8, parallel=8, rungs=rungs), name="one")
+    bench = Bench(folder, search, steps=unequal_steps, budgets={5, 8}, checkpoint_steps=1, **more)
+    replace(bench, stop_at=2).run()
+    assert any(trial.intermediate_values for trial in bench.trials)
+    return replace(bench, notes=Notes())
+
+
+def with_rungs(bench: Bench, rungs: tuple[float, ...] | None) -> Bench:
+    stopping = replace(bench.search.stopping, rungs=rungs)
+    return replace(bench, search=replace(bench.search, stopping=stopping))
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "said"),
+    [
+        ((0.25, 0.5), (2, 4), r"search\.stopping\.rungs=\[2,4\].*shares of each trial's own steps"),
+        ((2, 4), (0.25, 0.5), r"search\.stopping\.rungs=\[0\.25,0\.5\].*after optimiser steps"),
+        (None, (2, 4), r"search\.stopping\.rungs=\[2,4\].*shares of each trial's own steps"),
+    ],
+)
+def test_rungs_in_the_other_unit_are_refused_before_anything_trains(
+    tmp_path: Path, first: Any, then: Any, said: str
+) -> None:
+    bench = begun(tmp_path, first)
+    before = states(bench)
+    with pytest.raises(ConfigError, match=f"(?s){said}.*search\\.name.*search\\.fresh=true"):
+        with_rungs(bench, then).run()
+    assert states(bench) == before
+
+
+@pytest.mark.parametrize("first", [(0.25, 0.5), (2, 4)])
+def test_rungs_left_open_on_resuming_are_in_the_unit_of_the_study(tmp_path: Path, first: Any) -> None:
+    bench = begun(tmp_path, first)
+    with_rungs(bench, None).run()
+    shares = first[0] < 1
+    for trial in bench.trials:
+        steps = unequal_steps(trial)
+        assert trial.state.is_finished()
+        assert max(trial.intermediate_values) <= (10_000 if shares else steps)
+        assert (min(trial.intermediate_values) >= 1250) == shares
+
+
+def test_without_a_rule_a_study_of_shares_goes_on_with_shares(tmp_path: Path) -> None:
+    def evaluated_often(trial: Trial, steps: int) -> JobSpec:
+        job = make_job(trial, steps)
+        return replace(job, train=replace(job.train, eval_every=1))
+
+    bench = begun(tmp_path, (0.25,))
+    search = replace(bench.search, stopping=StoppingSettings())
+    bench = replace(bench, search=search, job=evaluated_often)
+    replace(bench, stop_at=4).run()
+    measured = {event.job: (event.step, event.loss) for event in bench.of(JobEvaluated)}
+    assert max(step for step, _ in measured.values()) > 2
+    study = optuna.load_study(study_name=None, storage=bench.storage)
+    told = {Trial(each.number).name: (each.step, each.reported) for each in read_standing(study).trials}
+    assert told == told | measured, "the state of a search tells what was measured last"
+    bench.run()
+    assert {max(trial.intermediate_values) for trial in bench.trials} == {10_000}
 
 
 # ---- killed ---------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from optuna.pruners import BasePruner
 from plait.core.jobs import JobSpec, TrainSpec
 from plait.core.lifecycle import JobResult, JobState, PauseReason
 from plait.core.messages import Event, JobAdmitted, JobEvaluated, JobGenerated, JobPaused, JobProgress
-from plait.core.rungs import Share
+from plait.core.rungs import Share, Unit
 from plait.core.settings import SearchSettings, StoppingSettings
 from plait.engine.catalogue import DataCatalogue
 from plait.search.objective import Observed
@@ -33,6 +33,9 @@ class Memory:
 
     def records(self) -> Mapping[int, RungRecord]:
         return self.drawn
+
+    def keep_unit(self, usual: Unit) -> Unit:
+        return usual
 
     def keep_cohort(self, rule: str, size: int) -> int:
         return self.cohorts.setdefault(rule, size)

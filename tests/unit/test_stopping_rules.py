@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from plait.core.errors import ConfigError, PlaitError
 from plait.core.rungs import Share, step_of
 from plait.core.settings import SearchSettings, StoppingSettings
-from plait.search.rungs import Brackets, RungMetric, RungRecord, RungTable, describe_rungs, rung_metric
+from plait.search.rungs import (
+    Brackets,
+    RungMetric,
+    RungRecord,
+    RungTable,
+    describe_rungs,
+    rung_metric,
+    unit_of,
+)
 from plait.search.stopping import (
     RULES,
     CohortRule,
@@ -101,9 +109,24 @@ def test_jobs_of_different_budgets_have_rungs_at_shares_of_them(
     found = rungs_within(rule, {128, 8})
     assert found == tuple(expected)
     assert " ".join(map(str, found)) == names
-    said = describe_rungs(rule, {128, 8})
+    said = describe_rungs(rule, {128, 8}, unit_of(rule, {128, 8}))
     assert ("8 to 128" in said) == (names in ("2 4", "1 2"))
-    assert not describe_rungs(rule, {8})
+    assert not describe_rungs(rule, {8}, "steps")
+
+
+def test_the_start_says_what_a_pruners_steps_are_where_rungs_are_shares() -> None:
+    rule = StoppingSettings(kind="optuna", pruner="MedianPruner", options={"n_warmup_steps": 2})
+    said = describe_rungs(rule, {128, 8}, unit_of(rule, {128, 8}))
+    assert "search.stopping.pruner=MedianPruner" in said
+    assert "ten-thousandths" in said
+    assert not describe_rungs(rule, {8}, unit_of(rule, {8}))
+    assert "ten-thousandths" not in describe_rungs(rule, {128, 8}, "steps")
+
+
+def test_rungs_left_open_follow_the_unit_of_the_study() -> None:
+    rule = StoppingSettings(kind="successive_halving")
+    assert rungs_within(rule, {128, 8}, "steps") == (1, 2, 4)
+    assert list(map(str, rungs_within(rule, {8}, "shares"))) == ["12.5 %", "25 %", "50 %"]
 
 
 @given(steps=st.integers(1, 20_000), share=st.floats(1e-4, 1, exclude_max=True))
@@ -465,6 +488,16 @@ def test_patience_counts_rungs_without_improvement() -> None:
     values = table({0: {1: 3.0, 2: 2.0, 3: 1.95, 4: 1.0, 5: 1.0}, 1: {1: 1.0, 2: 1.0, 3: 0.95}}, 2)
     assert [made.decide(0, step, values).action for step in range(1, 6)] == ["continue"] * 5
     assert [made.decide(1, step, values).action for step in (1, 2, 3)] == ["continue", "continue", "stop"]
+
+
+def test_patience_counts_one_measurement_once_where_a_short_trial_reaches_two_rungs_with_it() -> None:
+    """A trial of 4 steps reaches 10 and 20 % with its first one, 30 to 50 % with its second."""
+    made = rule(kind="patience", rungs=(0.1, 0.2, 0.3, 0.4, 0.5, 0.6), patience=1)
+    short = {1000: 1.0, 2000: 1.0, 3000: 0.9, 4000: 0.9, 5000: 0.9, 6000: 0.9}
+    records = {0: RungRecord(short, steps=4), 1: RungRecord(short, steps=40)}
+    found = [actions(made, (0, 1), rung, RungTable(records, 2)) for rung in made.rungs(0)]
+    assert [each[0] for each in found] == ["continue"] * 5 + ["stop"]
+    assert [each[1] for each in found][:2] == ["continue", "stop"]
 
 
 def test_a_trial_beyond_the_expected_ones_is_compared_with_its_cohort() -> None:

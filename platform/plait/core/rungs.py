@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 PARTS = 10_000
+
+Unit = Literal["steps", "shares"]  # what rungs count, and by what a study keeps the values of its trials
 
 
 class Share(int):

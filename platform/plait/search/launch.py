@@ -233,7 +233,9 @@ class Launch:
         budgets = budgets_of(self._command.probes, prepared.data.catalogue)
         stopper = make_stopper(search, budgets, source.rungs)
         if stopper is not None:
-            self._say(rung_metric(search).describe(search), describe_rungs(search.stopping, budgets))
+            self._say(
+                rung_metric(search).describe(search), describe_rungs(search.stopping, budgets, stopper.unit)
+            )
         _remember(self._command, source.name)
         result, concluded = self._run(prepared, stopper)
         if not result.interrupted and not result.ended_by:
@@ -295,7 +297,7 @@ class Launch:
         if self._run_id:
             begun = Begun(self._run_id, source.finished())
         with source.shared.holding("run"):
-            rungs_of = None if stopper is None else stopper.rungs_of
+            rungs_of = stopper.rungs_of if stopper and self._settings.search.stopping.active else None
             run_id = tracker.start_search(self._facts(), begun, rungs_of)
             source.link(run_id, str(tracker.location))
         if tracker.away is not None and self._away is None:  # since this process began

@@ -6,13 +6,14 @@ Pure functions and plain data.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
 from plait.core.errors import ConfigError, choices
-from plait.core.rungs import PARTS, Share, step_of
+from plait.core.rungs import PARTS, Share, Unit, step_of
 from plait.core.settings import SearchSettings, StoppingSettings
+from plait.core.space import as_written
 from plait.tracking import names
 
 SHARE = 8  # the first rung, and the distance of evenly spaced ones, is 1/SHARE of the budget by default
@@ -82,12 +83,45 @@ def rung_metric(search: SearchSettings) -> RungMetric:
     return RungMetric(metric, minimise)
 
 
-def place_rungs(stopping: StoppingSettings, budgets: Collection[int], *, geometric: bool) -> tuple[int, ...]:
-    """The rungs, ascending. They are shares of each trial's own steps if the settings say so, or if they
-    leave it open and the budgets differ: after equally many steps a larger batch has seen more samples.
+UNITS: Mapping[Unit, str] = {"steps": "optimiser steps", "shares": "shares of each trial's own steps"}
+
+
+def unit_of(
+    stopping: StoppingSettings, budgets: Collection[int], keep: Callable[[Unit], Unit] = lambda unit: unit
+) -> Unit:
+    """What the rungs count. If the settings leave it open, it is the study's unit; in a new one, shares if
+    the budgets differ: after equally many steps a larger batch has seen more samples.
 
     Args:
         budgets: optimiser steps of the jobs.
+        keep: returns the study's unit, or else stores the given one.
+
+    Raises:
+        ConfigError: the settings give rungs in the other unit than the study's.
+    """
+    differ = stopping.active and not stopping.placed and min(budgets) < max(budgets)
+    wanted: Unit = "shares" if stopping.by_share or differ else "steps"
+    unit = keep(wanted)
+    if stopping.placed and unit != wanted:
+        given = {key: getattr(stopping, key) for key in ("rungs", "every", "min_steps", "max_steps")}
+        key, value = next((key, value) for key, value in given.items() if value is not None)
+        raise ConfigError(
+            f"search.stopping.{key}={as_written(list(value) if key == 'rungs' else value)}",
+            f"This search compares its trials after {UNITS[unit]}, from its start to its end.",
+            f"Give the rungs as {UNITS[unit]}, choose another search.name, or start again with "
+            "search.fresh=true.",
+        )
+    return unit
+
+
+def place_rungs(
+    stopping: StoppingSettings, budgets: Collection[int], unit: Unit, *, geometric: bool
+) -> tuple[int, ...]:
+    """The rungs, ascending.
+
+    Args:
+        budgets: optimiser steps of the jobs.
+        unit: what the rungs count, from :func:`unit_of`.
         geometric: if the settings leave it open, each rung is at eta times the previous one; otherwise they
             are evenly spaced.
 
@@ -96,7 +130,7 @@ def place_rungs(stopping: StoppingSettings, budgets: Collection[int], *, geometr
     """
     budget = min(budgets)
     last = min(budget - 1, stopping.max_steps or budget)
-    key, given, rungs = _rungs_of(stopping, budget, last, geometric=geometric)
+    key, given, rungs = _rungs_of(stopping, budget, last, unit, geometric=geometric)
     wrong = not rungs or step_of(rungs[-1], budget) >= budget
     for name in (key, "max_steps"):
         value = given if name == key else (stopping.max_steps or 0)
@@ -106,18 +140,18 @@ def place_rungs(stopping: StoppingSettings, budgets: Collection[int], *, geometr
                 "A rung must come after the first step and before the last step of a job.",
                 "Set earlier rungs, or a longer budget (train.steps).",
             )
-    if stopping.placed or max(budgets) == budget:
+    if unit == "steps" or stopping.rungs is not None:
         return rungs
     return tuple(Share(PARTS * step // budget) for step in rungs)
 
 
 def _rungs_of(
-    stopping: StoppingSettings, budget: int, last: int, *, geometric: bool
+    stopping: StoppingSettings, budget: int, last: int, unit: Unit, *, geometric: bool
 ) -> tuple[str, float, tuple[int, ...]]:
     """The key that places the rungs, its value, and the rungs of a job of this budget."""
     share = max(1, -(-budget // SHARE))
     if stopping.rungs is not None:
-        read = Share.of if stopping.by_share else int
+        read = Share.of if unit == "shares" else int
         return "rungs", max(stopping.rungs, default=0), tuple(sorted(set(map(read, stopping.rungs))))
     if stopping.every is not None or not geometric:
         first = stopping.every or share
@@ -126,14 +160,20 @@ def _rungs_of(
     return "min_steps", first, tuple(_powers(first, stopping.eta, last))
 
 
-def describe_rungs(stopping: StoppingSettings, budgets: Collection[int]) -> str:
-    """What is said at the start where trials of different budgets are compared after equally many steps."""
+def describe_rungs(stopping: StoppingSettings, budgets: Collection[int], unit: Unit) -> str:
+    """What is said at the start where trials of different budgets are compared after equally many steps, or
+    where a pruner's steps are none."""
     least, most = min(budgets), max(budgets)
-    if not stopping.active or stopping.by_share or not stopping.placed or least == most:
+    if stopping.kind == "optuna" and unit == "shares":
+        return (
+            f"Rungs are {UNITS[unit]}: options of search.stopping.pruner={stopping.pruner} that count "
+            f"steps count ten-thousandths of them ({PARTS // 4:,} is a quarter of a trial)."
+        )
+    if not stopping.active or unit == "shares" or least == most:
         return ""
     return (
         f"Rungs count optimiser steps, and trials have {least:,} to {most:,}: that favours large batches. "
-        "search.stopping.rungs=[0.125,0.25,0.5] compares at shares of each trial's own steps."
+        f"In a new search, search.stopping.rungs=[0.125,0.25,0.5] compares at {UNITS['shares']}."
     )
 
 
@@ -209,6 +249,7 @@ class RungRecord:
         passed: the last rung that an asynchronous rule let it pass.
         violates: the rungs at which it broke a constraint.
         rejected: it was never trained because its settings break a constraint, so no rule counts it.
+        steps: its optimiser steps, where rungs are shares of them and it has begun.
     """
 
     values: Mapping[int, float] = field(default_factory=dict)
@@ -216,6 +257,7 @@ class RungRecord:
     passed: int = 0
     violates: frozenset[int] = frozenset()
     rejected: bool = False
+    steps: int = PARTS
 
     def missing(self, rung: int) -> bool:
         """Whether its value at the rung may still come."""
@@ -223,7 +265,13 @@ class RungRecord:
 
     def beyond(self, rung: int) -> bool:
         """Whether it has trained further than this rung."""
-        return any(step > rung for step in self.values)
+        return any(each > rung for each in self.values)
+
+    def history(self, rungs: Iterable[int]) -> list[float]:
+        """Its values at these rungs, ascending: one for each step, though a short trial may reach several
+        rungs with one."""
+        steps = {step_of(each, self.steps): self.values[each] for each in rungs if each in self.values}
+        return list(steps.values())
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,20 +25,21 @@ from plait.core.messages import (
     JobProgress,
 )
 from plait.core.objectives import Constraint
-from plait.core.rungs import PARTS, Share, step_of
+from plait.core.rungs import PARTS, Unit, step_of
 from plait.core.settings import SearchSettings
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.steps import DataOrder
 from plait.search.attributes import state_of
 from plait.search.objective import Observed
 from plait.search.ownership import Claims
-from plait.search.rungs import RungMetric, RungRecord, RungTable, rung_metric
+from plait.search.rungs import RungMetric, RungRecord, RungTable, rung_metric, unit_of
 from plait.search.stopping import (
     CONTINUE,
     RULES,
     CohortRule,
     Decision,
     Divergence,
+    PerTrialRule,
     Rule,
     make_rule,
     rungs_within,
@@ -52,6 +53,7 @@ VIOLATES = "plait.violates"  # trial: the rungs at which it broke a constraint
 RUNGS = "plait.rungs"  # trial: value by rung, where they are not Optuna's intermediate values
 PASSED = "plait.passed"  # trial: the last rung that an asynchronous rule let it pass
 STEPS = "plait.steps"  # trial: its optimiser steps, if its values are kept by shares of them
+UNIT = "plait.rungs_in"  # study: by what it keeps the values of its trials
 COHORTS = "plait.cohorts"  # study: how many trials a rule compares with each other, by rule
 
 
@@ -75,6 +77,7 @@ class StudyRungs:
                 int(trial.user_attrs.get(PASSED, 0)),
                 frozenset(trial.user_attrs.get(VIOLATES, ())),
                 state_of(trial) == JobState.INFEASIBLE,
+                int(trial.user_attrs.get(STEPS, PARTS)),
             )
             for trial in trials
             if trial.state != TrialState.WAITING
@@ -94,6 +97,21 @@ class StudyRungs:
             if rule not in kept:
                 self._shared.study.set_user_attr(COHORTS, kept | {rule: size})
             return kept.get(rule, size)
+
+        return self._shared.locked(attempt)
+
+    def keep_unit(self, usual: Unit) -> Unit:
+        """By what the study keeps the values of its trials: the stored unit, or ``usual``, which is then
+        stored. A study that has values and no unit is older than shares."""
+
+        def attempt() -> Unit:
+            unit: Unit | None = self._shared.study.user_attrs.get(UNIT)
+            if unit is None:
+                trials = self._shared.trials()
+                older = any(each.intermediate_values or RUNGS in each.user_attrs for each in trials)
+                unit = "steps" if older else usual
+                self._shared.study.set_user_attr(UNIT, unit)
+            return unit
 
         return self._shared.locked(attempt)
 
@@ -142,8 +160,8 @@ class Stopper:
     Args:
         asynchronous: the rule's decisions depend on the order of arrival, so they must be stored.
         limits: the constraints of the search.
-        by_share: rungs are shares of each trial's own steps, and so are the steps of all values in the study:
-            samplers and Optuna's pruners compare trials at equal steps.
+        unit: what rungs count, and so do the steps of all values in the study: samplers and Optuna's pruners
+            compare trials at equal steps.
     """
 
     def __init__(
@@ -154,14 +172,14 @@ class Stopper:
         *,
         asynchronous: bool = False,
         limits: Sequence[Constraint] = (),
-        by_share: bool = False,
+        unit: Unit = "steps",
     ) -> None:
         self._rule = rule
         self._metric = metric.metric
         self._memory = memory
         self._asynchronous = asynchronous
         self._limits = limits
-        self._by_share = by_share
+        self.unit = unit
         self._trials: dict[str, Trial] = {}
         self._steps: dict[str, int] = {}  # of the whole trial, by name
         self._at_rung: dict[str, int] = {}  # by name
@@ -212,7 +230,7 @@ class Stopper:
 
     def _admit(self, event: JobAdmitted) -> None:
         name = event.job.name
-        if self._by_share and name in self._trials and name not in self._steps:
+        if self.unit == "shares" and name in self._trials and name not in self._steps:
             self._memory.keep_steps(self._trials[name].number, event.steps)
         self._steps[name] = event.steps
 
@@ -227,7 +245,7 @@ class Stopper:
 
     def stored_at(self, job: str, step: int) -> int:
         """The step by which the study keeps a value that a job had after ``step`` steps."""
-        if not self._by_share:
+        if self.unit == "steps":
             return step
         return int(max(self._rungs_at(job, step), default=PARTS * step // self._steps[job]))
 
@@ -287,24 +305,28 @@ def budgets_of(jobs: Iterable[JobSpec], data: DataCatalogue) -> set[int]:
 
 
 def make_stopper(search: SearchSettings, budgets: Collection[int], memory: StudyRungs) -> Stopper | None:
-    """The stopper that the settings ask for; None if every trial is trained to its end.
+    """The stopper that the settings ask for; None if every trial is trained to its end in a study that keeps
+    values by steps.
 
     Args:
         budgets: optimiser steps of the jobs.
 
     Raises:
-        ConfigError, SearchError: as for ``make_rule``.
+        ConfigError, SearchError: as for ``make_rule`` and ``unit_of``.
     """
-    rule = make_rule(search, budgets, keep_cohort=memory.keep_cohort, prunes=memory.prunes)
-    if rule is None:
+    rungs_within(search.stopping, budgets)  # settings that make no sense leave no unit in the study
+    unit = unit_of(search.stopping, budgets, memory.keep_unit)
+    rule = make_rule(search, budgets, unit=unit, keep_cohort=memory.keep_cohort, prunes=memory.prunes)
+    if rule is not None:
+        asynchronous = RULES.get(search.stopping.kind).asynchronous
+        metric = rung_metric(search)
+        return Stopper(rule, metric, memory, asynchronous=asynchronous, limits=search.limits, unit=unit)
+    if unit == "steps":
         return None
-    asynchronous = RULES.get(search.stopping.kind).asynchronous
-    by_share = any(isinstance(rung, Share) for rung in rungs_within(search.stopping, budgets))
+    first = search.objectives[0]
     return Stopper(
-        rule,
-        rung_metric(search),
+        PerTrialRule((), lambda _: None),
+        RungMetric(first.metric, first.direction == "minimize"),
         memory,
-        asynchronous=asynchronous,
-        limits=search.limits,
-        by_share=by_share,
+        unit=unit,
     )

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from plait.config.fields import build
 from plait.core.errors import ConfigError, SearchError, choices
+from plait.core.rungs import Unit
 from plait.core.settings import SearchSettings, StoppingSettings
 from plait.core.space import as_written
 from plait.search.rungs import (
@@ -30,6 +31,7 @@ from plait.search.rungs import (
     RungTable,
     place_rungs,
     rung_metric,
+    unit_of,
 )
 from plait.utils.registry import Registry
 
@@ -212,23 +214,29 @@ def check_rule(search: SearchSettings) -> None:
     registered.check(search)
 
 
-def rungs_within(stopping: StoppingSettings, budgets: Collection[int]) -> tuple[int, ...]:
+def rungs_within(
+    stopping: StoppingSettings, budgets: Collection[int], unit: Unit | None = None
+) -> tuple[int, ...]:
     """The rungs at which trials may be stopped, ascending; empty for the kind "none".
 
     Args:
         budgets: optimiser steps of the jobs.
+        unit: the study's; None: as in a new study.
 
     Raises:
         ConfigError: the rule does not exist, or a rung is not within the shortest budget.
     """
     geometric = RULES.get(stopping.kind).geometric
-    return place_rungs(stopping, budgets, geometric=geometric) if stopping.active else ()
+    if not stopping.active:
+        return ()
+    return place_rungs(stopping, budgets, unit or unit_of(stopping, budgets), geometric=geometric)
 
 
 def make_rule(
     search: SearchSettings,
     budgets: Collection[int],
     *,
+    unit: Unit | None = None,
     keep_cohort: Callable[[str, int], int] = lambda _, size: size,
     prunes: Callable[[BasePruner, int], bool] = lambda _, __: False,
 ) -> Rule | None:
@@ -236,6 +244,7 @@ def make_rule(
 
     Args:
         budgets: optimiser steps of the jobs.
+        unit: the study's; None: as in a new study.
         keep_cohort: returns the size of a cohort that was first stored under a name, or else stores the given
             one: the default depends on settings that may change between starts and between workers.
         prunes: returns whether a pruner of Optuna would end a trial now.
@@ -248,7 +257,7 @@ def make_rule(
     if not stopping.active:
         return None
     registered = RULES.get(stopping.kind)
-    metric, rungs = rung_metric(search), rungs_within(stopping, budgets)
+    metric, rungs = rung_metric(search), rungs_within(stopping, budgets, unit)
     cohort = stopping.cohort or 0
     if registered.cohort is not None and not cohort:
         usual = max(2, min(registered.cohort(search, len(rungs)), search.trials))
@@ -498,8 +507,7 @@ class PerTrialRule(EqualRungs):
 
     def decide(self, number: int, rung: int, table: RungTable) -> Decision:
         """Decide from the trial's own record."""
-        values = table.records[number].values
-        reason = self.stops([values[each] for each in self.same if each <= rung and each in values])
+        reason = self.stops(table.records[number].history(each for each in self.same if each <= rung))
         return CONTINUE if reason is None else Decision("stop", f"{reason} at rung {rung}")
 
 
