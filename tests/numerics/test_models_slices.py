@@ -17,15 +17,16 @@ from plait.adapters.slices import AdapterSlices
 from plait.adapters.variants import attach, named_tensors
 from plait.core.errors import ModelError
 from plait.core.jobs import AdapterSpec
-from plait.core.settings import ModelSettings
+from plait.core.settings import ClusterSettings, ModelSettings, RunSettings
 from plait.cost.memory import MemoryCoefficients, MemoryShape
 from plait.cost.peaks import StorageCounter
 from plait.distributed.tensor import SharedSides
-from plait.engine.admission import activation_bytes
+from plait.engine.admission import Admission, activation_bytes
+from plait.engine.build import worker_facts
 from plait.engine.worker import ActivationShape, HeldPart
 from plait.models.base import BaseModel
 from plait.models.context import MicrobatchContext
-from plait.models.load import load_model
+from plait.models.load import inspect_model, load_model
 from plait.models.slices import layer_slices, vocabulary_slice
 from plait_kernels import Bank, RoutedSegment, Routing, RowCounters
 from plait_kernels.loss import VocabularySlice, chunk_rows, labelled_cross_entropy
@@ -167,6 +168,30 @@ def test_a_model_that_gives_other_results_in_slices_is_refused(tmp_path: Path) -
         bases[1].groups[0].weight[0] += 1.0  # the two have read different files
     with pytest.raises(ModelError, match="layer 0 in slices differs"):
         together(2, lambda own: bases[own.number].take_slice(own))
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_adapters_of_slices_count_by_what_each_has(count: int, tmp_path: Path) -> None:
+    """Four slices of two heads of keys have each twice."""
+    tiny = ModelSettings(kind="tiny", dtype="float32", seed=3)
+    settings = RunSettings(model=tiny, cluster=ClusterSettings(processes=count, tensor=count))
+    facts = worker_facts(settings, inspect_model(tiny, cache=tmp_path), 2**30)
+    demand = Admission(facts, settings).demand(SPEC, 20)
+    bases = [model_of("llama", tmp_path) for _ in range(count)]
+    whole = numbers_of(bases[0])
+
+    def part(own: ThreadSlicing) -> int:
+        bases[own.number].take_slice(own)
+        return numbers_of(bases[own.number])
+
+    layers = range(facts.shape.layers)
+    expected = demand.bytes_on(layers, count) / demand.bytes_on(layers)
+    assert [own / whole for own in together(count, part)] == pytest.approx([expected] * count)
+
+
+def numbers_of(base: BaseModel) -> int:
+    """Of an adapter on all its layers."""
+    return sum(tensor.numel() for tensor in named_tensors(bank_of(base), "one").values())
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 8])

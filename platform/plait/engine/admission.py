@@ -143,11 +143,12 @@ class Admission:
         if not self._facts.staged:
             return {}
         found, shape = {}, self._facts.shape
-        for slices in {1} | {part.tensor for own in self._facts.parts for part in own}:
+        here = {part.tensor: part.linears for own in self._facts.parts for part in own}
+        for slices, linears in ({1: ()} | here).items():
+            local = {linear.name: linear for linear in linears}
             layers: list[list[LinearInfo]] = [[] for _ in range(shape.layers)]
             for site in sites:
-                own = site if slices == 1 else site.in_slices(slices, shape.hidden)
-                layers[layer_of(site.name)].append(own)
+                layers[layer_of(site.name)].append(local.get(site.name, site))
             found[slices] = (0, *accumulate(self._adapter_bytes(adapter, each) for each in layers))
         return found
 
@@ -296,7 +297,7 @@ class Admission:
     def _share(self, part: HeldPart) -> tuple[float, bool]:
         """Its share of what the layers keep, and whether it has the head."""
         shape = self._facts.shape
-        sliced = shape.features(part.tensor) / shape.features(1)
+        sliced = shape.features(part.linears) / shape.features()
         return len(part.layers) / shape.layers * sliced, part.layers.stop == shape.layers
 
     def expected(
@@ -407,7 +408,7 @@ def activation_bytes(
         flights: microbatches between forward and backward.
     """
     tokens = capacity * model.element_bytes
-    one = SAVED_COPIES * model.features(part.tensor) * tokens
+    one = SAVED_COPIES * model.features(part.linears) * tokens
     one += SAVED_COPIES * model.heads / part.tensor * min(longest, model.keep_up_to) * tokens
     insides = flights * len(part.layers) * (model.hidden * tokens if checkpointing else one)
     insides += one if checkpointing else 0.0

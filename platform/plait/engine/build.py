@@ -247,9 +247,19 @@ def worker_facts(settings: RunSettings, shape: ModelShape, memory_bytes: int) ->
     facts = replace(facts, stages=cluster.stages)
     return replace(
         facts,
-        held=cut(facts, settings, cluster.shapes, memory_bytes),
+        held=cut(facts, settings, cluster.shapes, memory_bytes, _sliced(shape, cluster)),
         devices=facts.devices * len(cluster.stages),
     )
+
+
+def _sliced(shape: ModelShape, cluster: ClusterSettings) -> dict[int, tuple[LinearInfo, ...]]:
+    """The linears with their sizes in one of so many slices, which are all alike."""
+    from plait.models.slices import layer_slices, local_linears
+
+    return {
+        count: local_linears(shape.linears, layer_slices(shape.linears, shape.config, 0, count))
+        for count in {each.tensor for each in cluster.shapes} - {1}
+    }
 
 
 def _weight_bytes(shape: ModelShape, element_bytes: int, quantise: str) -> int:

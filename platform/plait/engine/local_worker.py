@@ -51,6 +51,7 @@ from plait.engine.schedules import Round, rounds
 from plait.engine.span_recorder import Part, SpanRecorder, work_of
 from plait.engine.worker import ActivationShape, HeldPart, WorkerFacts
 from plait.models.base import BaseModel
+from plait.models.slices import local_linears
 from plait.serve.cells import BankAdapters
 from plait.serve.engine import Engine, needed_tokens
 from plait.serve.requests import Completion, Request, Sampling
@@ -126,7 +127,13 @@ class LocalWorker:
         memory_bytes = device_bytes(model.device)
         slices = 1 if model.slicing is None else model.slicing.count
         held = HeldPart(
-            model.own, shape.weight_bytes, memory_bytes, shape.made_bytes, slices, shape.gathered_bytes
+            model.own,
+            shape.weight_bytes,
+            memory_bytes,
+            shape.made_bytes,
+            slices,
+            shape.gathered_bytes,
+            local_linears(model.linears, model.slices) if model.slices else (),
         )
         return WorkerFacts(
             shape,

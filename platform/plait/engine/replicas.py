@@ -6,7 +6,7 @@ list.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
@@ -86,11 +86,18 @@ def stage_layers(time: TimeModel, stages: int, split: Sequence[int], capacity: i
 
 
 def cut(
-    facts: WorkerFacts, settings: RunSettings, replicas: Sequence[ReplicaShape], memory_bytes: int
+    facts: WorkerFacts,
+    settings: RunSettings,
+    replicas: Sequence[ReplicaShape],
+    memory_bytes: int,
+    sliced: Mapping[int, tuple[LinearInfo, ...]] | None = None,
 ) -> tuple[tuple[HeldPart, ...], ...]:
     """What the processes of replicas would hold of a model that is not loaded yet.
 
     A head without weights of its own is the embedding once more, on another stage.
+
+    Args:
+        sliced: all linears with their sizes in one of so many slices.
 
     Raises:
         ConfigError: as for :func:`stage_layers`.
@@ -109,6 +116,7 @@ def cut(
             own = sum(weights[layer] for layer in layers)
             own += end * ((layers.start == 0) + (layers.stop == shape.layers))
             part = HeldPart(layers, int(own / tensor), memory_bytes, shape.made_bytes, tensor)
+            part = replace(part, linears=(sliced or {}).get(tensor, ()))
             parts += [part] * tensor
         found.append(tuple(parts))
     return tuple(found)

@@ -36,7 +36,6 @@ class ActivationShape:
         keep_up_to: longest samples that keep their attention probabilities for backward.
         made_bytes: most bytes while a quantised weight is made for a product.
         gathered_bytes: most bytes of a sharded base's layers while they are gathered.
-        shared_features: of ``linear_features``, those of hidden states, which slices of a layer have whole.
     """
 
     layers: int
@@ -50,7 +49,6 @@ class ActivationShape:
     keep_up_to: int
     made_bytes: int = field(default=0, repr=False)  # follows from the others, whose words are stored
     gathered_bytes: int = field(default=0, repr=False)
-    shared_features: int = field(default=0, repr=False)
 
     @classmethod
     def of(
@@ -71,24 +69,27 @@ class ActivationShape:
             hidden=model.hidden_size,
             heads=model.heads,
             vocabulary=model.vocabulary,
-            linear_features=sum(linear.in_features + linear.out_features for linear in model.linears),
+            linear_features=_features(model.linears),
             weight_bytes=weight_bytes,
             element_bytes=element_bytes,
             logit_rows=chunk_rows(model.vocabulary),
             keep_up_to=KEEP_UP_TO,
             made_bytes=made_bytes,
             gathered_bytes=gathered_bytes,
-            shared_features=model.hidden_size * len(model.linears),
         )
 
-    def features(self, slices: int) -> float:
-        """Inputs and outputs of a layer's linears, and its residual stream, in one of so many slices."""
-        sliced = (self.linear_features - self.shared_features) / slices
-        return (sliced + self.shared_features) / self.layers + 2 * self.hidden
+    def features(self, linears: Sequence[LinearInfo] = ()) -> float:
+        """Inputs and outputs of a layer's linears, and its residual stream, where all linears have these
+        sizes; none: where they are whole."""
+        return (_features(linears) or self.linear_features) / self.layers + 2 * self.hidden
 
     def rows_at_once(self, slices: int) -> int:
         """``logit_rows`` of each of so many slices: a chunk has as many logits, each row a part of them."""
         return self.logit_rows * slices
+
+
+def _features(linears: Sequence[LinearInfo]) -> int:
+    return sum(linear.in_features + linear.out_features for linear in linears)
 
 
 Portion = tuple[range, int]  # layers, and how many slices they are cut into
@@ -103,6 +104,7 @@ class HeldPart:
         weight_bytes, made_bytes, gathered_bytes: as in :class:`ActivationShape`, of these layers and what is
             beside them.
         tensor: how many processes hold these layers together, each a slice of every one.
+        linears: all of the model's with their sizes in such a slice; empty: they are whole.
     """
 
     layers: range
@@ -111,6 +113,7 @@ class HeldPart:
     made_bytes: int = 0
     tensor: int = 1
     gathered_bytes: int = 0
+    linears: tuple[LinearInfo, ...] = field(default=(), repr=False, compare=False)  # follows from tensor
 
     @property
     def portion(self) -> Portion:

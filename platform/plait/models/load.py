@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -58,6 +58,7 @@ class ModelShape:
         max_length: longest sample in tokens.
         parameters: number of frozen weights, tied ones counted once.
         digest: same as :attr:`Identity.digest`.
+        config: what all this was computed from.
     """
 
     linears: tuple[LinearInfo, ...]
@@ -70,6 +71,7 @@ class ModelShape:
     max_length: int
     parameters: int
     digest: str
+    config: PreTrainedConfig = field(repr=False, compare=False)
 
 
 def load_model(settings: ModelSettings, *, cache: Path, device: torch.device | str = "cpu") -> BaseModel:
@@ -200,6 +202,7 @@ def inspect_model(settings: ModelSettings, *, cache: Path) -> ModelShape:
         max_length=found.max_length,
         parameters=parameters,
         digest=found.identity.digest,
+        config=found.config,
     )
 
 

@@ -105,6 +105,11 @@ def layer_slices(
     return {each.name: _slice(each, sides[each.name], keys, number, count, asked) for each in linears}
 
 
+def local_linears(linears: Sequence[LinearInfo], slices: Mapping[str, LayerSlice]) -> tuple[LinearInfo, ...]:
+    """The sizes of every linear layer in a process that has these slices."""
+    return tuple(slices[each.name].local(each) for each in linears)
+
+
 def _slice(
     linear: LinearInfo, side: Literal["in", "out"], keys: int, number: int, count: int, asked: str
 ) -> LayerSlice:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from plait.core.errors import ModelError, choices
 
@@ -26,13 +26,6 @@ class LinearInfo:
     in_features: int
     out_features: int
     fan_in_fan_out: bool = False
-
-    def in_slices(self, count: int, hidden: int) -> LinearInfo:
-        """Its sizes in one of ``count`` slices: hidden states are whole, of the other side each has a part.
-        Heads of keys that are repeated count as if they were not."""
-        if self.in_features == hidden:
-            return replace(self, out_features=self.out_features // count)
-        return replace(self, in_features=self.in_features // count)
 
 
 def read_together(linears: Iterable[LinearInfo]) -> Mapping[tuple[str, str], Sequence[LinearInfo]]:
