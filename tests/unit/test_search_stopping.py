@@ -353,7 +353,7 @@ def with_rungs(bench: Bench, rungs: tuple[float, ...] | None) -> Bench:
     ("first", "then", "said"),
     [
         ((0.25, 0.5), (2, 4), r"search\.stopping\.rungs=\[2,4\].*shares of each trial's own steps"),
-        ((2, 4), (0.25, 0.5), r"search\.stopping\.rungs=\[0\.25,0\.5\].*after optimiser steps"),
+        ((2, 4), (0.25, 0.5), r"search\.stopping\.rungs=\[0\.25,0\.5\].*count optimiser steps"),
         (None, (2, 4), r"search\.stopping\.rungs=\[2,4\].*shares of each trial's own steps"),
     ],
 )

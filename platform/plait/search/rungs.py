@@ -107,7 +107,7 @@ def unit_of(
         key, value = next((key, value) for key, value in given.items() if value is not None)
         raise ConfigError(
             f"search.stopping.{key}={as_written(list(value) if key == 'rungs' else value)}",
-            f"This search compares its trials after {UNITS[unit]}, from its start to its end.",
+            f"The rungs of this search count {UNITS[unit]}, from its start to its end.",
             f"Give the rungs as {UNITS[unit]}, choose another search.name, or start again with "
             "search.fresh=true.",
         )
