@@ -14,7 +14,9 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from plait.core.errors import StorageError
+from plait.core.rungs import Share
 from plait.search.points import outside_of
+from plait.search.stopper import UNIT
 from plait.search.storage import quiet
 from plait.search.stored import stored_study
 
@@ -30,7 +32,8 @@ class Importance:
     Attributes:
         trials: number of trials that the shares are computed from.
         trouble: why there are no shares; "" if there are.
-        step: step at which all of these were measured; 0 if they are finished trials, by their objective.
+        step: step, or ``Share`` of its steps, at which each of these was measured; 0 if they are finished
+            trials, by their objective.
     """
 
     shares: Mapping[str, float] = field(default_factory=dict)
@@ -90,7 +93,8 @@ def _at_one_step(study: Study, trials: Sequence[FrozenTrial]) -> tuple[list[Froz
         for item in measured
         if (value := item.intermediate_values.get(max(steps))) is not None
     ]
-    return chosen, max(steps)
+    last = max(steps)
+    return chosen, Share(last) if study.user_attrs.get(UNIT) == "shares" else last
 
 
 def _usable(item: FrozenTrial) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from plait.core.rungs import Share
 from plait.tracking.leaderboard import JobRecord
 from plait_dashboards.importance import METHOD
 from plait_dashboards.style import BLUE, GREY, SCALE, figure, say
@@ -164,9 +165,11 @@ def importance_note(sweep: Sweep) -> str:
         return ""
     said = f"Estimated from the measured objectives of {found.trials} finished trials."
     if found.step:
+        shares = isinstance(found.step, Share)
+        when = f"after {found.step} of their steps" if shares else f"at step {found.step}"
         said = (
-            f"Estimated from the objective of {found.trials} trials at step {found.step}, those that were "
-            "stopped early included."
+            f"Estimated from the objective of {found.trials} trials {when}, those that were stopped early "
+            "included."
         )
     if found.few:
         said += " With so few trials this is only a hint; further trials may reverse the order."

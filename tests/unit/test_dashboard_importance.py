@@ -9,6 +9,7 @@ import pytest
 from optuna.distributions import FloatDistribution
 from optuna.trial import TrialState, create_trial
 
+from plait.search.stopper import UNIT
 from plait.search.storage import open_storage
 from plait_dashboards.importance import Importance, read_importance
 
@@ -78,6 +79,8 @@ def test_trials_that_were_stopped_early_count_at_the_last_step_that_half_of_them
     found = read_importance(None, tmp_path, "s")
     assert (found.step, found.trials, found.trouble) == (4, 20, "")
     assert found.shares["train.lr"] > 0.8
+    made.set_user_attr(UNIT, "shares")
+    assert str(read_importance(None, tmp_path, "s").step) == "0.04 %"
 
 
 def test_five_trials_have_one(tmp_path: Path) -> None:

@@ -252,6 +252,14 @@ def test_budgets_are_of_all_jobs() -> None:
     assert budgets_of(jobs, data) == {4, 7, 9}
 
 
+def test_budgets_are_of_all_combinations_that_probes_stand_for() -> None:
+    """Probes have both batches and both lengths, but not the larger batch with fewer epochs."""
+    data = lengths_data((3,) * 20)
+    kept = [TrainSpec(batch_size=1, epochs=1), TrainSpec(batch_size=4, epochs=2)]
+    jobs = [JobSpec(str(number), ADAPTER, train, data) for number, train in enumerate(kept)]
+    assert budgets_of(jobs, DataCatalogue(load_lengths)) == {5, 10, 20, 40}
+
+
 def test_another_rule_has_cohorts_of_its_own() -> None:
     """By default their size follows from eta and the number of rungs."""
     memory = Memory()

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
+from itertools import product
 
 from optuna.pruners import BasePruner
 from optuna.trial import FrozenTrial, TrialState
 from optuna.trial import Trial as LiveTrial
 
-from plait.core.jobs import JobSpec
+from plait.core.errors import DataError
+from plait.core.jobs import JobSpec, TrainSpec
 from plait.core.lifecycle import JobResult, JobState
 from plait.core.messages import (
     Event,
@@ -300,8 +303,18 @@ class Stopper:
 
 
 def budgets_of(jobs: Iterable[JobSpec], data: DataCatalogue) -> set[int]:
-    """Optimiser steps of these jobs."""
-    return {DataOrder.over(job.train, data.of(job.data).train).steps for job in jobs}
+    """Optimiser steps of these jobs, and of others with any of their batches, lengths and data: a search's
+    probes have each choice, but not all combinations."""
+    all_jobs = tuple(jobs)
+    batches = {job.train.batch_size for job in all_jobs}, {job.train.accumulation for job in all_jobs}
+    lengths = {(job.train.steps, job.train.epochs) for job in all_jobs}
+    found = set()
+    specs = {job.data for job in all_jobs}
+    for size, accumulation, (steps, epochs), spec in product(*batches, lengths, specs):
+        own = TrainSpec(batch_size=size, accumulation=accumulation, steps=steps, epochs=epochs)
+        with suppress(DataError):  # that trial's own error, once it is suggested
+            found.add(DataOrder.over(own, data.of(spec).train).steps)
+    return found
 
 
 def make_stopper(search: SearchSettings, budgets: Collection[int], memory: StudyRungs) -> Stopper | None:
