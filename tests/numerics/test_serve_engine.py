@@ -338,7 +338,7 @@ def test_a_chat_is_answered_by_the_current_adapter_and_goes_on_when_it_changes(
     assert chat.run(lambda prompt: (prompts.append(prompt), next(lines))[1]) == 0  # type: ignore[func-returns-value]
     assert prompts == ["rank8> ", "rank8> ", *["base> "] * 6]
     told = capsys.readouterr()
-    assert "models: base, rank8" in told.err
+    assert "Available: base, rank8." in told.err
     spoken: list[dict[str, str]] = []
     wanted = []
     for line, adapter in (("Hi", "rank8"), ("And?", None), ("Hi", None)):

@@ -101,8 +101,10 @@ class Chat:
             elif word == "/use" and rest.strip() in self.models:
                 self.current = rest.strip()
             elif word.startswith("/"):
-                known = f"; models: {choices(self.models)}" if word == "/use" else ""
-                print(f"{HELP}{known}", file=sys.stderr)
+                wrong = f"There is no {word}."
+                if word == "/use":
+                    wrong = f"There is no model {rest.strip()!r}. Available: {choices(self.models)}."
+                print(wrong, HELP, file=sys.stderr)
             elif word:
                 self._answer(line)
         return EXIT_DONE

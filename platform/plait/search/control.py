@@ -306,7 +306,8 @@ def check_target(verb: str, number: int, states: Sequence[JobState], name: str) 
             "Only a trial that has started can be cloned.",
         )
     if not good:
-        raise SearchError(value, rule, "There is none." if states else "The search has no trials yet.")
+        none = f"No trial of it can be {'stopped' if verb == 'stop' else 'cloned'} now."
+        raise SearchError(value, rule, none if states else "The search has no trials yet.")
     nearest = sorted(sorted(good, key=lambda at: abs(at - number))[:NEAREST])
     which = "The nearest ones" if len(good) > NEAREST else "Such trials"
     remedy = f"{which}: {', '.join(map(str, nearest))}."

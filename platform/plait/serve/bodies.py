@@ -130,7 +130,7 @@ class _Body(_Spelled):
             raise InputError(
                 f"{self.asked}={wanted}",
                 f"This server generates from 1 to {most} tokens for a request.",
-                "Ask for no more, or start it with `plait serve --max-new-tokens N`.",
+                "Ask for as many, or start it with `plait serve --max-new-tokens N`.",
             )
         return wanted
 

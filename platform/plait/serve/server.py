@@ -176,7 +176,7 @@ class Endpoint:
         """Continue a text."""
         self._models.adapter(body.model)
         if (number := len(body.prompts) * body.n) > MOST_ANSWERS:
-            raise HTTPException(422, f"{number} answers: one request may ask for {MOST_ANSWERS}.")
+            raise HTTPException(422, f"{number} answers: one request may ask for at most {MOST_ANSWERS}.")
         prompts = await run_in_threadpool(lambda: list(map(self._prompt, body.prompts)))  # it takes a while
         return await self._answer(body, prompts, request, chat=False)
 
@@ -368,7 +368,10 @@ def _add_errors(app: FastAPI) -> None:
         return _error(error.status_code, str(error.detail))
 
     async def wrong(_: Request, error: Any) -> Response:
-        places = [(".".join(map(str, each["loc"][1:])), each["msg"]) for each in error.errors()]
+        own = "Value error, "  # pydantic's, before what a rule of ours says
+        places = [
+            (".".join(map(str, each["loc"][1:])), each["msg"].removeprefix(own)) for each in error.errors()
+        ]
         return _error(422, "; ".join(f"{place or 'body'}: {said}" for place, said in places)[:1000])
 
     async def unusable(_: Request, error: Any) -> Response:
