@@ -8,6 +8,7 @@ import shutil
 import signal
 import sqlite3
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from plait.engine.build import free_memory
 from plait.engine.devices import device_kind
 from plait.models.load import inspect_model
 from plait.utils.paths import cache_dir
+from plait_kernels.loss import chunk_rows
 
 SEARCH = ("adapter.rank=1,2,3", "search.sampler=grid", "search.name=mine", "adapter.dropout=0.1")
 
@@ -71,6 +73,7 @@ def store_profile(settings: RunSettings, capacity: int) -> None:
     key = ProfileKey.of(model.digest, "float32", device_kind("cpu"), settings.engine, on_cpu=True)
     room = settings.planner.memory_share * free_memory(settings)
     memory = MemoryModel.of(MemoryCoefficients(token=1.35 * room / capacity))
+    memory = replace(memory, logit_rows=chunk_rows(model.vocabulary))  # of a loss that is not fused
     time = TimeModel(model.layer_count, {1: LayerTime(1e-3, 1e-6)}, {1: HeadTime(0.0, 1e-6)})
     names = tuple({each.name.rpartition(".")[2] for each in model.linears})
     save_profile(
