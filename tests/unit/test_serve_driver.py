@@ -129,7 +129,7 @@ def test_too_many_prompts_are_refused_before_they_are_read() -> None:
     base: Any = SimpleNamespace(tokeniser=unread)
     endpoint = Endpoint(driver, base, Models({"base": None}), Limits())
     body = TextBody(model="base", prompt=["a"] * 65, n=2)
-    with pytest.raises(HTTPException, match="130 answers: one request may ask for 128"):
+    with pytest.raises(HTTPException, match="130 answers: one request may ask for at most 128"):
         asyncio.run(endpoint.text(body, None))  # type: ignore[arg-type]
     driver.stop()
 

@@ -131,7 +131,7 @@ def test_equally_likely_tokens_are_drawn_alike_whatever_else_is_in_the_batch() -
 def test_a_part_of_a_character_has_no_bytes_of_its_own_text() -> None:
     scores = (Score(-1.0, ((1, -1.0),)), Score(-2.0, ((2, -2.0),)))
     words = {1: "\N{REPLACEMENT CHARACTER}", 2: "\u20ac"}
-    answer = Answer("best", 1, words.__getitem__, chat=True).whole(Completion((1, 2), "", "stop", scores))
+    answer = Answer("best", 1, words.__getitem__, chat=True).whole([Completion((1, 2), "", "stop", scores)])
     shown = answer["choices"][0]["logprobs"]
     assert [each["bytes"] for each in shown["content"]] == [None, [0xE2, 0x82, 0xAC]]
     assert [each["top_logprobs"][0]["bytes"] for each in shown["content"]] == [None, [0xE2, 0x82, 0xAC]]
