@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+import pytest
 from curve_worker import ADAPTER, lengths_data, load_lengths
 from optuna.pruners import BasePruner
 
+from plait.core.errors import DataError
 from plait.core.jobs import JobSpec, TrainSpec
 from plait.core.lifecycle import JobResult, JobState, PauseReason
 from plait.core.messages import Event, JobAdmitted, JobEvaluated, JobGenerated, JobPaused, JobProgress
@@ -258,6 +260,9 @@ def test_budgets_are_of_all_combinations_that_probes_stand_for() -> None:
     kept = [TrainSpec(batch_size=1, epochs=1), TrainSpec(batch_size=4, epochs=2)]
     jobs = [JobSpec(str(number), ADAPTER, train, data) for number, train in enumerate(kept)]
     assert budgets_of(jobs, DataCatalogue(load_lengths)) == {5, 10, 20, 40}
+    too_large = JobSpec("large", ADAPTER, TrainSpec(batch_size=1_000_000), data)
+    with pytest.raises(DataError, match="Choose a smaller batch"):
+        budgets_of([too_large], DataCatalogue(load_lengths))
 
 
 def test_another_rule_has_cohorts_of_its_own() -> None:

@@ -304,11 +304,15 @@ class Stopper:
 
 def budgets_of(jobs: Iterable[JobSpec], data: DataCatalogue) -> set[int]:
     """Optimiser steps of these jobs, and of others with any of their batches, lengths and data: a search's
-    probes have each choice, but not all combinations."""
+    probes have each choice, but not all combinations.
+
+    Raises:
+        DataError: one of these jobs has no data, or much less than a step needs.
+    """
     all_jobs = tuple(jobs)
     batches = {job.train.batch_size for job in all_jobs}, {job.train.accumulation for job in all_jobs}
     lengths = {(job.train.steps, job.train.epochs) for job in all_jobs}
-    found = set()
+    found = {DataOrder.over(job.train, data.of(job.data).train).steps for job in all_jobs}
     specs = {job.data for job in all_jobs}
     for size, accumulation, (steps, epochs), spec in product(*batches, lengths, specs):
         own = TrainSpec(batch_size=size, accumulation=accumulation, steps=steps, epochs=epochs)
