@@ -102,6 +102,22 @@ def test_the_tables_say_what_is_unknown(short: Short, capsys: pytest.CaptureFixt
             ("search.sampler=random", "train.lr=interval(1e-5,1e-3)", "search.trials=1000000"),
             "at most 10,000",
         ),
+        (("search/stopping=median", "search.stopping.rungs=[9]"), "rungs=9 with a budget of 3 steps"),
+        (
+            ("search/stopping=median", "search.stopping.rungs=[500]", "train.epochs=1", "train.steps=null"),
+            "rungs=500 with a budget of",
+        ),
+        (
+            (
+                *("search/stopping=median", "search.stopping.rungs=[500]", "cluster=h100_llama31_8b"),
+                *("train.epochs=1", "train.steps=null"),
+            ),
+            "rungs=500 with a budget of",
+        ),
+        (("search.metric=eval/accuracy", "search.direction=maximize"), "eval/accuracy"),
+        (("train.keep=best",), "train.keep=best with train.eval_every=0"),
+        (("train.batch_size=100000",), "train.batch_size=100000"),
+        (("search.sampler=tpe", "+search.sampler_options.n_startups=3"), "does not take them"),
     ],
 )
 def test_a_plan_of_an_impossible_search_is_refused(
@@ -110,5 +126,6 @@ def test_a_plan_of_an_impossible_search_is_refused(
     arguments: tuple[str, ...],
     said: str,
 ) -> None:
+    """As `plait sweep` refuses it."""
     assert main(["plan", *short, *SEARCH, *arguments]) == 2
     assert said in capsys.readouterr().err

@@ -34,7 +34,7 @@ from plait.planning.here import Here, plan_here
 from plait.planning.model_memory import model_memory
 from plait.planning.outlook import CandidateOutlook, ChangeOutlook, DevicesOutlook, ObjectiveOutlook, Outlook
 from plait.planning.workload import Workload
-from plait.search.checks import check_cut, check_model
+from plait.search.checks import check_budgets, check_cut, check_model, check_search
 from plait.search.points import too_few_points
 from plait.search.study import suggest_jobs
 from plait.search.trials import SearchCommand
@@ -127,6 +127,7 @@ def plan_search(
         InputError: as for :func:`run_plan`.
     """
     _check_trials(command)
+    check_search(command)
     if command.settings.cluster.kind == "local" and devices is not None:
         raise ConfigError(
             f"{DEVICES} {devices}",
@@ -222,9 +223,7 @@ def _plan_local(command: SearchCommand) -> Outlook:
     check = partial(check_cut, shape=shape, jobs=command.probes)
     check(settings)
     jobs = suggest_jobs(replace(command, settings=settings))
-    opened = open_data(settings, shape.max_length, jobs)
-    _say_of_rows(opened)
-    data = opened.catalogue
+    data = _checked(command, open_data(settings, shape.max_length, jobs)).catalogue
     # For a new search; `plait sweep` resumes an earlier one of this name with its own capacity.
     settings, choice = settle_deployment(
         settings, shape, data, command.probes, check, points=command.space.size
@@ -283,14 +282,16 @@ def draw_workload(
     longest = shape.max_length
     if settings.model.kind in STAND_INS:
         longest = settings.model.max_length or sys.maxsize
-    opened = open_data(settings, longest, jobs, cluster=str(cluster))
-    _say_of_rows(opened)
-    return Workload.of(jobs, opened.catalogue)
+    data = open_data(settings, longest, jobs, cluster=str(cluster))
+    return Workload.of(jobs, _checked(command, data).catalogue)
 
 
-def _say_of_rows(data: LoadedData) -> None:
+def _checked(command: SearchCommand, data: LoadedData) -> LoadedData:
+    """The data, after what of it is left out was said; errors as for ``check_budgets``."""
     for line in data.said:
         say(line)
+    check_budgets(command.settings, data.catalogue, command.probes)
+    return data
 
 
 def described(settings: RunSettings) -> tuple[RunSettings, Cluster]:
@@ -407,7 +408,7 @@ def _devices(outlook: Outlook) -> Table:
     """The search on each requested number of devices."""
     return filled(
         "Devices",
-        ("devices", "seconds", "device-seconds", "money", "replicas", ""),
+        ("devices", "seconds", "device-seconds", "money", "replicas", "choice"),
         (
             (
                 each.devices,
@@ -417,7 +418,7 @@ def _devices(outlook: Outlook) -> Table:
                 if each.refused
                 else f"{_money(each.money)}{_band(each) if each.money is not None else ''}",
                 each.refused or each.replicas,
-                "< best" if each.chosen else "",
+                "best" if each.chosen else "",
             )
             for each in outlook.every
         ),
@@ -451,18 +452,18 @@ def _candidates(outlook: Outlook) -> Table:
     """The replicas that were weighed, and why one was chosen."""
     return filled(
         "Candidates",
-        ("replicas", "jobs at once", "memory of the fullest process", "seconds of a step", ""),
+        ("replicas", "jobs at once", "memory of the fullest process", "seconds of a step", "why not"),
         (
             (
                 each.replicas,
                 str(each.jobs or ""),
                 _bytes(each.predicted_bytes),
                 _seconds(each.step_seconds),
-                each.why or "< chosen",
+                each.why or "chosen",
             )
             for each in outlook.candidates
         ),
-        left=("replicas", ""),
+        left=("replicas", "why not"),
     )
 
 

@@ -54,16 +54,26 @@ if TYPE_CHECKING:
 
 def check_command(command: SearchCommand) -> None:
     """Check the settings without writing anything or reading a data set, which the caller does."""
-    settings, jobs = command.settings, command.probes
+    settings = command.settings
     check_here(settings.cluster)
-    check_stopping(settings.search)
-    check_options(settings.search, command.space)
-    check_measured(settings.search, dict.fromkeys(job.data for job in jobs))
-    check_kept(settings.search, jobs)
-    if budgets := [job.train.steps for job in jobs if job.train.steps is not None]:
-        rungs_within(settings.search.stopping, budgets)
+    check_search(command)
     check_folder(locate(settings.tracking).root, "tracking.root", make=False)
-    check_engine(settings, jobs)
+    check_engine(settings, command.probes)
+
+
+def check_search(command: SearchCommand) -> None:
+    """Check what does not depend on where the search trains: the same for a search and for its plan.
+
+    Raises:
+        ConfigError, SearchError: sampler, stopping rule, metrics or jobs do not fit each other.
+    """
+    search, jobs = command.settings.search, command.probes
+    check_stopping(search)
+    check_options(search, command.space)
+    check_measured(search, dict.fromkeys(job.data for job in jobs))
+    check_kept(search, jobs)
+    if budgets := [job.train.steps for job in jobs if job.train.steps is not None]:
+        rungs_within(search.stopping, budgets)
 
 
 def check_added(command: SearchCommand, job: JobSpec) -> None:
@@ -190,7 +200,7 @@ def prepare(command: SearchCommand, name: str) -> Prepared:
     settings, said = settle_engine(settings, shape, catalogue, probes, folder)
     profile = stored_profile(settings, shape.digest)
     check_memory(settings, shape, catalogue, probes, free_memory(settings), profile)
-    rungs_within(settings.search.stopping, budgets_of(probes, catalogue))
+    check_budgets(settings, catalogue, probes)
     specs = dict.fromkeys(job.data for job in probes)
     material = {f"data {spec.source} {spec.options}": catalogue.of(spec).digest for spec in specs}
     material |= {
@@ -199,6 +209,16 @@ def prepare(command: SearchCommand, name: str) -> Prepared:
     own = {DTYPE: settings.model.dtype, "model": shape.digest}
     chosen = () if choice is None else (str(choice),)
     return Prepared(own | material, data, settings, (*data.said, *chosen, *said))
+
+
+def check_budgets(settings: RunSettings, data: DataCatalogue, jobs: Sequence[JobSpec]) -> None:
+    """Check that jobs have data for their steps, and rungs among them; the same for a search and its plan.
+
+    Raises:
+        DataError: a step takes far more samples than there are.
+        ConfigError: a rung is not within the shortest budget.
+    """
+    rungs_within(settings.search.stopping, budgets_of(jobs, data))
 
 
 def check_cut(settings: RunSettings, shape: ModelShape, jobs: Sequence[JobSpec]) -> None:
