@@ -26,7 +26,7 @@ from plait.core.messages import (
     SaveCheckpoint,
     WorkerEvent,
 )
-from plait.search.orders import ENDING, ORDERS, Mode, Orders
+from plait.search.orders import ENDING, ORDERED, ORDERS, Mode, Orders
 from plait.search.ownership import Owner as Trainer
 from plait.search.study import StudyTrials
 
@@ -124,12 +124,21 @@ def test_a_search_that_was_killed_in_a_pause_stays_paused(tmp_path: Path) -> Non
 def test_stop_while_a_cohort_waits_ends_with_the_suggested_trials(tmp_path: Path) -> None:
     bench = Bench(tmp_path, halving(trials=8, parallel=2, cohort=8), owner=from_poll(3, STOPPING))
     result = bench.run()
-    assert result.ended_by == "stopping"
+    assert (result.ended_by, result.why) == ("stopping", ORDERED)
     assert Counter(state.name for state, _ in states(bench)) == {"COMPLETE": 1, "PRUNED": 3}
     bench.owner = from_poll(0, RUNNING)
     assert not bench.run().ended_by
     assert len(bench.trials) == 8
     assert all(state.is_finished() for state, _ in states(bench))
+
+
+def test_a_search_whose_trials_all_ran_to_their_end_did_not_end_early(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, halving(trials=2, parallel=2, kind="none"), owner=from_poll(1, STOPPING))
+    result = bench.run()
+    assert (result.ended_by, result.why) == ("", "")
+    assert [item.state for item in bench.trials] == [TrialState.COMPLETE] * 2
+    bench = Bench(tmp_path / "b", halving(trials=2, parallel=2, kind="none"), owner=from_poll(1, CANCELLING))
+    assert bench.run().why == ORDERED
 
 
 def test_points_that_wait_for_their_turn_do_not_hold_up_a_search_that_is_stopped(tmp_path: Path) -> None:

@@ -109,18 +109,31 @@ def test_jobs_of_different_budgets_have_rungs_at_shares_of_them(
     found = rungs_within(rule, {128, 8})
     assert found == tuple(expected)
     assert " ".join(map(str, found)) == names
-    said = describe_rungs(rule, {128, 8}, unit_of(rule, {128, 8}))
-    assert ("8 to 128" in said) == (names in ("2 4", "1 2"))
-    assert not describe_rungs(rule, {8}, "steps")
+    said = describe_rungs(rule, {128, 8}, unit_of(rule, {128, 8}), found)
+    assert ("favours large batches" in "".join(said)) == (names in ("2 4", "1 2"))
+    assert not describe_rungs(rule, {8}, "steps", rungs_within(rule, {8}, "steps"))
+
+
+def test_the_start_says_where_rungs_are_that_were_left_open_and_are_shares() -> None:
+    rule = StoppingSettings(kind="successive_halving")
+    rungs = rungs_within(rule, {128, 98})
+    assert describe_rungs(rule, {128, 98}, "shares", rungs) == [
+        "Rungs are at 13.3 %, 26.5 %, 53.1 % of each trial's own steps, because trials have 98 to 128 steps."
+    ]
+    assert describe_rungs(rule, {98}, "shares", rungs) == [
+        "Rungs are at 13.3 %, 26.5 %, 53.1 % of each trial's own steps."
+    ]
+    given = StoppingSettings(kind="successive_halving", rungs=(0.25, 0.5))
+    assert describe_rungs(given, {128, 98}, "shares", rungs_within(given, {128, 98})) == []
 
 
 def test_the_start_says_what_a_pruners_steps_are_where_rungs_are_shares() -> None:
     rule = StoppingSettings(kind="optuna", pruner="MedianPruner", options={"n_warmup_steps": 2})
-    said = describe_rungs(rule, {128, 8}, unit_of(rule, {128, 8}))
-    assert "search.stopping.pruner=MedianPruner" in said
-    assert "ten-thousandths" in said
-    assert not describe_rungs(rule, {8}, unit_of(rule, {8}))
-    assert "ten-thousandths" not in describe_rungs(rule, {128, 8}, "steps")
+    said = describe_rungs(rule, {128, 8}, "shares", rungs_within(rule, {128, 8}))
+    assert "search.stopping.pruner=MedianPruner" in said[1]
+    assert "ten-thousandths" in said[1]
+    assert not describe_rungs(rule, {8}, unit_of(rule, {8}), ())
+    assert "ten-thousandths" not in "".join(describe_rungs(rule, {128, 8}, "steps", ()))
 
 
 def test_rungs_left_open_follow_the_unit_of_the_study() -> None:
@@ -146,6 +159,9 @@ def test_a_share_of_the_steps_is_rounded_up_to_the_next_step(steps: int, share: 
         ({"rungs": (1.5,)}, "whole numbers of optimiser steps, or shares"),
         ({"rungs": (0, 2)}, "between 0 and 1"),
         ({"rungs": (-0.5,)}, "between 0 and 1"),
+        ({"rungs": (1.0,)}, r"rungs=\[1\.0\](.|\n)*nothing is left to stop"),
+        ({"rungs": (0.5, 1.0)}, "nothing is left to stop"),
+        ({"rungs": (0.5, 1)}, "nothing is left to stop"),
         ({"eta": 1}, "eta must be at least 2"),
         ({"rungs": (1,), "every": 2}, "Set only one of them"),
         ({"divergence": 0.5}, "above 1"),

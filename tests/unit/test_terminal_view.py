@@ -122,6 +122,15 @@ def test_plain_output_has_one_line_for_each_event_of_importance() -> None:
     ]
 
 
+def test_one_step_is_not_steps() -> None:
+    stage = Stage(board_of(1), terminal=False)
+    with stage.view:
+        stage.play(JobAdmitted(spec(0), 0, 1, "g0"))
+        stage.play(JobResult("trial-0000", JobState.STOPPED, 1, "", None, 1, 5.0, 8.0, None))
+    assert stage.lines[0].startswith("trial-0000 started (1 step): ")
+    assert stage.lines[1].startswith("trial-0000 stopped: 1 step, 1 token, ")
+
+
 def test_plain_progress_is_printed_by_the_clock_not_by_the_step() -> None:
     stage = Stage(board_of(1), terminal=False)
     with stage.view:

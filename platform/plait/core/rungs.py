@@ -19,7 +19,7 @@ class Share(int):
         return cls(max(1, round(share * PARTS)))
 
     def __str__(self) -> str:
-        return f"{int(self) / (PARTS / 100):g} %"
+        return f"{int(self) / (PARTS / 100):.3g} %"
 
 
 def step_of(rung: int, steps: int) -> int:

@@ -323,6 +323,12 @@ class StoppingSettings:
                 "Set only one of them.",
             )
         rungs = self.rungs or ()
+        if rungs and max(rungs) == 1 and any(isinstance(each, float) for each in rungs):
+            raise ConfigError(
+                f"search.stopping.rungs={as_written(list(rungs))}",
+                "A rung at 1.0 is the end of training, where nothing is left to stop.",
+                "Give smaller shares, as [0.125,0.25,0.5], or whole numbers of optimiser steps, as [1].",
+            )
         if any(each < 1 for each in rungs) != self.by_share or any(each >= 1 and each % 1 for each in rungs):
             raise ConfigError(
                 f"search.stopping.rungs={as_written(list(rungs))}",

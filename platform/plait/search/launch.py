@@ -42,6 +42,7 @@ from plait.search.results import (
 from plait.search.run import Interrupts, SearchLoop, View
 from plait.search.rungs import describe_rungs, rung_metric
 from plait.search.stopper import Stopper, budgets_of, make_stopper
+from plait.search.stopping import rungs_within
 from plait.search.storage import from_anywhere
 from plait.search.study import StudyTrials
 from plait.search.trials import SearchCommand, Trial
@@ -233,9 +234,9 @@ class Launch:
         budgets = budgets_of(self._command.probes, prepared.data.catalogue)
         stopper = make_stopper(search, budgets, source.rungs)
         if stopper is not None:
-            self._say(
-                rung_metric(search).describe(search), describe_rungs(search.stopping, budgets, stopper.unit)
-            )
+            rungs = rungs_within(search.stopping, budgets, stopper.unit)
+            said = describe_rungs(search.stopping, budgets, stopper.unit, rungs)
+            self._say(rung_metric(search).describe(search), *said)
         _remember(self._command, source.name)
         result, concluded = self._run(prepared, stopper)
         if not result.interrupted and not result.ended_by:

@@ -12,6 +12,7 @@ from plait.core.errors import EXIT_DONE, EXIT_FAILED_JOBS, EXIT_INTERRUPTED
 from plait.core.lifecycle import JobResult, JobState
 from plait.core.objectives import Objective, front_of
 from plait.core.settings import SearchSettings
+from plait.utils.counts import counted
 from plait.utils.files import disk_errors
 
 RESULT_FILE = "optimization_results.yaml"
@@ -67,7 +68,7 @@ def failure_limit(failed: int, total: int, settings: SearchSettings) -> str:
     if failed <= settings.max_failure_rate * total:
         return ""
     share = f"search.max_failure_rate={settings.max_failure_rate:g}"
-    return f"{failed} of {total} trials failed, more than {share} allows"
+    return f"{failed} of {counted(total, 'trial')} failed, more than {share} allows"
 
 
 def describe_given_up(why: str, name: str) -> str:
@@ -81,7 +82,7 @@ def describe_result(
 ) -> list[str]:
     """Describe a finished search in a few lines; ``exhausted``: its space has no untried point."""
     count, failed = len(result.finished), result.count(JobState.FAILED)
-    lines = [f"{name} is finished: {count} trial{'s' if count != 1 else ''}, {failed} failed"]
+    lines = [f"{name} is finished: {counted(count, 'trial')}, {failed} failed"]
     for state in (JobState.STOPPED, JobState.INFEASIBLE):
         lines[0] += f", {number} {state}" if (number := result.count(state)) else ""
     lines[0] += "."

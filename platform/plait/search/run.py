@@ -515,7 +515,9 @@ class SearchLoop:
         finished = tuple(self._source.finished())
         left = self._source.over < self._source.total
         if self._orders.mode != "running":  # where nothing is left, there is nothing to resume
-            return SearchEnd(finished, ended_by=self._orders.mode if left else "", why=ORDERED)
+            mode, early = self._orders.mode, left
+            early = early or (mode == "cancelling" and any(each.reason == BY_USER for each in finished))
+            return SearchEnd(finished, ended_by=mode if left else "", why=ORDERED if early else "")
         why = self._failure_limit
         if why and left:
             return SearchEnd(finished, ended_by="failing", why=why)

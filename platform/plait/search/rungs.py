@@ -15,6 +15,7 @@ from plait.core.rungs import PARTS, Share, Unit, step_of
 from plait.core.settings import SearchSettings, StoppingSettings
 from plait.core.space import as_written
 from plait.tracking import names
+from plait.utils.counts import counted
 
 SHARE = 8  # the first rung, and the distance of evenly spaced ones, is 1/SHARE of the budget by default
 
@@ -136,7 +137,7 @@ def place_rungs(
         value = given if name == key else (stopping.max_steps or 0)
         if wrong or value > budget:
             raise ConfigError(
-                f"search.stopping.{name}={value} with a budget of {budget} steps",
+                f"search.stopping.{name}={value} with a budget of {counted(budget, 'step')}",
                 "A rung must come after the first step and before the last step of a job.",
                 "Set earlier rungs, or a longer budget (train.steps).",
             )
@@ -160,21 +161,28 @@ def _rungs_of(
     return "min_steps", first, tuple(_powers(first, stopping.eta, last))
 
 
-def describe_rungs(stopping: StoppingSettings, budgets: Collection[int], unit: Unit) -> str:
-    """What is said at the start where trials of different budgets are compared after equally many steps, or
-    where a pruner's steps are none."""
+def describe_rungs(
+    stopping: StoppingSettings, budgets: Collection[int], unit: Unit, rungs: Sequence[int]
+) -> list[str]:
+    """What is said at the start: where rungs are if they were left open and are shares, what a pruner's steps
+    are then, and whether trials of different budgets are compared after equally many steps."""
     least, most = min(budgets), max(budgets)
-    if stopping.kind == "optuna" and unit == "shares":
-        return (
-            f"Rungs are {UNITS[unit]}: options of search.stopping.pruner={stopping.pruner} that count "
-            f"steps count ten-thousandths of them ({PARTS // 4:,} is a quarter of a trial)."
-        )
-    if not stopping.active or unit == "shares" or least == most:
-        return ""
-    return (
-        f"Rungs count optimiser steps, and trials have {least:,} to {most:,}: that favours large batches. "
-        f"In a new search, search.stopping.rungs=[0.125,0.25,0.5] compares at {UNITS['shares']}."
-    )
+    if not stopping.active or (unit == "steps" and least == most):
+        return []
+    have = f"trials have {least:,} to {counted(most, 'step')}"
+    if unit == "steps":
+        return [
+            f"Rungs count optimiser steps, and {have}: that favours large batches. In a new search, "
+            f"search.stopping.rungs=[0.125,0.25,0.5] compares at {UNITS['shares']}."
+        ]
+    places = f"Rungs are at {', '.join(map(str, rungs))} of each trial's own steps"
+    said = [] if stopping.placed else [f"{places}, because {have}." if least < most else f"{places}."]
+    if stopping.kind == "optuna":
+        said += [
+            f"Options of search.stopping.pruner={stopping.pruner} that count steps count ten-thousandths of "
+            f"each trial's own ({PARTS // 4:,} is a quarter of a trial)."
+        ]
+    return said
 
 
 def _powers(first: int, eta: int, last: int) -> Iterable[int]:

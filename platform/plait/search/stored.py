@@ -31,6 +31,7 @@ from plait.tracking.leaderboard import JobRecord, Leaderboard
 from plait.tracking.location import locate, sqlite_in
 from plait.tracking.processes import JobNow
 from plait.utils.addresses import redact
+from plait.utils.counts import counted
 
 if TYPE_CHECKING:
     from plait.tracking.results import SearchResult
@@ -117,7 +118,7 @@ class Standing:
         parts = [f"{counts[state]} {state}" for state in JobState if counts[state]]
         away = Counter((trial.host, trial.state) for trial in self.trials if trial.host)
         parts += [f"{number} {state} on host {host}" for (host, state), number in away.items()]
-        lines = [f"{len(self.trials)} trial{'s' if len(self.trials) > 1 else ''}: {', '.join(parts)}."]
+        lines = [f"{counted(len(self.trials), 'trial')}: {', '.join(parts)}."]
         if front := self.result.front(self.objectives):
             which = "Best" if len(self.objectives) == 1 else f"First of {len(front)} on the Pareto front"
             lines.append(f"{which}: {describe_point(front[0], self.objectives)}")

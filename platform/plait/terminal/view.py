@@ -55,6 +55,7 @@ from plait.terminal.text import (
 )
 from plait.tracking.leaderboard import USUAL_KEYS, JobRecord, Leaderboard
 from plait.tracking.processes import ProcessRow
+from plait.utils.counts import counted
 from plait.utils.durations import duration
 
 REFRESH_SECONDS = 0.25  # least seconds between two drawings of the live view
@@ -235,7 +236,7 @@ class Terminal:
                 shown = settings_line(record, keys)
                 shown += f" (outside the search space: {record.outside})" if record.outside else ""
                 begins = "started" if event.step == 0 else f"resumes from step {event.step}"
-                self._print(f"{event.job.name} {begins} ({event.steps} steps): {shown}")
+                self._print(f"{event.job.name} {begins} ({counted(event.steps, 'step')}): {shown}")
             case JobPaused():
                 self._print(f"{event.job} paused at step {event.step}: {event.reason}")
             case JobEvaluated():
@@ -292,7 +293,7 @@ def _ended_line(result: JobResult, record: JobRecord | None) -> str:
     reason = f" ({result.reason})" if result.reason and result.state != JobState.FINISHED else ""
     if result.completion_seconds is None:
         return f"{result.job} {result.state}{reason}"
-    figures = [f"{result.step} steps", f"{result.tokens:,} tokens"]
+    figures = [counted(result.step, "step"), counted(result.tokens, "token")]
     figures += [f"{duration(result.completion_seconds)} from start to end"]
     figures += [f"{duration(result.device_seconds)} of the device"]
     if result.eval_loss is not None:
