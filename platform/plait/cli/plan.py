@@ -36,6 +36,7 @@ from plait.planning.outlook import CandidateOutlook, ChangeOutlook, DevicesOutlo
 from plait.planning.workload import Workload
 from plait.search.checks import check_budgets, check_cut, check_model, check_search
 from plait.search.points import too_few_points
+from plait.search.results import short
 from plait.search.study import suggest_jobs
 from plait.search.trials import SearchCommand
 from plait.simulate.forecast import Forecast
@@ -392,7 +393,7 @@ def _trials(outlook: Outlook) -> Table:
             (
                 each.trial,
                 str(each.wave),
-                " ".join(f"{key}={_short(value)}" for key, value in each.values.items()),
+                " ".join(f"{key}={short(value)}" for key, value in each.values.items()),
                 ", ".join(f"{name} {100 * share:.0f} %" for name, share in each.replicas.items()),
             )
             for each in outlook.trials[:SHOWN]
@@ -586,11 +587,6 @@ def _then(change: ChangeOutlook) -> str:
 
 def _bytes(value: int | None) -> str:
     return UNKNOWN if value is None else f"{value / 2**30:.2f} GiB"
-
-
-def _short(value: object) -> str:
-    """A value with few digits, for reading."""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _money(value: float | None) -> str:
