@@ -110,11 +110,12 @@ class Event:
         return 1e3 * (end.at - self.at)
 
 
+@pytest.mark.parametrize("peers", [None, Slow(short=False)], ids=["alone", "with peers"])
 def test_losses_and_norms_of_a_batch_are_waited_for_once(
-    model: BaseModel, monkeypatch: pytest.MonkeyPatch
+    model: BaseModel, monkeypatch: pytest.MonkeyPatch, peers: Slow | None
 ) -> None:
     settings = EngineSettings(kernels="grouped", capacity=CAPACITY)
-    workers = [LocalWorker(model, DataCatalogue(random_data), settings) for _ in range(2)]
+    workers = [LocalWorker(model, DataCatalogue(random_data), settings, peers=peers) for _ in range(2)]
     for worker in workers:
         for each in JOBS:
             worker.execute(Attach(each))
@@ -130,11 +131,12 @@ def test_losses_and_norms_of_a_batch_are_waited_for_once(
     assert [event.losses for event in microbatches] == before
 
 
+@pytest.mark.parametrize("peers", [None, Slow(short=False)], ids=["alone", "with peers"])
 def test_a_job_whose_loss_is_not_finite_is_not_stepped_though_its_gradient_is(
-    model: BaseModel, monkeypatch: pytest.MonkeyPatch
+    model: BaseModel, monkeypatch: pytest.MonkeyPatch, peers: Slow | None
 ) -> None:
     settings = EngineSettings(kernels="grouped", capacity=CAPACITY)
-    workers = [LocalWorker(model, DataCatalogue(random_data), settings) for _ in range(2)]
+    workers = [LocalWorker(model, DataCatalogue(random_data), settings, peers=peers) for _ in range(2)]
     for worker in workers:
         for each in JOBS:
             worker.execute(Attach(each))
@@ -158,7 +160,8 @@ def test_a_job_whose_loss_is_not_finite_is_not_stepped_though_its_gradient_is(
     assert torch.equal(first.block("b").state, second.block("b").state)
 
 
-def test_a_batch_on_a_device_has_one_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("peers", [None, Slow(short=False)], ids=["alone", "with peers"])
+def test_a_batch_on_a_device_has_one_wait(monkeypatch: pytest.MonkeyPatch, peers: Slow | None) -> None:
     """With Triton's kernels, over meta tensors, which stand for a device's."""
     config = LlamaConfig(
         vocab_size=300, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2
@@ -172,7 +175,7 @@ def test_a_batch_on_a_device_has_one_wait(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(meta, "_rotation", rotation)  # which a fake model cannot compute
     monkeypatch.setattr(local_worker, "device_kind", str)
     settings = EngineSettings(kernels="triton", capacity=CAPACITY)
-    worker, device = LocalWorker(meta, DataCatalogue(random_data), settings), Behind()
+    worker, device = LocalWorker(meta, DataCatalogue(random_data), settings, peers=peers), Behind()
     for each in JOBS:
         worker.execute(Attach(each))
     with counted():

@@ -117,10 +117,24 @@ class Exchange:
             self._begin()
 
     def _begin(self) -> None:
-        """Begin the sums that are to be made."""
-        self._synchronise()
-        self._begun += map(self._thread.submit, self._later)
+        """Begin the sums that are to be made; on a GPU behind what the calling thread has sent there, for
+        which neither thread waits."""
+        behind = self._sent()
+        self._begun += [self._thread.submit(self._behind, behind, each) for each in self._later]
         self._later.clear()
+
+    def _sent(self) -> torch.cuda.Event | None:
+        """The point after what this thread has sent to the GPU."""
+        if self._device.type != "cuda":
+            return None
+        sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        sent.record()
+        return sent
+
+    def _behind(self, sent: torch.cuda.Event | None, run: Callable[[], None]) -> None:
+        if sent is not None:
+            torch.cuda.current_stream().wait_event(sent)
+        run()
 
     def finish(self, *, short: bool) -> bool:
         """Wait for the sums that were begun; whether one of the processes is ``short`` of memory.

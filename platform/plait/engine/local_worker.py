@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -180,7 +179,7 @@ class LocalWorker:
             case RunSchedule(items):
                 return self._run_schedule(items)
             case Evaluate(microbatches):
-                return [event for new in self._run_each(microbatches, training=False) for event in new]
+                return self._evaluate(microbatches)
             case KeepWeights(jobs):
                 for job in jobs:
                     self.adapters.keep(job)
@@ -247,80 +246,84 @@ class LocalWorker:
         """Round by round; if memory runs out, here or in a peer, the rest is left and so are gradients."""
         events: list[WorkerEvent] = []
         for each in rounds(items):
-            if self._peers is None:
-                new, short = self._run_alone(each)
-                events += new
-            else:
-                new, short, waited = self._run_round(each)
-                events += new
-                if not short:
-                    events += self._read_steps(self._ask_steps(each.steps), each.steps, waited)
-                    self._recorder.lap("step", _work(each.steps))
-                else:
-                    events.append(OutOfMemory("", waited))
+            new, short = self._run_round(each)
+            events += new
             if short:
                 self.bank.zero_gradients()
                 break
         return events
 
-    def _run_alone(self, turn: Round) -> tuple[list[WorkerEvent], bool]:
-        """A round with its steps, and whether memory ran out. The host waits once, for losses and norms."""
-        asked, short = self._ask_each(turn.microbatches, training=True)
-        stepped: AskedStep | None = None
-        if short is None and turn.steps:
-            self._spoil(asked)
-            stepped = self._ask_steps(turn.steps)
+    def _run_round(self, turn: Round) -> tuple[list[WorkerEvent], bool]:
+        """A round with its steps, and whether memory ran out, here or in a peer.
+
+        The host waits for its device once, for losses and norms; the peers' gradients come in meanwhile.
+        """
+        started = self._clock()
+        asked, own = self._ask_round(turn)
+        short, waited = self._finish(own is not None)
+        passed, ended = self._clock() - started, self._recorder.clock()
+        stepped = self._ask_steps(turn.steps) if turn.steps and not short else None
         ends = [each.end for each in (*asked, stepped) if each is not None]
         if ends:
             ends[-1].wait()
-        events = [event for each in asked for event in each.events(training=True)]
-        parts = self._parts(asked, "microbatch")
+        parts, after = self._parts(asked, "microbatch"), []
         if stepped is not None:
-            events += self._read_steps(stepped, turn.steps, 0.0)
-            parts.append(Part("step", _work(turn.steps), stepped.start.seconds_to(stepped.end)))
-        self._recorder.share(parts)
-        return [*events, *(() if short is None else (short,))], short is not None
+            after.append(Part("step", _work(turn.steps), stepped.start.seconds_to(stepped.end)))
+        if self._peers is not None:
+            busy = asked[0].start.seconds_to(asked[-1].end) if asked else 0.0
+            waited = min(waited, max(0.0, passed - busy))  # of the rest the device was still busy
+            self._recorder.share(parts, end=ended - waited)
+            self._recorder.share([Part("exchange", _work(turn.steps), waited)], end=ended)
+            parts = []
+        self._recorder.share([*parts, *after])
+        events = [event for each in asked for event in each.events(training=True)]
+        events += [] if own is None else [own]
+        if short and self._peers is not None:
+            events.append(OutOfMemory("", waited))
+        if stepped is not None:
+            events += self._read_steps(stepped, turn.steps, waited)
+        return events, short
 
-    def _spoil(self, asked: Sequence[Asked]) -> None:
-        """Make the gradient of a job whose loss is not finite so too, without looking: it does not step."""
+    def _ask_round(self, turn: Round) -> tuple[list[Asked], OutOfMemory | None]:
+        """All microbatches, or those before the one that memory runs out for. A job's gradients are added to
+        the peers' as soon as they are complete, for all jobs at last: so peers expect it."""
+        ready = turn.complete()
+        observed = self._sampler.wanted(self._jobs, [each.tokens for each in turn.microbatches])
+        asked: list[Asked] = []
+        short: OutOfMemory | None = None
+        self._add_up(turn, ready[0])
+        for microbatch, jobs in zip(turn.microbatches, ready[1:], strict=True):
+            one = None if short else self._ask(microbatch, training=True, observed=observed)
+            if isinstance(one, OutOfMemory):
+                short = one
+            elif one is not None:
+                asked.append(one)
+            if short is None:
+                self._spoil(asked, jobs)
+            self._add_up(turn, jobs)
+        return asked, short
+
+    def _spoil(self, asked: Sequence[Asked], jobs: Collection[str]) -> None:
+        """Make the gradients of those of these jobs whose loss is not finite so too, without looking: neither
+        they nor their peers step."""
         segments = [segment.job for each in asked for segment in each.microbatch.segments]
-        jobs = [job for job in dict.fromkeys(segments) if self.bank.block(job).state.numel()]
-        if not jobs:
+        found = [job for job in dict.fromkeys(segments) if job in jobs and self.bank.block(job).state.numel()]
+        if not found:
             return
-        places = {job: place for place, job in enumerate(jobs)}
-        rows = table([places.get(job, len(jobs)) for job in segments], self._model.device)
+        places = {job: place for place, job in enumerate(found)}
+        rows = table([places.get(job, len(found)) for job in segments], self._model.device)
         losses = torch.cat([each.own_sums for each in asked])
-        nothing = losses.new_zeros(len(jobs) + 1).index_add_(0, rows, losses * 0.0)  # or not a number
-        gradients = [self.bank.block(job).state[GRADIENTS][:1] for job in jobs]
+        nothing = losses.new_zeros(len(found) + 1).index_add_(0, rows, losses * 0.0)  # or not a number
+        gradients = [self.bank.block(job).state[GRADIENTS][:1] for job in found]
         torch._foreach_add_(gradients, list(nothing.float()[:-1].unsqueeze(1)))
 
-    def _run_round(self, turn: Round) -> tuple[list[WorkerEvent], bool, float]:
-        """A round up to its steps; whether memory ran out, and seconds of waiting for sums.
-
-        The peers' gradients come in meanwhile.
-        """
-        ready = turn.complete()
-        self._add_up(turn, ready[0])
-        events: list[WorkerEvent] = []
-        short, done = False, 0
-        for new in self._run_each(turn.microbatches, training=True):
-            events += new
-            short, done = any(isinstance(event, OutOfMemory) for event in new), done + 1
-            for failed in (event for event in new if isinstance(event, JobFailed)):
-                self.bank.block(failed.job).state[GRADIENTS].fill_(math.nan)  # so that no peer steps
-            for jobs in ready[done:] if short else ready[done : done + 1]:
-                self._add_up(turn, jobs)
-        return events, *self._finish(turn.steps, short)
-
-    def _finish(self, steps: Sequence[StepJob], short: bool) -> tuple[bool, float]:
+    def _finish(self, short: bool) -> tuple[bool, float]:
         """Wait for the sums of the peers; whether memory ran out somewhere, and the seconds."""
         if self._peers is None:
             return short, 0.0
         started = self._clock()
         short = self._peers.finish(short=short)
-        seconds = self._clock() - started
-        self._recorder.lap("exchange", _work(steps))
-        return short, seconds
+        return short, self._clock() - started
 
     def _add_up(self, turn: Round, jobs: Sequence[str]) -> None:
         steps = dict(_work(turn.steps))
@@ -328,43 +331,21 @@ class LocalWorker:
             for job in jobs:
                 self._peers.add_up(self.bank.block(job).state[GRADIENTS], job, steps[job])
 
-    def _run_each(self, microbatches: Sequence[Microbatch], *, training: bool) -> Iterator[list[WorkerEvent]]:
-        """The events of each microbatch; where memory runs out, the last says so.
-
-        Peers wait for gradients of jobs that are done, so with them each is waited for before the next.
-        """
-        if self._peers is None:
-            asked, short = self._ask_each(microbatches, training=training)
-            if asked:
-                asked[-1].end.wait()  # once for all of them
-            yield from (each.events(training=training) for each in asked)
-            self._recorder.share(self._parts(asked, "microbatch" if training else "evaluation"))
-            if short is not None:
-                yield [short]
-            return
-        observed = training and self._sampler.wanted(self._jobs, [each.tokens for each in microbatches])
-        for microbatch in microbatches:
-            one = self._ask(microbatch, training=training, observed=observed)
-            if isinstance(one, OutOfMemory):
-                yield [one]
-                return
-            events = [] if one is None else one.events(training=training)
-            if one is not None:
-                self._recorder.share(self._parts([one], "microbatch" if training else "evaluation"))
-            yield events
-
-    def _ask_each(
-        self, microbatches: Sequence[Microbatch], *, training: bool
-    ) -> tuple[list[Asked], OutOfMemory | None]:
-        """All microbatches, or those before the one that memory runs out for."""
-        observed = training and self._sampler.wanted(self._jobs, [each.tokens for each in microbatches])
+    def _evaluate(self, microbatches: Sequence[Microbatch]) -> list[WorkerEvent]:
+        """The events of microbatches that train nothing; where memory runs out, the last says so."""
         asked: list[Asked] = []
+        short: OutOfMemory | None = None
         for microbatch in microbatches:
-            one = self._ask(microbatch, training=training, observed=observed)
+            one = self._ask(microbatch, training=False, observed=False)
             if isinstance(one, OutOfMemory):
-                return asked, one
+                short = one
+                break
             asked += [] if one is None else [one]
-        return asked, None
+        if asked:
+            asked[-1].end.wait()  # once for all of them
+        events = [event for each in asked for event in each.events(training=False)]
+        self._recorder.share(self._parts(asked, "evaluation"))
+        return [*events, *(() if short is None else (short,))]
 
     def _ask(self, microbatch: Microbatch, *, training: bool, observed: bool) -> Asked | OutOfMemory | None:
         """One microbatch; None if there is nothing in it for this process but to help others.

@@ -60,19 +60,20 @@ class SpanRecorder:
         self._spans.append(Span(kind, start, self._last, work, tokens))
         self._lapped = True
 
-    def share(self, parts: Sequence[Part]) -> None:
-        """What the process did since the last call were these, one after the other; they are known only now.
+    def share(self, parts: Sequence[Part], *, end: float | None = None) -> None:
+        """What the process did since the last call, until now or then, were these, one after the other; they
+        are known only now.
 
         The host asks a device for all of them before it waits, so its own times say nothing of each.
         """
         whole, begun, start = sum(part.seconds for part in parts), 0.0, self._last
-        now = self.clock()
+        now = self.clock() if end is None else max(start, end)
         for number, part in enumerate(parts, start=1):
             begun += part.seconds
             share = begun / whole if whole > 0 else number / len(parts)
-            end = now if number == len(parts) else start + (now - start) * share
-            self._spans.append(Span(part.kind, self._last, end, part.work, part.tokens))
-            self._last, self._lapped = end, True
+            until = now if number == len(parts) else start + (now - start) * share
+            self._spans.append(Span(part.kind, self._last, until, part.work, part.tokens))
+            self._last, self._lapped = until, True
 
     def add_beside(self, kind: SpanKind, start: float, work: Work, received: int) -> None:
         """What a thread beside the process's own did from ``start`` until now; ``received``: bytes."""
