@@ -11,7 +11,8 @@ import pytest
 import yaml
 from rich.console import Console
 
-from plait.cli.plan import MOST_DEVICES, read_numbers, show
+from plait.cli.plan import MOST_DEVICES, read_numbers
+from plait.cli.shown_plan import show
 from plait.core.errors import CapacityError, ConfigError
 from plait.core.settings import ClusterSettings, PlannerSettings, RunSettings, SearchSettings
 from plait.cost.clusters import Cluster, described_cluster
