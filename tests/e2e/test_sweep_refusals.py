@@ -61,7 +61,7 @@ Short = tuple[str, ...]
         ),
         (
             ["adapter.rank=1,2", "cluster.processes=2", "cluster.pipeline=2", "cluster.shard_base=true"],
-            ["cluster.shard_base=true", "[2]"],
+            ["cluster.shard_base=true with cluster.pipeline=2", "no stages and no slices"],
         ),
         (
             [
@@ -78,13 +78,13 @@ Short = tuple[str, ...]
         ),
         (
             ["adapter.rank=1,2", "cluster.processes=2", "cluster.pipeline=2", "cluster.layer_split=[4,4]"],
-            ["cluster.layer_split=[4, 4]", "all 4 layers"],
+            ["cluster.layer_split=[4,4] with cluster.pipeline=2", "all 4 layers"],
         ),
         (
             ["adapter.rank=1,2", "cluster.processes=2", "cluster.pipeline=2", "data.generate=true"],
-            ["data.generate=true", "replicas of 2 processes"],
+            ["data.generate=true with cluster.pipeline=2"],
         ),
-        (["adapter.rank=1,2", "engine.schedule=gpipe"], ["engine.schedule=gpipe", "replicas of 1 processes"]),
+        (["adapter.rank=1,2", "engine.schedule=gpipe"], ["engine.schedule=gpipe", "replicas of one process"]),
         (["adapter.rank=1,2", "engine.schedule=best"], ["engine.schedule='best'", "gpipe"]),
         (["adapter.rank=1,2", "engine.device=cuda"], ["engine.device=cuda"]),
         (

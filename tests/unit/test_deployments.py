@@ -191,9 +191,65 @@ def test_what_is_chosen_cannot_be_given(beside: dict[str, Any]) -> None:
         ClusterSettings(processes=2, deployment="auto", **beside)
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"processes": 2, "deployment": "2x1"},
+            ["cluster.deployment=2x1", "in brackets", "Write cluster.deployment=[2x1]."],
+        ),
+        ({"processes": 2, "deployment": 2}, ["cluster.deployment=2\n", "Write cluster.deployment=[2]."]),
+        ({"tensor": 2}, ["cluster.tensor=2 with cluster.processes=1", "takes 2 processes", "Use 2"]),
+        ({"processes": 3, "tensor": 2}, ["cluster.tensor=2 with cluster.processes=3", "a multiple of it"]),
+        (
+            {"processes": 6, "tensor": 2, "pipeline": 2},
+            ["cluster.pipeline=2 and cluster.tensor=2 with cluster.processes=6", "takes 4 processes"],
+        ),
+        (
+            {"processes": 2, "deployment": (1, "2x2")},
+            ["cluster.deployment=[1,2x2] with cluster.processes=2", "take 5 processes", "Use 5"],
+        ),
+        (
+            {"processes": 3, "deployment": (1, 2), "tensor": 2},
+            ["cluster.deployment=[1,2] with cluster.tensor=2", "3 stages in 2 slices"],
+        ),
+        (
+            {"processes": 4, "deployment": ("2x2",), "shard_base": True},
+            ["cluster.shard_base=true with cluster.deployment=[2x2]", "no stages and no slices"],
+        ),
+        (
+            {"processes": 2, "tensor": 2, "shard_base": True},
+            ["cluster.shard_base=true with cluster.tensor=2", "Leave one of them out"],
+        ),
+        (
+            {"processes": 2, "redeploy": True, "shard_base": True},
+            ["cluster.shard_base=true with cluster.redeploy=true, which makes stages"],
+        ),
+        ({"shard_base": True}, ["cluster.shard_base=true with cluster.processes=1", "cluster.processes=2"]),
+    ],
+)
+def test_what_was_written_is_named_with_the_rule_and_the_remedy(
+    given: dict[str, Any], said: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ClusterSettings(**given).check_lists()
+    for each in said:
+        assert each in str(caught.value)
+    written = {"deployment", "tensor", "pipeline"} - given.keys()
+    assert not [key for key in written if f"cluster.{key}" in caught.value.value]
+
+
+def test_more_stages_than_layers_name_what_was_written(tmp_path: Path) -> None:
+    model = inspect_model(TINY, cache=tmp_path)
+    for given in ({"pipeline": 5}, {"deployment": (5,)}):
+        run = RunSettings(model=TINY, cluster=ClusterSettings(processes=5, **given))
+        with pytest.raises(ConfigError, match=r"cluster\.\w+=\[?5\]? with a model of 4 layers"):
+            check_cut(run, model, [])
+
+
 @pytest.mark.parametrize("wrong", ["best", (0, 2)])
 def test_another_word_for_a_deployment_is_refused(wrong: Any) -> None:
-    with pytest.raises(ConfigError, match="auto or a list of the stages"):
+    with pytest.raises(ConfigError, match="auto or a list of the stages of each replica"):
         ClusterSettings(processes=2, deployment=wrong)
 
 

@@ -129,6 +129,14 @@ def test_keys_of_the_run_cannot_be_swept(key: str) -> None:
         space_of(f"{key}=1,2")
     assert "applies to the whole run" in caught.value.rule
     assert "one sweep for each" in caught.value.remedy
+    assert "brackets" not in caught.value.remedy
+
+
+@pytest.mark.parametrize("key", ["cluster.deployment", "cluster.layer_split"])
+def test_a_list_of_the_run_without_brackets_is_refused_with_them(key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        space_of(f"{key}=1,2")
+    assert f"in brackets: {key}=[…]" in caught.value.remedy
 
 
 @pytest.mark.parametrize("key", ["mode", "description", "foo.bar"])

@@ -121,6 +121,14 @@ def is_whole(key: str) -> bool:
     return hint is int or (get_origin(hint) is not None and set(get_args(hint)) == {int, type(None)})
 
 
+def takes_list(key: str) -> bool:
+    """Whether a run's config key takes a list."""
+    group, _, name = key.partition(".")
+    spec = get_type_hints(RunSettings).get(group)
+    hint = get_type_hints(spec).get(name) if spec else None
+    return any(get_origin(each) is tuple for each in (hint, *get_args(hint)))
+
+
 def flat_params(params: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """A search space by dotted key: nested mappings are flattened, and every value is override text."""
     flat: dict[str, str] = {}

@@ -27,7 +27,7 @@ from hydra.core.override_parser.types import (
 )
 from hydra.errors import HydraException
 
-from plait.config.build import JOB_GROUPS, JOB_SPECS, RUN_GROUPS, is_whole
+from plait.config.build import JOB_GROUPS, JOB_SPECS, RUN_GROUPS, is_whole, takes_list
 from plait.config.fields import likely
 from plait.core.errors import ConfigError, SearchError
 from plait.core.space import Choice, Dimension, Domain, Real, Space, Value, Whole
@@ -142,10 +142,11 @@ def _check_scope(name: str, data_keys: Iterable[str]) -> None:
     if root in JOB_GROUPS:
         return
     if root in RUN_GROUPS or root == "sweeps":
+        listed = f" A list is written in brackets: {name}=[…]." if takes_list(name) else ""
         raise ConfigError(
             f"{name} is swept",
             f"{root} applies to the whole run; only keys of {', '.join(JOB_GROUPS)} can be swept.",
-            f"Start one sweep for each value of {name}.",
+            f"Start one sweep for each value of {name}.{listed}",
         )
     keys = [f"{group}.{each.name}" for group, spec in JOB_SPECS.items() for each in fields(spec)]
     keys += [f"data.{key}" for key in data_keys]

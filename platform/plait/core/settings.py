@@ -33,10 +33,8 @@ GPU_CAPACITIES = (
 DIRECTIONS = ("minimize", "maximize")
 SHAPE = re.compile(r"(?:([1-9]\d{0,3})x)?([1-9]\d{0,3})")  # of a replica: slices x stages, or stages
 SHAPES = Rule(
-    "auto or a list of the stages of each replica, such as 2, or slices x stages, such as 2x4",
-    lambda given: (
-        given == AUTO or (not isinstance(given, str) and all(map(SHAPE.fullmatch, map(str, given))))
-    ),
+    "auto or a list of the stages of each replica, or slices x stages, such as [1,2,2x4]",
+    lambda given: given == AUTO or (isinstance(given, tuple) and all(map(SHAPE.fullmatch, map(str, given)))),
 )
 EACH_DIRECTION = Rule(
     "maximize, minimize or a list of them",
@@ -130,7 +128,7 @@ class ClusterSettings:
     interface: str | None = None
     key_file: str | None = None
     pipeline: Annotated[int, between(1, 1024)] = 1
-    deployment: Annotated[tuple[int | str, ...] | str, SHAPES] = ()
+    deployment: Annotated[tuple[int | str, ...] | str | int, SHAPES] = ()
     tensor: Annotated[int, between(1, 1024)] = 1
     redeploy: bool = False
     layer_split: Annotated[tuple[int, ...], each(at_least(1))] = ()
@@ -144,6 +142,12 @@ class ClusterSettings:
     kinds: tuple[dict[str, Any], ...] = field(default=(), hash=False)
 
     def __post_init__(self) -> None:
+        if isinstance(self.deployment, (int, str)) and SHAPE.fullmatch(str(self.deployment)):
+            raise ConfigError(
+                f"cluster.deployment={self.deployment}",
+                f"It is the list of all replicas, in brackets, or {AUTO}.",
+                f"Write cluster.deployment=[{self.deployment}].",
+            )
         check(self, "cluster")
         if self.processes > 1:  # a launcher may still say that there are more than one
             self.check_lists()
@@ -163,7 +167,7 @@ class ClusterSettings:
     @property
     def shapes(self) -> tuple[ReplicaShape, ...]:
         """The shape of each replica, in their order; single processes until they are chosen."""
-        found = (SHAPE.fullmatch(str(each)) for each in self.deployment if not self.to_choose)
+        found = (SHAPE.fullmatch(str(each)) for each in self._listed)
         given = tuple(ReplicaShape(int(each[2]), int(each[1] or 1)) for each in found if each)
         alike = ReplicaShape(self.pipeline, self.tensor)
         return given or (alike,) * max(1, self.processes // alike.processes)
@@ -186,8 +190,20 @@ class ClusterSettings:
         return self._given if self.deployment else f"cluster.tensor={self.tensor}"
 
     @property
+    def cutting(self) -> str:
+        """The keys by which several processes hold a replica, with their values; "" if none does."""
+        if not self.staged:
+            return ""
+        keys = (f"cluster.{key}={own}" for key in ("pipeline", "tensor") if (own := getattr(self, key)) > 1)
+        return self._given if self.deployment else " and ".join(keys)
+
+    @property
     def _given(self) -> str:
-        return f"cluster.deployment=[{','.join(map(str, self.deployment))}]"
+        return f"cluster.deployment={as_written(self._listed)}"
+
+    @property
+    def _listed(self) -> tuple[int | str, ...]:
+        return self.deployment if isinstance(self.deployment, tuple) else ()
 
     @property
     def staged(self) -> bool:
@@ -216,6 +232,48 @@ class ClusterSettings:
                 )
         self._check_deployment()
 
+    def _check_processes(self) -> None:
+        """Check that each process belongs to a replica."""
+        equal = [f"cluster.{key}={own}" for key in ("pipeline", "tensor") if (own := getattr(self, key)) > 1]
+        if self.deployment and equal:
+            raise ConfigError(
+                f"{self._given} with {' and '.join(equal)}",
+                "cluster.deployment says how many stages and slices each replica has.",
+                "Leave one of them out; in cluster.deployment 2x3 is a replica of 3 stages in 2 slices.",
+            )
+        needed = sum(self.stages) if self.deployment else self.pipeline * self.tensor
+        if sum(self.stages) == self.processes:
+            return
+        if self.deployment:
+            raise ConfigError(
+                f"{self._given} with cluster.processes={self.processes}",
+                f"These replicas take {needed} processes, and there must be as many.",
+                f"Use {needed} (cluster.processes={needed}), or change cluster.deployment.",
+            )
+        raise ConfigError(
+            f"{' and '.join(equal)} with cluster.processes={self.processes}",
+            f"Each replica takes {needed} processes, and there must be {needed} or a multiple of it.",
+            f"Use {needed} (cluster.processes={needed}), or list replicas that differ in cluster.deployment.",
+        )
+
+    def _check_shard_base(self) -> None:
+        """Check that a sharded base is shared by several processes that each run all layers."""
+        if not self.shard_base or (self.processes > 1 and not self.staged and not self.redeploy):
+            return
+        beside = "cluster.redeploy=true, which makes stages" if self.redeploy else self.cutting
+        if beside:
+            raise ConfigError(
+                f"cluster.shard_base=true with {beside}",
+                "Processes that share a sharded base each run all of its layers: there are no stages and no "
+                "slices.",
+                "Leave one of them out; stages and slices divide the base model among processes, too.",
+            )
+        raise ConfigError(
+            f"cluster.shard_base=true with cluster.processes={self.processes}",
+            "A base model is sharded among several processes.",
+            "Use at least two (cluster.processes=2), or leave cluster.shard_base out.",
+        )
+
     def _check_to_choose(self) -> None:
         """Check that nothing is given that is chosen."""
         usual = ClusterSettings()
@@ -231,25 +289,8 @@ class ClusterSettings:
         """Check that the replicas have all processes, and that what is set beside holds for stages."""
         if self.to_choose:
             self._check_to_choose()
-        equal = [f"cluster.{key}={own}" for key in ("pipeline", "tensor") if (own := getattr(self, key)) > 1]
-        if sum(self.stages) != self.processes or (self.deployment and equal):
-            given = [self._given] if self.deployment else equal
-            others = [*(equal if self.deployment else ()), f"cluster.processes={self.processes}"]
-            raise ConfigError(
-                f"{' and '.join(given)} with {' and '.join(others)}",
-                "All processes belong to replicas: equal ones of cluster.pipeline stages and cluster.tensor "
-                "slices, or those of cluster.deployment.",
-                "Set cluster.processes to their sum, and either those keys or cluster.deployment.",
-            )
-        if self.shard_base and (self.staged or self.redeploy or self.processes == 1):
-            beside = (
-                "cluster.redeploy=true" if self.redeploy else f"replicas of {list(self.stages)} processes"
-            )
-            raise ConfigError(
-                f"cluster.shard_base=true with {beside}",
-                "The base model is sharded among several processes that each run all of it.",
-                "Set cluster.processes alone, or leave cluster.shard_base out.",
-            )
+        self._check_processes()
+        self._check_shard_base()
         if (self.staged or self.redeploy) and self.optimiser != "repeated":
             beside = "stages" if self.staged else "cluster.redeploy=true, which makes stages"
             raise ConfigError(
