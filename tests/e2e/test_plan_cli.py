@@ -56,6 +56,33 @@ def test_jobs_that_may_not_train_together_make_waves(
     assert [(group["wave"], len(group["jobs"])) for group in found["groups"]] == [(1, 2), (2, 1)]
 
 
+def test_stages_get_fewer_layers_where_memory_requires_it(
+    short: Short, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a little less memory than balanced stages need, others are planned; with far less, none."""
+    monkeypatch.setattr("plait.engine.devices.device_bytes", lambda _: 2 * 2**30)  # of two processes
+    task = [each for each in short if not each.startswith("train.batch_size")]
+    two = (*task, "train.batch_size=16", "engine.capacity=128", "cluster.processes=2", "cluster.pipeline=2")
+    one = ("adapter.rank=2", "search.trials=1")
+    balanced = planned(capsys, *two, *one)["replicas"][0]
+    assert balanced["layer_split"] == [2, 2]
+    less = f"planner.memory_share={0.95 * balanced['predicted_bytes'] / 2**30:.3e}"
+    for deployment in ((), ("cluster.deployment=auto",)):
+        stages = two if not deployment else (*two[:-1], *deployment, "engine.schedule=1f1b")
+        limited = planned(capsys, *stages, *one, less)["replicas"][0]
+        assert limited["layer_split"] == [1, 3]
+        assert limited["predicted_bytes"] <= 0.95 * balanced["predicted_bytes"]
+    assert main(["plan", *two, *one, less]) == 0
+    shown = capsys.readouterr()
+    assert "The stages have cluster.layer_split=[1,3] layers by their memory" in shown.err
+    few = f"planner.memory_share={0.5 * balanced['predicted_bytes'] / 2**30:.3e}"
+    assert main(["plan", *two, *one, few]) == 2
+    said = capsys.readouterr().err
+    assert "stage 1 of 2 needs about 0.01 GiB for its 2 layers" in said
+    assert "of 1.00 GiB" in said
+    assert "more stages" in said
+
+
 @pytest.mark.slow
 def test_each_described_cluster(short: Short, capsys: pytest.CaptureFixture[str]) -> None:
     names = sorted(path.stem for path in (conf_dir() / "cluster").glob("*.yaml") if path.stem != "local")

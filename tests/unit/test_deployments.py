@@ -13,14 +13,15 @@ from laboratory import random_data, random_texts
 
 from plait.core.errors import CapacityError, ConfigError
 from plait.core.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
-from plait.core.plans import Plan, ReplicaShape
+from plait.core.plans import Choices, Plan, ReplicaShape
 from plait.core.settings import ClusterSettings, EngineSettings, ModelSettings, RunSettings, SearchSettings
 from plait.cost.memory import MemoryCoefficients, MemoryModel
 from plait.cost.profile_store import Profile, ProfileKey
 from plait.cost.time import HeadTime, LayerTime, TimeModel
-from plait.engine.build import PLAN_FILE, write_plan
+from plait.engine.build import PLAN_FILE, worker_facts, write_plan
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.deployments import Replicas, Weighing, candidates, settle_deployment, written
+from plait.engine.splits import Splits, settle_split
 from plait.models.load import inspect_model
 from plait.search.checks import check_cut
 
@@ -299,3 +300,37 @@ def test_a_search_that_lost_a_process_resumes_with_as_many_as_it_was_begun_with_
 
     assert settled(3).stages == (1, 1, 1)
     assert settled(4) == kept
+
+
+def test_a_search_resumes_with_the_layers_that_memory_required(tmp_path: Path) -> None:
+    """As long as they fit; what is given is not changed, nor replicas of different numbers of stages."""
+    model, asked = inspect_model(TINY, cache=tmp_path), {(AdapterSpec(4), 30, 16)}
+
+    def settled(memory: int, before: Choices | None = None, **cluster: Any) -> tuple[tuple[int, ...], bool]:
+        given = cluster or {"processes": 2, "pipeline": 2}
+        run = RunSettings(model=TINY, engine=EngineSettings(capacity=96), cluster=ClusterSettings(**given))
+        found, said = settle_split(run, model, None, asked, memory, before)
+        return found.cluster.layer_split, bool(said)
+
+    assert settled(ROOM) == ((), False)
+    needed = Splits.of(
+        worker_facts(
+            RunSettings(
+                model=TINY,
+                engine=EngineSettings(capacity=96),
+                cluster=ClusterSettings(processes=2, pipeline=2),
+            ),
+            model,
+            ROOM,
+        ),
+        RunSettings(model=TINY, engine=EngineSettings(capacity=96)),
+        None,
+        asked,
+    ).fullest((2, 2))[1]
+    less = int(0.95 * needed / 0.8)
+    assert settled(less) == ((1, 3), True)
+    assert settled(ROOM, {"layer_split": "1,3"}) == ((1, 3), False)
+    assert settled(less, {"layer_split": "3,1"}) == ((1, 3), True)  # no longer fits
+    assert settled(ROOM, {"layer_split": "1,1,2"}) == ((), False)  # of other stages
+    assert settled(less, processes=2, pipeline=2, layer_split=(2, 2)) == ((2, 2), False)
+    assert settled(less, processes=5, deployment=(2, 3)) == ((), False)

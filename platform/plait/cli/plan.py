@@ -210,6 +210,7 @@ def _plan_local(command: SearchCommand) -> Outlook:
     from plait.engine.deployments import measure, settle_deployment, time_of
     from plait.engine.devices import choose_device
     from plait.engine.replicas import dispatch_time, replicas_of
+    from plait.engine.splits import settle_split
 
     settings = settle_dtype(command.settings)
     check_engine(settings, command.probes)
@@ -227,6 +228,10 @@ def _plan_local(command: SearchCommand) -> Outlook:
     asked = {(job.adapter, data.longest(job.data), job.train.global_batch) for job in jobs}
     capacity = choose_capacity(settings, facts, stored, asked, on_gpu=on_gpu(settings))
     settings = replace(settings, engine=replace(settings.engine, capacity=capacity))
+    settings, layers = settle_split(settings, shape, stored, asked, free_memory(settings))
+    for line in layers:
+        say(line)
+    facts = worker_facts(settings, shape, free_memory(settings))
     workload = Workload.of(jobs, data)
     device, processes = choose_device(settings.engine.device), settings.cluster.processes
     memory = replica_bytes(settings)

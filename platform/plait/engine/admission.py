@@ -112,14 +112,30 @@ class Admission:
             ProcessError: its longest sample fits only into a replica that is missing.
         """
         demand = self._demand(adapter, longest, samples)
-        if (needed := self.predicted([demand])) > self.budget:
-            raise CapacityError(
-                f"one job needs about {needed / GIB:.2f} GiB",
-                f"{self.budget / GIB:.2f} GiB may be used: planner.memory_share={self._memory_share} "
-                f"of {self._facts.memory_bytes / GIB:.2f} GiB.",
-                "Lower engine.capacity or adapter.rank, set engine.checkpointing, or use a smaller model.",
-            )
+        if self.predicted([demand]) > self.budget:
+            raise self._too_much(demand)
         return demand
+
+    def _too_much(self, demand: Demand) -> CapacityError:
+        """The error of a job that does not fit alone: it names the fullest stage."""
+        rooms = max(self._replicas, key=lambda own: max(self._beyond(room, [demand]) for room in own))
+        process = max(range(len(rooms)), key=lambda place: self._beyond(rooms[place], [demand]))
+        tensor, layers = rooms[0].part.tensor, len(rooms[process].part.layers)
+        stages = len(rooms) // tensor
+        where = "" if stages == 1 else f" on stage {process // tensor + 1} of {stages}, with {layers} layers"
+        return self.refusal(
+            f"one job needs about {self.predicted([demand]) / GIB:.2f} GiB{where}", stages > 1
+        )
+
+    def refusal(self, needed: str, staged: bool, rule: str = "") -> CapacityError:
+        """The error of what needs more than the budget."""
+        fewer = "use more stages or a smaller model" if staged else "use a smaller model"
+        return CapacityError(
+            needed,
+            f"{self.budget / GIB:.2f} GiB may be used: planner.memory_share={self._memory_share} "
+            f"of {self._facts.memory_bytes / GIB:.2f} GiB.{rule}",
+            f"Lower engine.capacity or adapter.rank, set engine.checkpointing, or {fewer}.",
+        )
 
     def demand_again(self, adapter: AdapterSpec, before: Demand) -> Demand:
         """What a job needs with the replicas that are here, also if it needs more memory than there is: a job
@@ -156,13 +172,14 @@ class Admission:
         """The processes of a replica."""
         tensor = parts[0].tensor
         stages = len(parts) // tensor
+        return tuple(
+            self._room_of(part, place // tensor, stages, capacity) for place, part in enumerate(parts)
+        )
+
+    def _room_of(self, part: HeldPart, stage: int, stages: int, capacity: int) -> _Room:
         bounded = self._engine.schedule not in UNBOUNDED
-        found = []
-        for process, part in enumerate(parts):
-            stage = process // tensor
-            flights = stages - stage if bounded or stages == 1 else None
-            found.append(_Room(capacity, part, flights, (stage > 0) + (stage < stages - 1)))
-        return tuple(found)
+        flights = stages - stage if bounded or stages == 1 else None
+        return _Room(capacity, part, flights, (stage > 0) + (stage < stages - 1))
 
     def _check_fits(self, longest: int) -> None:
         """Check that a sample fits into a microbatch."""
@@ -229,11 +246,15 @@ class Admission:
         """Bytes of the base model and these jobs at the peak of the heaviest microbatches that may come: in
         the process with the least memory, or in another, less the memory that it has more.
         """
-        least = self._facts.memory_bytes
-        return max(
-            self._need(room, demands) - int(self._memory_share * max(0, room.part.memory_bytes - least))
-            for room in self._rooms
-        )
+        return max(self._beyond(room, demands) for room in self._rooms)
+
+    def _beyond(self, room: _Room, demands: Sequence[Demand]) -> int:
+        more = max(0, room.part.memory_bytes - self._facts.memory_bytes)
+        return self._need(room, demands) - int(self._memory_share * more)
+
+    def needed_by(self, part: HeldPart, stage: int, stages: int, demands: Sequence[Demand]) -> int:
+        """The same of a process of so many stages, if it held this part."""
+        return self._need(self._room_of(part, stage, stages, self._capacity), demands)
 
     def predicted_on(self, replica: Replica, demands: Sequence[Demand]) -> int:
         """The same on the fullest process of one replica."""

@@ -19,13 +19,13 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from plait.core.errors import CapacityError, ConfigError, ModelError
-from plait.core.jobs import JobSpec
+from plait.core.jobs import AdapterSpec, JobSpec
 from plait.core.plans import ReplicaShape
 from plait.core.settings import ClusterSettings, RunSettings
 from plait.cost.profile_store import Profile
-from plait.cost.replica import Configuration, ReplicaCost, balanced_split
-from plait.cost.time import MicrobatchShape, TimeModel
-from plait.engine.admission import Admission, Demand, choose_capacity
+from plait.cost.replica import Configuration, ReplicaCost
+from plait.cost.time import TimeModel
+from plait.engine.admission import Admission, choose_capacity
 from plait.engine.build import (
     free_memory,
     on_gpu,
@@ -35,7 +35,10 @@ from plait.engine.build import (
     worker_facts,
 )
 from plait.engine.catalogue import DataCatalogue
+from plait.engine.replicas import dispatch_time
+from plait.engine.splits import Splits
 from plait.engine.steps import DataOrder
+from plait.engine.worker import WorkerFacts
 from plait.planner.buckets import mean_step
 from plait.planner.weighing import MeanStep
 
@@ -178,13 +181,12 @@ class Weighing:
         try:
             run = self._run(replicas)
             self.check(run)
-            capacity, admission = self._admission(run)
+            capacity = self._capacity(run)
             run = replace(run, engine=replace(run.engine, capacity=capacity))
-            split = self._split(replicas.shape, capacity)
-            if split:
-                run = replace(run, cluster=replace(run.cluster, layer_split=split))
-                _, admission = self._admission(run)
-            demands = self._demands(admission)
+            split = self._split(run)
+            run = replace(run, cluster=replace(run.cluster, layer_split=split))
+            admission = Admission(self._facts(run), run, self.profile)
+            demands = [admission.demand(*each) for each in self._asked]
         except (ConfigError, ModelError, CapacityError) as error:
             return Candidate(replicas, why=f"{error.value}: {error.rule}".rstrip("."))
         together = list(islice(cycle(zip(self.jobs, demands, strict=True)), self._together))
@@ -219,24 +221,29 @@ class Weighing:
         cluster.check_lists()
         return replace(self.settings, cluster=cluster)
 
-    def _admission(self, run: RunSettings) -> tuple[int, Admission]:
-        facts = worker_facts(run, self.model, self.memory_bytes)
-        asked = {(job.adapter, self.data.longest(job.data), job.train.global_batch) for job in self.jobs}
-        capacity = choose_capacity(run, facts, self.profile, asked, self.recorded, on_gpu=self.on_gpu)
-        engine = replace(run.engine, capacity=capacity)
-        return capacity, Admission(facts, replace(run, engine=engine), self.profile)
+    @property
+    def _asked(self) -> list[tuple[AdapterSpec, int, int]]:
+        return [(job.adapter, self.data.longest(job.data), job.train.global_batch) for job in self.jobs]
 
-    def _demands(self, admission: Admission) -> list[Demand]:
-        return [
-            admission.demand(job.adapter, self.data.longest(job.data), job.train.global_batch)
-            for job in self.jobs
-        ]
+    def _facts(self, run: RunSettings) -> WorkerFacts:
+        return worker_facts(run, self.model, self.memory_bytes)
 
-    def _split(self, shape: ReplicaShape, capacity: int) -> tuple[int, ...]:
-        """Layers of each stage by the profile's seconds; without them they are balanced by arithmetic."""
-        if shape.pipeline == 1 or self.profile is None or self.profile.time is None:
+    def _capacity(self, run: RunSettings) -> int:
+        facts, asked = self._facts(run), set(self._asked)
+        return choose_capacity(run, facts, self.profile, asked, self.recorded, on_gpu=self.on_gpu)
+
+    def _split(self, run: RunSettings) -> tuple[int, ...]:
+        """Layers of each stage that fit, the fastest by the profile's seconds; without them by arithmetic.
+
+        Raises:
+            CapacityError: no split fits.
+        """
+        if run.cluster.pipeline == 1:
             return ()
-        return balanced_split(self.profile.time, shape.pipeline, MicrobatchShape.of([capacity]))
+        facts = self._facts(run)
+        time = self.profile.time if self.profile is not None else None
+        splits = Splits.of(facts, run, self.profile, self._asked)
+        return splits.fastest(time or dispatch_time(facts, None))
 
     def step_seconds(
         self, configuration: Configuration, count: int, time: TimeModel, jobs: Sequence[JobSpec]

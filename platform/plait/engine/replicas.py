@@ -6,7 +6,7 @@ list.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
@@ -102,24 +102,33 @@ def cut(
     Raises:
         ConfigError: as for :func:`stage_layers`.
     """
-    shape = facts.shape
     time, given = dispatch_time(facts, None), settings.cluster.layer_split
-    weights, end = _weights(facts, settings.model.quantise)
     found = []
     for stages, tensor in replicas:
         if stages == 1 == tensor:
             found.append(facts.whole(memory_bytes))
             continue
         split = given if len(given) == stages else ()
-        parts = []
-        for layers in stage_layers(time, stages, split, settings.engine.capacity_or_usual):
-            own = sum(weights[layer] for layer in layers)
-            own += end * ((layers.start == 0) + (layers.stop == shape.layers))
-            part = HeldPart(layers, int(own / tensor), memory_bytes, shape.made_bytes, tensor)
-            part = replace(part, linears=(sliced or {}).get(tensor, ()))
-            parts += [part] * tensor
-        found.append(tuple(parts))
+        held = part_of(facts, settings.model.quantise, memory_bytes, tensor, (sliced or {}).get(tensor, ()))
+        layers = stage_layers(time, stages, split, settings.engine.capacity_or_usual)
+        found.append(tuple(part for own in layers for part in [held(own)] * tensor))
     return tuple(found)
+
+
+def part_of(
+    facts: WorkerFacts, quantise: str, memory_bytes: int, tensor: int, sliced: tuple[LinearInfo, ...]
+) -> Callable[[range], HeldPart]:
+    """What a process of a stage would hold of a model that is not loaded yet, by the stage's layers."""
+    shape = facts.shape
+    weights, end = _weights(facts, quantise)
+    up_to = [0.0, *accumulate(weights)]
+
+    def held(layers: range) -> HeldPart:
+        own = up_to[layers.stop] - up_to[layers.start]
+        own += end * ((layers.start == 0) + (layers.stop == shape.layers))
+        return HeldPart(layers, int(own / tensor), memory_bytes, shape.made_bytes, tensor, linears=sliced)
+
+    return held
 
 
 def sharded(facts: WorkerFacts, count: int) -> WorkerFacts:

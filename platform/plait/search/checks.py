@@ -26,6 +26,7 @@ from plait.engine.build import (
     check_engine,
     free_memory,
     open_data,
+    recorded_before,
     settle_dtype,
     settle_engine,
     stored_profile,
@@ -33,6 +34,7 @@ from plait.engine.build import (
 )
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.deployments import settle_deployment
+from plait.engine.splits import settle_split
 from plait.engine.steps import DataOrder
 from plait.search.attributes import TRACKED
 from plait.search.identity import ROWS, Identity, check_problem
@@ -199,8 +201,11 @@ def prepare(command: SearchCommand, name: str) -> Prepared:
         settings, shape, catalogue, probes, check, points=command.space.size, folder=folder
     )
     settings, said = settle_engine(settings, shape, catalogue, probes, folder)
-    profile = stored_profile(settings, shape.digest)
-    check_memory(settings, shape, catalogue, probes, free_memory(settings), profile)
+    profile, memory_bytes = stored_profile(settings, shape.digest), free_memory(settings)
+    asked = {(job.adapter, catalogue.longest(job.data), job.train.global_batch) for job in probes}
+    before = recorded_before(settings, folder)
+    settings, layers = settle_split(settings, shape, profile, asked, memory_bytes, before)
+    check_memory(settings, shape, catalogue, probes, memory_bytes, profile)
     check_budgets(settings, catalogue, probes)
     specs = dict.fromkeys(job.data for job in probes)
     material = {f"data {spec.source} {spec.options}": catalogue.of(spec).digest for spec in specs}
@@ -209,7 +214,7 @@ def prepare(command: SearchCommand, name: str) -> Prepared:
     }
     own = {DTYPE: settings.model.dtype, "model": shape.digest}
     chosen = () if choice is None else (str(choice),)
-    return Prepared(own | material, data, settings, (*data.said, *chosen, *said))
+    return Prepared(own | material, data, settings, (*data.said, *chosen, *said, *layers))
 
 
 def check_budgets(settings: RunSettings, data: DataCatalogue, jobs: Sequence[JobSpec]) -> None:

@@ -22,6 +22,7 @@ from plait.core.lifecycle import JobResult, JobState
 from plait.core.messages import Notice
 from plait.core.plans import Plan
 from plait.core.settings import AUTO, RunSettings, TrackingSettings
+from plait.core.space import as_written
 from plait.engine.build import PLAN_FILE, build_coordinator, write_plan
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
@@ -287,9 +288,15 @@ class Launch:
         return result, concluded
 
     def _write_plan(self, folder: Path, plan: Plan) -> str:
-        """Store the plan with the replicas that were chosen, if they were left open; return its JSON."""
+        """Store the plan with the replicas that were chosen, if they were left open, and the layers of each
+        stage, if they are not merely balanced; return its JSON."""
+        cluster = self._settings.cluster
+        if cluster.layer_split != self._command.settings.cluster.layer_split:
+            plan = replace(
+                plan, choices={**plan.choices, "layer_split": as_written(cluster.layer_split)[1:-1]}
+            )
         if self._command.settings.cluster.to_choose:
-            plan = replace(plan, choices={**plan.choices, "deployment": written(self._settings.cluster)})
+            plan = replace(plan, choices={**plan.choices, "deployment": written(cluster)})
         return write_plan(folder, plan)
 
     def _start(self, tracker: Tracker, stopper: Stopper | None) -> str:
