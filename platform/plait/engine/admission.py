@@ -253,7 +253,7 @@ class Admission:
         return self._need(room, demands) - int(self._memory_share * more)
 
     def needed_by(self, part: HeldPart, stage: int, stages: int, demands: Sequence[Demand]) -> int:
-        """The same of a process of so many stages, if it held this part."""
+        """Bytes that these jobs need in a process of so many stages, if it holds this part."""
         return self._need(self._room_of(part, stage, stages, self._capacity), demands)
 
     def predicted_on(self, replica: Replica, demands: Sequence[Demand]) -> int:

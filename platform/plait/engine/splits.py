@@ -89,7 +89,7 @@ class Splits:
 
     @classmethod
     def of(cls, facts: WorkerFacts, settings: RunSettings, profile: Profile | None, jobs: Asked) -> Splits:
-        """Those of replicas that all have as many stages, or one.
+        """The splits of replicas that all have as many stages, or one.
 
         Raises:
             ModelError, CapacityError, ProcessError: as for :meth:`Admission.demand_again`.
