@@ -21,8 +21,9 @@ from plait.cost.memory import (
     Phase,
 )
 from plait.cost.profiles import cluster_profile
-from plait.cost.replica import Configuration, even_split
+from plait.cost.replica import Configuration, ReplicaCost, even_split
 from plait.cost.time import EMPTY, HeadTime, LayerTime, MicrobatchShape, TimeModel, fit_head, fit_layer
+from plait.planner.packed import packed_seconds
 from plait_bench.bucketed import BucketedCost
 from plait_bench.inputs import shipped
 from plait_bench.lengths import LengthGenerator, sigma_from_skewness
@@ -396,3 +397,42 @@ def test_measurements_that_something_disturbed_do_not_bend_a_fit() -> None:
     assert robust.coefficients == pytest.approx((0.5, 0.01), rel=0.05)
     assert plain.coefficients != pytest.approx((0.5, 0.01), rel=0.05)
     assert max(abs(error) for error in robust.errors) > 0.9  # of all, the disturbed ones as well
+
+
+# ---- a sharded base ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gather", [1e-4, 3e-3, 6e-3, 5e-2])
+def test_a_layer_is_gathered_while_the_one_before_it_runs(gather: float) -> None:
+    """The engine begins to gather a layer when the one before it begins to run; replayed layer by layer."""
+    layers = 5
+    time = TimeModel(
+        layers, {1: LayerTime(1e-3, 1e-4)}, {1: HeadTime(2e-3)}, forward_share=0.4, gather=gather
+    )
+    shape = MicrobatchShape.of([30, 60])
+
+    def replayed(run: float) -> float:
+        there, end = gather, 0.0
+        for _ in range(layers):
+            begun = max(there, end)
+            there, end = begun + gather, begun + run
+        return end
+
+    found = time.stage(shape, layers=layers, last=True)
+    assert found.forward == pytest.approx(replayed(0.4 * 1e-2) + 2e-3 / 3)
+    assert found.backward == pytest.approx(replayed(0.6 * 1e-2) + 2e-3 * 2 / 3)
+    assert time.stage(MicrobatchShape.of([]), layers=layers, last=True).total == 0
+    cost = ReplicaCost.of(Configuration(1, 1, 90), [30, 60], time)
+    counts = np.array([4, 4])  # four microbatches of this shape
+    assert cost.seconds(counts) == pytest.approx(4 * found.total)
+    assert packed_seconds(cost, (4, 4)) == pytest.approx(4 * found.total)
+
+
+def test_seconds_of_a_sharded_base_are_a_lower_bound_for_uneven_microbatches() -> None:
+    time = TimeModel(5, {1: LayerTime(1e-3, 1e-4)}, {1: HeadTime(2e-3)}, forward_share=0.4, gather=4e-3)
+    cost = ReplicaCost.of(Configuration(1, 1, 90), [30, 60], time)
+    uneven = [[30], [60], [60, 30], [60]]
+    each = sum(time.microbatch(MicrobatchShape.of(own)) for own in uneven)
+    assert cost.seconds(np.array([2, 3])) <= each
+    without = ReplicaCost.of(Configuration(1, 1, 90), [30, 60], replace(time, gather=0.0))
+    assert cost.seconds(np.array([2, 3])) > without.seconds(np.array([2, 3]))

@@ -18,6 +18,7 @@ from plait.core.settings import ClusterSettings, EngineSettings, ModelSettings, 
 from plait.cost.memory import MemoryCoefficients, MemoryModel
 from plait.cost.profile_store import Profile, ProfileKey
 from plait.cost.time import HeadTime, LayerTime, TimeModel
+from plait.engine import deployments
 from plait.engine.build import PLAN_FILE, worker_facts, write_plan
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.deployments import Replicas, Weighing, candidates, settle_deployment, written
@@ -127,6 +128,21 @@ def test_the_seconds_are_those_of_the_slowest_replica(tmp_path: Path) -> None:
     sliced = found.weigh(Replicas(ReplicaShape(1, 4), 1))
     rows = 4 * 2 * 0.75 * 64 * 4  # sums of hidden states of 64 features
     assert sliced.seconds == pytest.approx(4 * (0.5 + 80 * (0.001 / 4 + rows / 1e6)))
+
+
+def test_on_gpus_a_layer_is_gathered_while_another_one_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = weighing(
+        tmp_path, profile_of(time_of_layers(0.5, 0.001)), job(shortest=10, longest=10), link_gb_per_s=1e-3
+    )
+    whole, shards = Replicas(ReplicaShape(1, 1), 4), Replicas(ReplicaShape(1, 1), 4, sharded=True)
+    alone = found.weigh(whole).seconds
+    monkeypatch.setattr(deployments, "on_gpu", lambda _: True)
+    sharded = found.weigh(shards).seconds
+    layer = 0.75 * found.model.parameters * 4 / 4 / 1e6  # seconds of gathering; fewer than a layer takes
+    assert alone is not None
+    assert sharded == pytest.approx(alone + 2 * layer, rel=1e-3)  # of the first layer in each pass
 
 
 def test_stages_have_layers_by_the_profile_s_seconds(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +21,15 @@ from plait.core.settings import ClusterSettings, EngineSettings, RunSettings, Se
 from plait.cost.clusters import Cluster
 from plait.cost.memory import MemoryCoefficients, MemoryModel, StaticBytes
 from plait.cost.profiles import ClusterProfile, cluster_profile
-from plait.cost.replica import Configuration
-from plait.cost.time import MicrobatchShape
+from plait.cost.replica import Configuration, balanced_split
+from plait.cost.time import HeadTime, LayerTime, MicrobatchShape, TimeModel
 from plait.engine.catalogue import DataCatalogue
 from plait.models.targets import resolve_targets
 from plait.planning import model_memory
 from plait.planning.described import RECOMPUTED, plan_described
 from plait.planning.model_memory import ModelMemory, fitting, inputs_read, llama_linears, weight_bytes
 from plait.planning.outlook import Outlook
+from plait.planning.sharded import sharded_bases
 from plait.planning.workload import Workload
 
 CLUSTERS = Path(__file__).resolve().parents[2] / "conf" / "cluster"
@@ -124,6 +127,67 @@ def test_a_capacity_is_halved_until_its_heaviest_microbatch_fits() -> None:
         found = fitting(on(profile), memory(token), workload(), share=0.8, together=2)
         assert found.kinds[0].configurations == (Configuration(1, 1, capacity),)
     assert fitting(on(profile), None, workload(), share=0.8, together=2) == on(profile)
+
+
+def staged(time: TimeModel, memory_gib: float, *rows: tuple[int, int, int]) -> ClusterProfile:
+    """A cluster of eight devices with these configurations: tp, pp, most tokens."""
+    profile = cluster_profile(described("h100_llama31_8b"))
+    return replace(
+        profile,
+        time=time,
+        devices=replace(profile.devices, count=8, memory_gib=memory_gib),
+        configurations=tuple(Configuration(*row) for row in rows),
+    )
+
+
+def test_capacity_and_layers_of_stages_are_the_fastest_that_fit() -> None:
+    """Of all splits at every capacity that is tried, by the seconds a token of the slowest stage."""
+    rng, changed = random.Random(5), 0
+    for case in range(40):
+        pp, layers, longest = rng.choice((2, 3, 4)), 8, 60
+        head = HeadTime(0.0, rng.choice((0.0, 1e-5, 4e-5)))
+        time = TimeModel(layers, {1: LayerTime(rng.choice((1e-4, 1e-3)), 1e-5)}, {1: head})
+        own = memory(rng.choice((0.01, 0.1)) * GIB, weights=8 * GIB, layers=layers)
+        own = replace(own, weights=StaticBytes(8 * GIB, rng.choice((0, 2)) * GIB, rng.choice((0, 2)) * GIB))
+        profile = staged(time, rng.uniform(4, 14), (1, pp, 960))
+        splits = [each for each in product(range(1, layers + 1), repeat=pp) if sum(each) == layers]
+        held, room = 2 * own.adapter_bytes(own.adapters[0]), 0.8 * profile.devices.memory_bytes
+        every = {}
+        for capacity, split in product((960, 480, 240, 120, 60), splits):
+            if own.peak(Configuration(1, pp, capacity, layer_split=split), layers, held) <= room:
+                stages = [
+                    time.stage(MicrobatchShape.of([capacity]), layers=n, last=s == pp - 1).total
+                    for s, n in enumerate(split)
+                ]
+                every[capacity, split] = max(stages) / capacity
+        jobs = replace(workload((longest,)), labelled_share=1.0)
+        if not every:
+            with pytest.raises(CapacityError, match=rf"stage \d of ⟨1,{pp}⟩ takes"):
+                fitting(on(profile), own, jobs, share=0.8, together=2)
+            continue
+        ((found,),) = (
+            each.configurations for each in fitting(on(profile), own, jobs, share=0.8, together=2).kinds
+        )
+        balanced = balanced_split(time, pp, MicrobatchShape.of([found.max_tokens]))
+        key = (found.max_tokens, found.layer_split or balanced)
+        assert every[key] == pytest.approx(min(every.values()), rel=1e-12), case
+        changed += bool(found.layer_split)
+    assert changed >= 5
+
+
+def test_a_plan_has_the_layers_that_memory_requires() -> None:
+    time = TimeModel(32, {1: LayerTime(1e-4, 1e-6)}, {1: HeadTime()})
+    profile = replace(staged(time, 10.0, (1, 2, 60)), shape=SIZES)
+    own = replace(memory(0.0, weights=8 * GIB), weights=StaticBytes(8 * GIB, embedding=5 * GIB))
+    found = planned(profile, RunSettings(), own)
+    (replica,) = found.replicas
+    assert replica.layer_split == (11, 21)  # 11/32 of 8 GiB and 5 GiB are at most 8 GiB
+    assert replica.predicted_bytes is not None
+    assert replica.predicted_bytes <= 8 * GIB
+    assert any("⟨1,2⟩ has layers [11,21]" in line for line in found.assumptions)
+    assert not any("Capacity reduced" in line for line in found.assumptions)
+    roomy = planned(replace(profile, devices=replace(profile.devices, memory_gib=80)), RunSettings(), own)
+    assert roomy.replicas[0].layer_split == (16, 16)
 
 
 def test_a_sample_that_fits_nowhere_is_named_with_the_memory() -> None:
@@ -258,3 +322,88 @@ def test_more_than_one_job_in_a_microbatch_counts_for_each_and_once_in_all() -> 
     assert found.microbatches_alone == 8
     assert len(found.simulated) == 1
     assert found.simulated[0].bubble.total == pytest.approx(0.0)
+
+
+# ---- a sharded base ---------------------------------------------------------------------------------------
+
+
+def linked(gb_per_s: float, *rows: tuple[int, int, int], memory_gib: float = 8.0) -> ClusterProfile:
+    time = TimeModel(
+        32,
+        {1: LayerTime(1e-4, 1e-5), 2: LayerTime(1e-4, 8e-6), 4: LayerTime(1e-4, 7e-6)},
+        {1: HeadTime(0.0, 1e-5)},
+        forward_share=0.4,
+    )
+    found = staged(time, memory_gib, *rows)
+    devices = replace(
+        found.devices, within_node_gb_per_s=gb_per_s, per_node=4, between_nodes_gb_per_s=gb_per_s / 4
+    )
+    return replace(found, devices=devices, shape=SIZES)
+
+
+def test_a_sharded_base_has_its_part_of_the_layers_and_two_gathered_ones() -> None:
+    weights = StaticBytes(8 * GIB, embedding=GIB, head=GIB)
+    own = replace(memory(100.0), weights=weights)
+    profile = linked(400, (4, 1, 60))
+    bases = {base.cluster.devices[""]: base for base in sharded_bases(on(profile), own)}
+    assert sorted(bases) == [2, 4, 8]
+    for count, base in bases.items():
+        alone = Configuration(1, 1, 60, shards=count)
+        needed = base.memory.peak(alone, 32, 0)
+        assert needed == pytest.approx(8 * GIB / count + 2 * 8 * GIB / 32 + 2 * GIB + 6000, abs=2)
+        assert base.cluster.kinds[0].configurations == (alone,)
+        link = 400e9 if count <= 4 else 100e9
+        assert base.cluster.kinds[0].time.gather == pytest.approx(8 * GIB / 32 * (1 - 1 / count) / link)
+    assert [str(base) for base in sharded_bases(on(profile), own, every=False)] == ["sharded ⟨1,1⟩×8"]
+    without = replace(profile, time=replace(profile.time, layer={4: LayerTime(1e-4, 7e-6)}))
+    assert list(sharded_bases(on(without), own)) == []
+
+
+def test_the_better_of_replicas_and_a_sharded_base_is_planned() -> None:
+    """Weights of 8 GiB on devices of which 6.4 GiB may be used: in four slices, or sharded."""
+    own = memory(100.0)
+    chosen = {}
+    for gb_per_s in (1000.0, 0.1):
+        found = planned(linked(gb_per_s, (4, 1, 120)), RunSettings(), own)
+        slices, *bases = found.candidates
+        assert slices.replicas.startswith("⟨4,1⟩")
+        assert [each.replicas for each in bases] == [f"sharded ⟨1,1⟩×{count}" for count in (2, 4, 8)]
+        (best,) = (each for each in found.candidates if not each.why)
+        assert found.replicas[0].sharded == best.replicas.startswith("sharded")
+        assert f"{found.replicas[0].count}" == best.replicas[-1]
+        assert found.objective is not None
+        seconds = {
+            each.replicas: each.step_seconds * int(each.replicas[-1]) * (4 if each is slices else 1)
+            for each in found.candidates
+            if each.step_seconds
+        }
+        assert found.objective.value == pytest.approx(seconds[best.replicas])
+        assert found.objective.value <= 1.1 * min(seconds.values())
+        chosen[gb_per_s] = best.replicas
+        assert any("gathers each layer" in line for line in found.assumptions) == found.replicas[0].sharded
+    assert chosen[1000.0].startswith("sharded ⟨1,1⟩")
+    assert chosen[0.1].startswith("⟨4,1⟩")
+
+
+def test_where_replicas_do_not_fit_the_sharded_base_is_planned_and_the_reason_said() -> None:
+    own, profile = memory(100.0, weights=26 * GIB), linked(100, (4, 1, 120))
+    found = planned(profile, RunSettings(), own)
+    assert found.replicas[0].sharded
+    assert found.replicas[0].count == 8  # for fewer, their part of 26 GiB and two layers are too much
+    assert "with it alone ⟨4,1⟩ takes 6.5 GiB" in found.candidates[0].why
+
+
+def test_what_cannot_be_sharded_is_not_weighed() -> None:
+    quantised = RunSettings(model=replace(RunSettings().model, quantise="int8"))
+    assert planned(linked(1000, (4, 1, 120)), quantised, memory(100.0)).candidates == ()
+    assert planned(linked(1000, (4, 1, 120)), RunSettings(), None).candidates == ()
+
+
+def test_given_devices_are_used_sharded_if_that_is_faster() -> None:
+    for gb_per_s, sharded in ((1000.0, True), (0.1, False)):
+        profile = linked(gb_per_s, (4, 1, 120))
+        found = plan_described(
+            workload(), RunSettings(), on(profile), memory(100.0), tokeniser="x", numbers=[{"": 4}]
+        )
+        assert [each.replicas.startswith("sharded") for each in found.every] == [sharded]
+        assert found.candidates == ()

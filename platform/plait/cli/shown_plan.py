@@ -51,10 +51,11 @@ def _objective(outlook: Outlook, chosen: ObjectiveOutlook) -> str:
     """Which devices are used and why."""
     unit = UNITS[chosen.objective]
     other = "fewer device-seconds" if chosen.objective == "time" else "less time"
+    proven = "all candidates" if any(each.sharded for each in outlook.replicas) else "any number of devices"
     return (
         f"uses {outlook.devices} of {chosen.available} (planner.objective={chosen.objective}): "
         f"{chosen.value:,.4g} {unit} per step, {100 * chosen.gap:.1f} % above the bound "
-        f"proven for any number of devices; it may be up to {100 * chosen.slack:g} % worse for {other} "
+        f"proven for {proven}; it may be up to {100 * chosen.slack:g} % worse for {other} "
         "(planner.slack)"
     )
 
@@ -122,7 +123,7 @@ def _replicas(outlook: Outlook) -> Table:
         ("replicas", "tp", "pp", "capacity", "layers per stage", "memory per device"),
         (
             (
-                f"{each.count} {each.kind}".rstrip(),
+                " ".join(filter(None, (str(each.count), each.kind, "sharded" if each.sharded else ""))),
                 str(each.tp),
                 str(each.pp),
                 f"{each.capacity:,} tokens",
@@ -138,7 +139,7 @@ def _candidates(outlook: Outlook) -> Table:
     """The replicas that were weighed, and why one was chosen."""
     return filled(
         "Candidates",
-        ("replicas", "jobs at once", "memory of the fullest process", "seconds of a step", "why not"),
+        ("replicas", "jobs at once", "memory of the fullest", "seconds of a step", "why not"),
         (
             (
                 each.replicas,

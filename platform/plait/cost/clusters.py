@@ -63,6 +63,11 @@ class Cluster:
         return {each.kind: each.devices.count for each in self.kinds}
 
     @property
+    def layers(self) -> int:
+        """Decoder layers of the model."""
+        return self.kinds[0].time.layers
+
+    @property
     def restart_seconds(self) -> float:
         """Seconds that a new deployment takes, those of the slowest kind."""
         return max(each.restart_seconds for each in self.kinds)

@@ -143,6 +143,11 @@ class StaticBytes:
         """The static bytes with ``held`` more bytes of adapters."""
         return replace(self, layers=self.layers + held)
 
+    def sharded(self, count: int, layers: int) -> StaticBytes:
+        """The static bytes of one of ``count`` processes that share the layers' weights, of which two whole
+        layers are gathered."""
+        return replace(self, layers=self.layers / count, made=self.made + 2 * self.layers / layers)
+
     def stage(self, layer_split: Sequence[int], stage: int) -> float:
         """Bytes of one pipeline stage."""
         found = self.layers * layer_split[stage] / sum(layer_split) + self.made

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import Annotated, Self
 
 import numpy as np
@@ -24,7 +25,7 @@ import numpy.typing as npt
 
 from plait.core.checks import at_least, check
 from plait.core.errors import ConfigError
-from plait.cost.time import MicrobatchShape, StageTime, TimeModel
+from plait.cost.time import HeadTime, LayerTime, MicrobatchShape, StageTime, TimeModel
 
 Float64 = npt.NDArray[np.float64]
 Int64 = npt.NDArray[np.int64]
@@ -40,6 +41,7 @@ class Configuration:
     Attributes:
         kind: kind of its devices, if a cluster has several.
         layer_split: layers of each stage; empty: even.
+        shards: how many such replicas share the weights of one base model's layers.
     """
 
     tp: Annotated[int, at_least(1)]
@@ -47,6 +49,7 @@ class Configuration:
     max_tokens: Annotated[int, at_least(1)]
     kind: str = ""
     layer_split: tuple[int, ...] = ()
+    shards: Annotated[int, at_least(1)] = 1
 
     def __post_init__(self) -> None:
         check(self, "configuration")
@@ -57,7 +60,8 @@ class Configuration:
         return self.tp * self.pp
 
     def __str__(self) -> str:
-        return f"{self.kind} ⟨{self.tp},{self.pp}⟩".lstrip()
+        sharded = "sharded " if self.shards > 1 else ""
+        return f"{self.kind} {sharded}⟨{self.tp},{self.pp}⟩".lstrip()
 
 
 def even_split(layers: int, stages: int) -> tuple[int, ...]:
@@ -117,6 +121,8 @@ class ReplicaCost:
         each = np.array(
             [count * token_seconds + last * head.labelled * labelled_share * s for count, last in kinds]
         )
+        if time.gather:
+            fixed, each = _gathering(time, layer, head, s, labelled_share)
         waits = None
         if configuration.layer_split:
             longest = MicrobatchShape.of([int(s[-1])], labelled=round(labelled_share * int(s[-1])))
@@ -200,6 +206,20 @@ class ReplicaCost:
         rows = np.repeat(counts[None], len(buckets), axis=0)
         rows[np.arange(len(buckets))[:, None], np.arange(len(counts))[None], buckets[:, None]] += more
         return self.seconds_many(rows.reshape(-1, counts.shape[1])).reshape(more.shape)
+
+
+def _gathering(
+    time: TimeModel, layer: LayerTime, head: HeadTime, lengths: Int64, labelled_share: float
+) -> tuple[Float64, Float64]:
+    """Fixed seconds of a microbatch and those of each sequence, of all layers whose weights are gathered: a
+    row for each way in which forward and backward may take longest, computing or gathering."""
+    token_seconds = layer.token * lengths + layer.square * lengths.astype(np.float64) ** 2
+    fixed, each = [], []
+    for there, back in product(time.gathered(time.layers), repeat=2):
+        runs = time.forward_share * there[0] + (1 - time.forward_share) * back[0]
+        fixed.append(runs * layer.fixed + there[1] + back[1] + head.fixed)
+        each.append(runs * token_seconds + head.labelled * labelled_share * lengths)
+    return np.array(fixed), np.array(each)
 
 
 def _below(row: Float64, every: Float64) -> bool:

@@ -122,6 +122,8 @@ class TimeModel:
     Attributes:
         head: coefficients by tensor-parallel degree; degrees without published figures cost nothing.
         forward_share: share of forward in a layer's forward + backward seconds.
+        gather: seconds in which the weights of a layer of a sharded base come, forward and again backward,
+            while the layer before it runs.
     """
 
     layers: Annotated[int, at_least(1)]
@@ -129,6 +131,7 @@ class TimeModel:
     head: Mapping[int, HeadTime] = field(default_factory=dict)
     forward_share: InnerShare = 1 / 3
     head_forward_share: InnerShare = 1 / 3
+    gather: NotNegative = 0.0
 
     def __post_init__(self) -> None:
         check(self, "time")
@@ -184,10 +187,24 @@ class TimeModel:
 
     def stage(self, shape: MicrobatchShape, *, tp: int = 1, layers: float, last: bool) -> StageTime:
         """Seconds of a stage with ``layers`` layers, and with head and loss if it is the last."""
-        body = layers * self.layer_time(tp).seconds(shape)
+        layer = self.layer_time(tp).seconds(shape)
         head = self.head_time(tp).seconds(shape) if last else 0.0
+        if self.gather and shape.tokens:
+            there, back = (
+                max(each * run + at_start for each, at_start in self.gathered(layers))
+                for run in (self.forward_share * layer, (1 - self.forward_share) * layer)
+            )
+            forward_head = head * self.head_forward_share
+            return StageTime(there + forward_head, back + head - forward_head)
+        body = layers * layer
         forward = body * self.forward_share + head * self.head_forward_share
         return StageTime(forward, body + head - forward)
+
+    def gathered(self, layers: float) -> tuple[tuple[float, float], tuple[float, float]]:
+        """How often the seconds of a layer count in one pass over the layers, and what is added: where layers
+        take longer than gathering, which then only the first one waits for, and where gathering does. The
+        larger sum holds."""
+        return (layers, self.gather), (1.0, layers * self.gather)
 
     def microbatch(self, shape: MicrobatchShape, *, tp: int = 1) -> float:
         """Seconds of the whole model, forward and backward, without a pipeline."""

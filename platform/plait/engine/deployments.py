@@ -285,8 +285,10 @@ def time_of(
     shape = worker_facts(replace(run, cluster=whole), model, memory_bytes).shape
     rate = 1e9 * cluster.link_gb_per_s
     if cluster.shard_base:
-        layer = shape.weight_bytes / shape.layers
-        return time.gathering(PASSES * layer * (1 - 1 / cluster.processes) / rate), ""
+        seconds = shape.weight_bytes / shape.layers * (1 - 1 / cluster.processes) / rate
+        if on_gpu(run):
+            return replace(time, gather=seconds), ""
+        return time.gathering(PASSES * seconds), ""  # a processor gathers no faster ahead
     for tensor in sorted(unmeasured):
         row = 2 * (1 - 1 / tensor) * shape.hidden * shape.element_bytes  # of a sum in a ring
         time = time.sliced(tensor, SUMS * row / rate)

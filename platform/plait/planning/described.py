@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from plait.core.errors import CapacityError
 from plait.core.plans import Microbatch, Replica
-from plait.core.settings import PlannerSettings, RunSettings
+from plait.core.settings import WHOLE, PlannerSettings, RunSettings
+from plait.core.space import as_written
 from plait.cost.clusters import Cluster
 from plait.cost.profiles import ClusterProfile
 from plait.cost.replica import Configuration, even_split
+from plait.planner.deployment import Deployment
 from plait.planner.deployment_patterns import Devices
 from plait.planning.expected import Expected, rates_of
 from plait.planning.here import NOT_REPEATED, TRUNCATED, WAVES, fill_waves
-from plait.planning.model_memory import ModelMemory, fitting
+from plait.planning.model_memory import ModelMemory, fitting, held_together
 from plait.planning.outlook import (
+    CandidateOutlook,
     DevicesOutlook,
     GroupOutlook,
     ObjectiveOutlook,
@@ -24,6 +28,7 @@ from plait.planning.outlook import (
     SimulatedOutlook,
     TrialOutlook,
 )
+from plait.planning.sharded import ShardedBase, sharded_bases
 from plait.planning.waves import Planned, Wave, plan_waves
 from plait.planning.workload import Workload
 from plait.simulate.events import simulate
@@ -32,42 +37,123 @@ from plait.simulate.report import Bubble, Metrics
 
 COMPUTED = "computed from the model's sizes"
 RECOMPUTED = "With engine.checkpointing=true, each layer's forward pass is assumed to run twice."
+SHAPES = "replicas"  # neither sharded nor of a given number
+SHARDED = (
+    "A sharded base gathers each layer, forward and backward, while the one before it runs, over the slowest "
+    "link between its devices. These run in lockstep, and their microbatches are assumed to be equally long. "
+    "Powers of two of the devices, and all, were weighed."
+)
 NO_ERROR = "no measured steps of this kind that were not used for fitting"
 
 
 @dataclass(frozen=True, slots=True)
+class _Weighed:
+    """Replicas of which the first wave's mean step was expected.
+
+    Attributes:
+        cluster: the devices that they use.
+        memory: of the model on these; None: unknown.
+        value: the objective of the step.
+        bound: proved lower bound of it.
+    """
+
+    deployment: Deployment
+    cluster: Cluster
+    memory: ModelMemory | None
+    value: float
+    bound: float
+
+
+@dataclass(frozen=True, slots=True)
 class _Search:
-    """What is planned, independent of the devices."""
+    """What is planned, independent of the devices.
+
+    Attributes:
+        shards: whether the base model may be sharded.
+    """
 
     workload: Workload
     planner: PlannerSettings
     memory: ModelMemory | None
     together: int
     waves: Sequence[tuple[str, ...]]
+    shards: bool = False
 
-    def fitted(self, cluster: Cluster) -> Cluster:
+    def fitted(self, cluster: Cluster, memory: ModelMemory | None = None) -> Cluster:
         """The cluster with the configurations that fit."""
         share = self.planner.memory_share
-        return fitting(cluster, self.memory, self.workload, share=share, together=self.together)
+        return fitting(cluster, memory or self.memory, self.workload, share=share, together=self.together)
 
     def first(self, cluster: Cluster) -> Expected:
         """The first wave's mean step."""
         return Expected.of(self.workload, self.waves[0], cluster)
 
-    def chosen(self, cluster: Cluster) -> tuple[Planned, ObjectiveOutlook]:
-        """The plan on as many devices as pay off in the first wave."""
-        fitted = self.fitted(cluster)
-        rented = self.first(fitted).rent(
-            rates_of(self.planner.objective, cluster),
-            slack=self.planner.slack,
-            longest=max(self.workload.longest.values()),
-        )
-        deployment, value = rented.chosen.deployment, rented.chosen.value
-        used = fitted.with_devices(deployment.devices)
+    def chosen(self, cluster: Cluster) -> tuple[Planned, ObjectiveOutlook, tuple[CandidateOutlook, ...]]:
+        """The plan on as many devices as pay off in the first wave, and the replicas that were weighed.
+
+        Raises:
+            CapacityError: no replica fits, sharded or not.
+        """
+        found, refused = dict[str, _Weighed](), dict[str, CapacityError]()
+        weighings: dict[str, Callable[[], _Weighed]] = {SHAPES: partial(self._rented, cluster)}
+        for base in self._bases(cluster, every=True):
+            weighings[str(base)] = partial(self._sharded, base)
+        for name, weigh in weighings.items():
+            try:
+                found[name] = weigh()
+            except CapacityError as error:
+                refused[name] = error
+        if not found:
+            raise refused[SHAPES]
+        by_time = self.planner.objective == "time"
+        limit = (1.0 + self.planner.slack) * min(each.value for each in found.values())
+        near = [each for each in found.values() if each.value <= limit]
+        best = min(near, key=lambda each: _device_step(each) if by_time else each.deployment.makespan)
+        bound = best.bound if best is found.get(SHAPES) else min(each.bound for each in found.values())
+        gap = best.value / bound - 1.0 if best.value > bound else 0.0
         objective = ObjectiveOutlook(
-            self.planner.objective, str(cluster), self.planner.slack, value, rented.bound, rented.gap
+            self.planner.objective, str(cluster), self.planner.slack, best.value, bound, gap
         )
-        return plan_waves(self.workload, self.waves, deployment, used, self.memory), objective
+        rows = tuple(self._row(name, found.get(name), refused.get(name), best) for name in weighings)
+        planned = plan_waves(self.workload, self.waves, best.deployment, best.cluster, best.memory)
+        return planned, objective, rows if len(rows) > 1 else ()
+
+    def _bases(self, cluster: Cluster, *, every: bool) -> Iterator[ShardedBase]:
+        if self.shards and self.memory is not None:
+            yield from sharded_bases(cluster, self.memory, every=every)
+
+    def _rented(self, cluster: Cluster) -> _Weighed:
+        fitted = self.fitted(cluster)
+        rates, longest = rates_of(self.planner.objective, cluster), max(self.workload.longest.values())
+        rented = self.first(fitted).rent(rates, slack=self.planner.slack, longest=longest)
+        deployment = rented.chosen.deployment
+        used = fitted.with_devices(deployment.devices)
+        return _Weighed(deployment, used, self.memory, rented.chosen.value, rented.bound)
+
+    def _sharded(self, base: ShardedBase) -> _Weighed:
+        fitted = self.fitted(base.cluster, base.memory)
+        deployment, rates = self.first(fitted).deploy(), rates_of(self.planner.objective, fitted)
+        rate = 1.0 if rates is None else sum(rates[kind] * each for kind, each in fitted.devices.items())
+        return _Weighed(deployment, fitted, base.memory, rate * deployment.makespan, rate * deployment.bound)
+
+    def _row(
+        self, name: str, weighed: _Weighed | None, refused: CapacityError | None, best: _Weighed
+    ) -> CandidateOutlook:
+        if weighed is None:
+            assert refused is not None
+            return CandidateOutlook(name, 0, None, None, f"{refused.value}: {refused.rule}".rstrip("."))
+        needed = None
+        if weighed.memory is not None:
+            held, layers = held_together(weighed.memory, self.workload, self.together), weighed.cluster.layers
+            needed = max(weighed.memory.peak(each, layers, held) for each, _ in weighed.deployment.shape)
+        unit = self.planner.objective.replace("_", "-")
+        why = (
+            ""
+            if weighed is best
+            else f"{weighed.value / best.value:.2f} times the {unit} of {best.deployment}"
+        )
+        jobs = min(self.together, len(self.workload.jobs))
+        return CandidateOutlook(str(weighed.deployment), jobs, needed, weighed.deployment.makespan, why)
 
     def on(self, cluster: Cluster) -> Planned:
         """The plan on all of these devices.
@@ -75,13 +161,33 @@ class _Search:
         Raises:
             CapacityError: a sample is too long for every replica, or no replica fits on one kind of device.
         """
+        found, refused = list[_Weighed](), list[CapacityError]()
+        weighings = [partial(self._deployed, cluster)]
+        weighings += [partial(self._sharded, base) for base in self._bases(cluster, every=False)]
+        for weigh in weighings:
+            try:
+                found.append(weigh())
+            except CapacityError as error:
+                refused.append(error)
+        if not found:
+            raise refused[0]
+        best = min(found, key=lambda each: each.deployment.makespan)
+        return plan_waves(self.workload, self.waves, best.deployment, best.cluster, best.memory)
+
+    def _deployed(self, cluster: Cluster) -> _Weighed:
         fitted = self.fitted(cluster)
         idle = {kind: number for kind, number in cluster.devices.items() if kind not in fitted.devices}
         if idle:
             raise CapacityError(
                 str(cluster.with_devices(idle)), "No replica fits on these devices.", "Leave them out."
             )
-        return plan_waves(self.workload, self.waves, self.first(fitted).deploy(), fitted, self.memory)
+        deployment = self.first(fitted).deploy()
+        return _Weighed(deployment, fitted, self.memory, deployment.makespan, deployment.bound)
+
+
+def _device_step(weighed: _Weighed) -> float:
+    """Device-seconds of a step."""
+    return sum(weighed.cluster.devices.values()) * weighed.deployment.makespan
 
 
 def plan_described(
@@ -110,18 +216,24 @@ def plan_described(
         cluster = cluster.recomputing()
     together = min(settings.search.parallel, planner.max_jobs or settings.search.parallel)
     waves = fill_waves([job.name for job in workload.jobs], lambda names: len(names) <= together)
-    search = _Search(workload, planner, memory, together, waves)
+    from plait.adapters.variants import VARIANTS  # imports torch
+
+    fused = all(VARIANTS.get(job.adapter.variant).fused for job in workload.jobs)
+    shards = fused and settings.model.quantise == WHOLE  # others cannot be sharded
+    search = _Search(workload, planner, memory, together, waves, shards)
     objective, every, why = None, tuple[DevicesOutlook, ...](), ""
+    candidates = tuple[CandidateOutlook, ...]()
     if numbers:
         planned, every, why = _of_numbers(search, [cluster.with_devices(each) for each in numbers])
     else:
-        planned, objective = search.chosen(cluster)
+        planned, objective, candidates = search.chosen(cluster)
     if on_wave is not None:
         for wave in planned.waves:
             on_wave(wave.parts[0].forecast)
     return replace(
         _outlook(planned, search),
         objective=objective,
+        candidates=candidates,
         every=every,
         why=why,
         trials=_trials(planned, workload),
@@ -209,7 +321,7 @@ def side_by_side(workload: Workload, cluster: Cluster) -> float:
 def _device_seconds(
     workload: Workload, name: str, profile: ClusterProfile, configuration: Configuration
 ) -> float:
-    split = even_split(profile.time.layers, configuration.pp)
+    split = configuration.layer_split or even_split(profile.time.layers, configuration.pp)
     replica = Replica(0, configuration.tp, configuration.pp, split, ())
     options = PlanOptions(
         capacities={0: configuration.max_tokens},
@@ -341,6 +453,7 @@ def _replicas(waves: Sequence[Wave]) -> tuple[ReplicaOutlook, ...]:
                 max(known, default=None),
                 COMPUTED if known else "",
                 configuration.kind,
+                configuration.shards > 1,
             )
         )
     return tuple(found)
@@ -383,23 +496,33 @@ def _assumptions(
     if not any(part.forecast.replica_bytes for part in parts):
         return (*lines, "Memory is unknown, because the cluster does not define its model's sizes.")
     lines.append(f"Memory is computed from {profile.model}'s sizes for Plait's own engine.")
-    reduced = dict.fromkeys(
-        f"{configuration} takes {configuration.max_tokens:,} tokens"
-        for wave in waves
-        for configuration, _ in wave.deployment.shape
-        if configuration not in cluster.of(configuration.kind).configurations
-    )
-    if reduced:
-        share = settings.planner.memory_share
-        available = " or ".join(
-            f"{share * each.devices.memory_bytes / 2**30:.1f} GiB" for each in planned.cluster.kinds
-        )
-        lines.append(
-            f"Capacity reduced, because only {available} of a device may be used "
-            f"(planner.memory_share={share}): {', '.join(reduced)}."
-            + ("" if settings.engine.checkpointing else " engine.checkpointing=true needs less memory.")
-        )
+    if any(each.shards > 1 for wave in waves for each, _ in wave.deployment.shape):
+        lines.append(SHARDED)
+    lines += _by_memory(settings, cluster, planned)
     return tuple(lines)
+
+
+def _by_memory(settings: RunSettings, cluster: Cluster, planned: Planned) -> list[str]:
+    """What memory has changed of the replicas' tables, in words."""
+    share = settings.planner.memory_share
+    used = dict.fromkeys(each for wave in planned.waves for each, _ in wave.deployment.shape)
+    known = {each for kind in cluster.kinds for each in kind.configurations}
+    smaller = [each for each in used if each.shards == 1 and replace(each, layer_split=()) not in known]
+    uneven = [each for each in used if each.layer_split]
+    available = " or ".join(
+        f"{share * each.devices.memory_bytes / 2**30:.1f} GiB" for each in planned.cluster.kinds
+    )
+    because = f"because only {available} of a device may be used (planner.memory_share={share})"
+    lines = []
+    if smaller:
+        takes = ", ".join(f"{each} takes {each.max_tokens:,} tokens" for each in smaller)
+        lines.append(f"Capacity reduced, {because}: {takes}.")
+    if uneven:
+        has = ", ".join(f"{each} has layers {as_written(each.layer_split)}" for each in uneven)
+        lines.append(f"Stages are not balanced by time, {because}: {has}.")
+    if lines and not settings.engine.checkpointing:
+        lines[-1] += " engine.checkpointing=true needs less memory."
+    return lines
 
 
 def _groups(wave: Wave, number: int) -> list[GroupOutlook]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from plait.core.errors import CapacityError, choices
@@ -14,9 +15,10 @@ from plait.core.settings import WHOLE, EngineSettings
 from plait.cost.clusters import Cluster
 from plait.cost.memory import MemoryModel, MemoryShape, StaticBytes, linear_bytes
 from plait.cost.profiles import ClusterProfile
-from plait.cost.replica import Configuration, even_split
+from plait.cost.replica import Configuration, balanced_split, even_split
+from plait.cost.time import MicrobatchShape, TimeModel
 from plait.engine.build import ELEMENT_BYTES, largest_made
-from plait.models.targets import LinearInfo, read_together, resolve_targets
+from plait.models.targets import LinearInfo, layer_of, read_together, resolve_targets
 from plait.planning.workload import Workload
 from plait.simulate.report import RunMemory
 
@@ -58,17 +60,44 @@ class ModelMemory:
         Args:
             held: bytes of all adapters; None means only the search's largest.
         """
+        return self.fullest(configuration, layers, held)[1]
+
+    def fullest(self, configuration: Configuration, layers: int, held: int | None = None) -> tuple[int, int]:
+        """The fullest stage, and the peak bytes of any of its devices; arguments as for :meth:`peak`."""
+        split = configuration.layer_split or even_split(layers, configuration.pp)
+        needed = [self._needed(configuration, layers, held, *each) for each in enumerate(split)]
+        stage = max(range(len(split)), key=needed.__getitem__)
+        return stage, int(needed[stage])
+
+    def most_layers(
+        self, configuration: Configuration, layers: int, held: int, available: float
+    ) -> tuple[int, ...]:
+        """Most layers of each stage with which its devices need no more than ``available`` bytes."""
+        counts = range(1, layers - configuration.pp + 2)
+        return tuple(
+            bisect_right(counts, available, key=partial(self._needed, configuration, layers, held, stage))
+            for stage in range(configuration.pp)
+        )
+
+    def _needed(
+        self, configuration: Configuration, layers: int, held: int | None, stage: int, count: int
+    ) -> float:
+        """Peak bytes of a device of a stage with so many of the layers."""
         rank = max(self._rank(adapter) for adapter in self.adapters)
         if held is None:
             held = max(self.adapter_bytes(adapter) for adapter in self.adapters)
-        static = self.weights.with_adapters(held)
         shape = MemoryShape.heaviest(configuration.max_tokens, rank=rank, keep_up_to=self.keep_up_to)
-        split = even_split(layers, configuration.pp)
-        peaks = (
-            self.model.stage_peak(shape, static=static.stage(split, stage), layer_split=split, stage=stage)
-            for stage in range(configuration.pp)
-        )
-        return int(max(peaks) / configuration.tp)
+        split = [0] * configuration.pp
+        split[stage], split[stage - 1] = count, layers - count
+        split[stage] = count  # of the only stage, too
+        static = self.weights.with_adapters(held).stage(split, stage)
+        peak = self.model.stage_peak(shape, static=static, layer_split=split, stage=stage)
+        return peak / configuration.tp
+
+    def sharded(self, count: int) -> ModelMemory:
+        """The memory where ``count`` devices that each run all layers share their weights."""
+        layers = 1 + max(layer_of(each.name) for each in self.linears)
+        return replace(self, weights=self.weights.sharded(count, layers))
 
     def of_jobs(self, jobs: Iterable[JobSpec], labelled_share: float) -> RunMemory:
         """Memory of these jobs' microbatches, given the share of their tokens that is labelled."""
@@ -210,15 +239,24 @@ def fitting(
     workload.check_fits(most, " and ".join(map(_where, allowed)))
     if memory is None:
         return replace(cluster, kinds=tuple(replace(each, configurations=each.allowed) for each in allowed))
-    held = sum(sorted((memory.adapter_bytes(job.adapter) for job in workload.jobs), reverse=True)[:together])
+    held = held_together(memory, workload, together)
     longest = max(workload.longest.values())
     available = {each.kind: share * each.devices.memory_bytes for each in allowed}
-    found = [(each, _within(each, memory, longest, held, available[each.kind])) for each in allowed]
+    share_labelled = workload.labelled_share
+    found = [
+        (each, _within(each, memory, longest, held, available[each.kind], share_labelled)) for each in allowed
+    ]
     if max((each.max_tokens for _, fitting in found for each in fitting), default=0) < longest:
         raise _too_little(allowed, memory, workload, held, share)
     return replace(
         cluster, kinds=tuple(replace(each, configurations=fitting) for each, fitting in found if fitting)
     )
+
+
+def held_together(memory: ModelMemory, workload: Workload, together: int) -> int:
+    """Bytes of the largest adapters of so many jobs."""
+    sizes = (memory.adapter_bytes(job.adapter) for job in workload.jobs)
+    return sum(sorted(sizes, reverse=True)[:together])
 
 
 def _where(profile: ClusterProfile) -> str:
@@ -241,15 +279,15 @@ def _too_little(
 ) -> CapacityError:
     """The error if the longest sample fits into no replica, with what the nearest one needs."""
     name, longest = max(workload.longest.items(), key=lambda each: each[1])
-    needs = [
-        (memory.peak(replace(each, max_tokens=longest), profile.time.layers, held), str(each), profile)
-        for profile in profiles
-        for each in profile.allowed
-    ]
-    need, best, profile = min(needs, key=lambda each: each[0] / each[2].devices.memory_bytes)
+    needs = [(replace(each, max_tokens=longest), profile) for profile in profiles for each in profile.allowed]
+    best, profile = min(
+        needs, key=lambda each: memory.peak(each[0], each[1].time.layers, held) / each[1].devices.memory_bytes
+    )
+    stage, need = memory.fullest(best, profile.time.layers, held)
+    where = f"stage {stage + 1} of {best}" if best.pp > 1 else str(best)
     available = share * profile.devices.memory_bytes
     return CapacityError(
-        f"job {name} has a sample of {longest} tokens ({workload.longest_is[name]}): with it alone {best} "
+        f"job {name} has a sample of {longest} tokens ({workload.longest_is[name]}): with it alone {where} "
         f"takes {need / 2**30:.1f} GiB on a device",
         f"Of each of {_where(profile)} {available / 2**30:.1f} GiB may be used "
         f"(planner.memory_share={share}).",
@@ -259,16 +297,62 @@ def _too_little(
 
 
 def _within(
-    profile: ClusterProfile, memory: ModelMemory, longest: int, held: int, available: float
+    profile: ClusterProfile,
+    memory: ModelMemory,
+    longest: int,
+    held: int,
+    available: float,
+    labelled_share: float,
 ) -> tuple[Configuration, ...]:
+    """The configurations that fit, each with that capacity and split with which the slowest stage takes the
+    fewest seconds a token."""
     found = []
     for configuration in profile.allowed:
+        options = []
         for capacity in _capacities(configuration.max_tokens, longest):
             smaller = replace(configuration, max_tokens=capacity)
-            if memory.peak(smaller, profile.time.layers, held) <= available:
-                found.append(smaller)
+            shape = MicrobatchShape.of([capacity], labelled=round(labelled_share * capacity))
+            split, balanced = _split(profile.time, smaller, shape, memory, held, available)
+            if split:
+                option = smaller if balanced else replace(smaller, layer_split=split)
+                options.append((_slowest(profile.time, smaller, split, longest, labelled_share), option))
+            if balanced:  # with smaller microbatches the stages take longer
                 break
+        if options:
+            found.append(min(options, key=lambda each: each[0])[1])
     return tuple(found)
+
+
+def _split(
+    time: TimeModel,
+    configuration: Configuration,
+    shape: MicrobatchShape,
+    memory: ModelMemory,
+    held: int,
+    available: float,
+) -> tuple[tuple[int, ...], bool]:
+    """The fastest split that fits, and whether no other is faster; nothing if none fits."""
+    pp, tp = configuration.pp, configuration.tp
+    most = memory.most_layers(configuration, time.layers, held, available)
+    if min(most) < 1 or sum(most) < time.layers:
+        return (), False
+    split = balanced_split(time, pp, shape, tp=tp, most_layers=most)
+    return split, split == balanced_split(time, pp, shape, tp=tp)
+
+
+def _slowest(
+    time: TimeModel, configuration: Configuration, split: Sequence[int], longest: int, labelled_share: float
+) -> float:
+    """Seconds a token of the slowest stage, with full microbatches."""
+    capacity = configuration.max_tokens
+    full, rest = divmod(capacity, min(longest, capacity))
+    lengths = [min(longest, capacity)] * full + [rest] * (rest > 0)
+    shape = MicrobatchShape.of(lengths, labelled=round(labelled_share * capacity))
+    stages = (
+        time.stage(shape, tp=configuration.tp, layers=count, last=stage == len(split) - 1).total
+        for stage, count in enumerate(split)
+    )
+    return max(stages) / capacity
 
 
 def _capacities(most: int, longest: int) -> Sequence[int]:

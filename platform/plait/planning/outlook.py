@@ -38,6 +38,7 @@ class ReplicaOutlook:
         predicted_bytes: peak bytes on one device, weights included.
         bytes_source: what they are predicted from; "" if nothing is predicted.
         kind: kind of device, if there are several.
+        sharded: whether they share the weights of one base model's layers.
     """
 
     tp: int
@@ -48,6 +49,7 @@ class ReplicaOutlook:
     predicted_bytes: int | None = None
     bytes_source: str = ""
     kind: str = ""
+    sharded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +74,11 @@ class ProcessOutlook:
 
 @dataclass(frozen=True, slots=True)
 class CandidateOutlook:
-    """Replicas that this machine's processes could make.
+    """Replicas that this machine's processes, or a cluster's devices, could make.
 
     Attributes:
         jobs: of those that may train at once, how many fit; 0: none does.
-        predicted_bytes: peak of the fullest process with these.
+        predicted_bytes: peak of the fullest process or device with these.
         step_seconds: of one step of each job that may train at once.
         why: why it is not chosen; "" if it is.
     """

@@ -108,7 +108,7 @@ def _forecast(
     memory: ModelMemory | None,
 ) -> Forecast:
     single = [(configuration, cluster.of(configuration.kind)) for configuration in deployment.single]
-    replicas = [Replica(i, c.tp, c.pp, (), ()) for i, (c, _) in enumerate(single)]
+    replicas = [Replica(i, c.tp, c.pp, c.layer_split, ()) for i, (c, _) in enumerate(single)]
     jobs = workload.named(tuple(phase.batches))
     options = PlanOptions(
         capacities={i: c.max_tokens for i, (c, _) in enumerate(single)},
