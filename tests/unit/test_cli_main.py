@@ -149,6 +149,8 @@ def test_an_interrupt_while_nothing_trains(
     monkeypatch.setattr("plait.cli.main.train", recorded)
     assert main(["train", "tracking.root=my runs"]) == 130
     assert "`plait resume 'my search' 'tracking.root=my runs'` resumes it." in capsys.readouterr().err
+    assert main(["train", "tracking.root=plait-runs"]) == 130  # as `plait resume` names the usual one
+    assert "`plait resume 'my search'` resumes it." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,7 @@ def test_resume_runs_the_kept_command_where_it_was_given(
     assert resume(["two", "--root=there/runs"]) == 130
     assert seen == [
         (["train", f"tracking.root={root}", "engine.threads=1", "search.name=one"], tmp_path / "there"),
-        (["sweep", f"tracking.root={root}", "search.name=two"], tmp_path),
+        (["sweep", "tracking.root=there/runs", "search.name=two"], tmp_path),
     ]
     assert "no longer exists" in capsys.readouterr().out
 
@@ -167,6 +167,23 @@ def test_resume_runs_the_kept_command_where_it_was_given(
     assert seen[-1][0][1:3] == [f"tracking.root={root}", f"tracking.uri='sqlite:///{root}/mlflow.db'"]
     assert resume(["one", "tracking.root=there/runs", "tracking.uri=http://other:1"]) == 130
     assert seen[-1][0][1:] == [f"tracking.root={root}", "tracking.uri=http://other:1", "search.name=one"]
+
+
+def test_resume_names_the_folder_of_the_runs_as_it_was_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it prints for later names it, too: only where a short name is right, and not the usual one."""
+    seen: list[str] = []
+    monkeypatch.setattr("plait.cli.main.main", lambda words: seen.extend(words) or 130)
+    monkeypatch.chdir(tmp_path)
+    for folder in ("plait-runs", "my runs"):
+        recorded = RecordedCommand("one", "sweep", ("tracking.root=elsewhere",), str(tmp_path))
+        write_command(search_folder(tmp_path / folder, "one"), recorded)
+    assert resume(["one"]) == 130
+    assert seen == ["sweep", "tracking.root=plait-runs", "search.name=one"]
+    seen.clear()
+    assert resume(["one", "tracking.root='my runs'"]) == 130
+    assert seen == ["sweep", "tracking.root='my runs'", "search.name=one"]
 
 
 def test_the_command_of_another_user_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

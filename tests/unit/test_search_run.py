@@ -560,6 +560,30 @@ def test_a_metric_that_the_data_does_not_give_is_refused(metric: str, options: A
         check_measured(SearchSettings(metric=metric), [DataSpec.of("reasoning_gym", **options)])
 
 
+def test_a_dead_worker_is_announced_before_its_trial_resumes(tmp_path: Path) -> None:
+    search = SearchSettings(name="s", trials=2, parallel=1, sampler="random")
+    storage = optuna.storages.InMemoryStorage()
+    first, second = (study_of(SPACE, search, storage, folder=lambda _: tmp_path) for _ in range(2))
+    assert first.ask() is not None
+    assert second.claims.to_resume() == 0
+    first.close()  # lets go of its lock, as if it had died
+    notes = Notes()
+
+    def say_dead() -> None:
+        for worker in second.claims.dead_workers():
+            notes.handle(Notice(worker.describe()))
+
+    SearchLoop(second, make_job, Engine(), notes, search, say_dead=say_dead).run()
+    second.close()
+    said = [
+        each.text if isinstance(each, Notice) else each.job.name
+        for each in notes.events
+        if isinstance(each, Notice | JobAdmitted)
+    ]
+    assert "is dead: its trial 0 (from step 0) resumes when a slot is free" in said[0]
+    assert said[1:] == ["trial-0000", "trial-0001"]
+
+
 def test_a_rung_metric_that_the_data_does_not_give_is_refused() -> None:
     search = SearchSettings(metric="train/loss", stopping=StoppingSettings(kind="median", metric="eval/loss"))
     with pytest.raises(ConfigError, match="eval/loss"):

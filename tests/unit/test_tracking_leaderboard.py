@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -145,6 +146,20 @@ def test_keys_that_vary_are_those_while_jobs_come_change_and_go(
             record.parameters = {**record.parameters, "a": "new"}
             assert board.varying() == varying(list(board.jobs.values()))
             break
+
+
+def test_what_is_told_of_a_job_are_the_searched_keys_and_what_differs() -> None:
+    """Another worker's result has the searched keys alone; of the first job, no other is known."""
+    searched = ("adapter.rank", "adapter.dropout")
+    board = Leaderboard("minimize", 4, searched=searched)
+    jobs = [JobSpec(f"trial-{at:04d}", AdapterSpec(rank=4 + at)).parameters() for at in range(3)]
+    board.add(JobRecord("trial-0000", 0, jobs[0]))
+    assert sorted(board.varying()) == sorted(searched)
+    found = ended("finished", 1.5, job="trial-0001", trial=1)
+    board.take_result(replace(found, parameters={key: jobs[1][key] for key in searched}))
+    assert sorted(board.varying()) == sorted(searched)
+    board.add(JobRecord("trial-0002", 2, {**jobs[2], "train.seed": 7}))
+    assert sorted(board.varying()) == sorted((*searched, "train.seed"))
 
 
 def test_csv_and_json_say_the_same_and_need_no_special_reader() -> None:

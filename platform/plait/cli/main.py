@@ -166,6 +166,7 @@ def _interrupted(given: Sequence[str], name: str) -> str:
     """The last line; ``name``: of a search that can be resumed."""
     if given[:1] not in (["sweep"], ["train"], ["resume"]):
         return "Interrupted."
+    from plait.core.settings import TrackingSettings
     from plait.utils.addresses import redact
 
     named = [word for word in given[1:] if "=" not in word and not word.startswith("-")]
@@ -173,7 +174,8 @@ def _interrupted(given: Sequence[str], name: str) -> str:
         return f"Interrupted. `{redact(shlex.join(('plait', *given)))}` resumes it."
     if not name:
         return "Interrupted before training began: start the same command again."
-    root = [word for word in given if word.startswith("tracking.root=")]
+    usual = f"tracking.root={TrackingSettings().root}"
+    root = [word for word in given if word.startswith("tracking.root=") and word != usual]
     return f"Interrupted. `{shlex.join(('plait', 'resume', name, *root))}` resumes it."
 
 

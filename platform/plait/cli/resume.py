@@ -12,7 +12,15 @@ from plait.cli.control import running
 from plait.config.build import key_of
 from plait.core.errors import EXIT_DONE, ConfigError
 from plait.core.settings import TrackingSettings
-from plait.search.recorded import FILE, URI, RecordedCommand, known_command, quoted, recorded_commands
+from plait.search.recorded import (
+    FILE,
+    URI,
+    RecordedCommand,
+    given,
+    known_command,
+    quoted,
+    recorded_commands,
+)
 from plait.utils.addresses import redact
 from plait.utils.paths import search_folder, user_path
 
@@ -55,8 +63,11 @@ def _root_as_key(arguments: Sequence[str]) -> list[str]:
 
 
 def _root(overrides: Sequence[str]) -> Path:
-    given = [each.partition("=")[2] for each in overrides if key_of(each) == ROOT]
-    return user_path(given[-1] if given else TrackingSettings().root).absolute()
+    return user_path(_typed_root(overrides)).absolute()
+
+
+def _typed_root(overrides: Sequence[str]) -> str:
+    return given(overrides, ROOT) or str(TrackingSettings().root)
 
 
 def _check_owner(file: Path, command: RecordedCommand) -> None:
@@ -95,11 +106,13 @@ def _resume(command: RecordedCommand, root: Path, overrides: Sequence[str]) -> i
     from plait.cli.main import main as plait
     from plait.tracking.location import VARIABLE, sqlite_in
 
-    more = [f"{ROOT}={quoted(str(root))}", *(each for each in overrides if key_of(each) != ROOT)]
-    given = {key_of(each) for each in (*command.arguments, *more)}
-    if command.store is None and VARIABLE in os.environ and URI not in given:
-        more.append(f"{URI}={quoted(sqlite_in(root))}")  # the search was started without the variable
     directory = Path(command.directory)
+    here = not directory.is_dir() or directory.samefile(Path.cwd())
+    where = _typed_root(overrides) if here else str(root)  # from the folder in which it runs
+    more = [f"{ROOT}={quoted(where)}", *(each for each in overrides if key_of(each) != ROOT)]
+    keys = {key_of(each) for each in (*command.arguments, *more)}
+    if command.store is None and VARIABLE in os.environ and URI not in keys:
+        more.append(f"{URI}={quoted(sqlite_in(root))}")  # the search was started without the variable
     if not directory.is_dir():
         print(f"{directory} no longer exists: relative paths start at {Path.cwd()}")
     with chdir(directory) if directory.is_dir() else nullcontext():

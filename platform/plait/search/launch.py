@@ -340,6 +340,7 @@ class Launch:
                 read_orders=attend,
                 view=view,
                 lift=self._lift,
+                say_dead=attend.say_dead,
             ).run()
 
     def _conclude(self, tracker: Tracker, figures: Figures) -> bool:
@@ -467,10 +468,7 @@ class Attend:
 
     def __call__(self) -> Orders:
         """The orders in force now."""
-        for worker in self.source.claims.dead_workers():
-            left = worker.trials.keys() - self.source.claims.own  # free trials are adopted immediately
-            orphan(self.board.jobs.values(), {Trial(number).name for number in left})
-            self.say(worker.describe())
+        self.say_dead()
         self._watch_store()
         self.keep()
         orders = self.read_orders()
@@ -480,6 +478,13 @@ class Attend:
             self._next_look = now + LOOK_SECONDS
             self._take_ended()
         return orders
+
+    def say_dead(self) -> None:
+        """Say which workers were found dead since the last call, and show their trials as orphaned."""
+        for worker in self.source.claims.dead_workers():
+            left = worker.trials.keys() - self.source.claims.own  # free trials are adopted immediately
+            orphan(self.board.jobs.values(), {Trial(number).name for number in left})
+            self.say(worker.describe())
 
     def _take_ended(self) -> None:
         """Show the trials that other processes have ended, before the store has them."""

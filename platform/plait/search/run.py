@@ -167,6 +167,7 @@ class SearchLoop:
         read_orders: returns the user's orders; called before every iteration.
         view: shows what happens; None shows nothing.
         lift: the command that ends a pause, for messages.
+        say_dead: says which workers are dead, before a trial of theirs begins here.
     """
 
     def __init__(
@@ -181,8 +182,10 @@ class SearchLoop:
         read_orders: Callable[[], Orders] = Orders,
         view: View | None = None,
         lift: str = "plait control NAME resume",
+        say_dead: Callable[[], None] = lambda: None,
     ) -> None:
         self._lift = lift
+        self._say_dead = say_dead
         self._source = source
         self._make_job = make_job
         self._coordinator = coordinator
@@ -307,7 +310,7 @@ class SearchLoop:
                 self._resume(released)
                 continue
             question = self._source.revision, self._begins_trials
-            new = None if question == self._nothing_for else self._source.ask(new=question[1])
+            new = None if question == self._nothing_for else self._ask(new=question[1])
             if new is None:
                 self._none_left, self._nothing_for = True, question
                 return
@@ -322,10 +325,16 @@ class SearchLoop:
             released = self._released
             if released is not None and released.priority > lowest:
                 self._resume(released)
-            elif (new := self._source.ask(above=lowest)) is not None:
+            elif (new := self._ask(above=lowest)) is not None:
                 self._start(new)
             else:
                 return
+
+    def _ask(self, *, new: bool = True, above: int | None = None) -> Trial | None:
+        """The next trial; if its worker is dead, that has been said."""
+        trial = self._source.ask(new=new, above=above)
+        self._say_dead()
+        return trial
 
     def _resume(self, released: RunningTrial) -> None:
         released.take_slot()
@@ -333,7 +342,7 @@ class SearchLoop:
 
     def _end_orphaned(self) -> None:
         """End the trials that dead workers left, without training them further."""
-        while (trial := self._source.ask(new=False)) is not None:
+        while (trial := self._ask(new=False)) is not None:
             if self._announce(trial) is not None:
                 self._end(trial, JobResult(trial.name, JobState.STOPPED, reason=BY_USER))
 

@@ -55,6 +55,7 @@ class JobRecord:
         feasible: it breaks no constraint of the search.
         on_front: no other job dominates it; set by ``Leaderboard.front``.
         outside: its settings outside the search space, as overrides; "" if there are none.
+        searched_only: ``parameters`` has the searched keys alone, as the study knows them.
     """
 
     name: str
@@ -81,6 +82,7 @@ class JobRecord:
     feasible: bool = True
     on_front: bool = False
     outside: str = ""
+    searched_only: bool = False
 
     def __repr__(self) -> str:
         values = ", ".join(f"{value:.6g}" for value in self.values)
@@ -153,6 +155,7 @@ class Leaderboard:
         others: the further objectives.
         rungs_of: the rungs of a trial, by its number; None if a search has none.
         replicas: what each has done in this process's run, by its number.
+        searched: keys that are searched, which vary even if only one job is known.
     """
 
     direction: str
@@ -163,6 +166,7 @@ class Leaderboard:
     others: tuple[Objective, ...] = ()
     rungs_of: Callable[[int], TrialRungs] | None = None
     replicas: dict[int, ReplicaTotals] = field(default_factory=dict)
+    searched: Collection[str] = ()
     _varying: tuple[list[Mapping[str, Any]], list[str]] = field(
         default_factory=lambda: ([], []), init=False, repr=False, compare=False
     )
@@ -211,7 +215,7 @@ class Leaderboard:
         if result.job not in self.jobs:
             if result.state == JobState.FAILED:
                 return
-            self.add(JobRecord(result.job, result.trial, result.parameters))
+            self.add(JobRecord(result.job, result.trial, result.parameters, searched_only=True))
         self.handle(result)
 
     def best(self) -> JobRecord | None:
@@ -256,12 +260,12 @@ class Leaderboard:
         return sum(job.state in states for job in self.jobs.values())
 
     def varying(self) -> list[str]:
-        """Parameters that differ between jobs; compared again only if a job is new or its parameters
-        changed."""
+        """Parameters that differ between jobs or are searched; compared again only if a job is new or its
+        parameters changed."""
         now = [record.parameters for record in self.jobs.values()]
         before, found = self._varying
         if len(now) != len(before) or not all(map(operator.is_, now, before)):
-            found = varying(list(self.jobs.values()))
+            found = varying(list(self.jobs.values()), self.searched)
             self._varying = now, found
         return found
 
@@ -294,15 +298,20 @@ class Leaderboard:
         record.adapter = "" if result.adapter is None else str(result.adapter)
 
 
-def varying(records: Sequence[JobRecord]) -> list[str]:
-    """Parameters that differ between jobs, in the order in which jobs name them; none for a single job.
+def varying(records: Sequence[JobRecord], searched: Collection[str] = ()) -> list[str]:
+    """Parameters that differ between jobs, or are searched, in the order in which jobs name them.
 
     Values are equal if MLflow stores them as the same text, so a list read back from it equals the tuple of
     another job.
     """
-    jobs = [record.parameters for record in records]
-    keys = dict.fromkeys(key for job in jobs for key in job)
-    return [key for key in keys if len({parameter_text(job.get(key)) for job in jobs}) > 1]
+    keys = dict.fromkeys(key for record in records for key in record.parameters)
+    return [key for key in keys if key in searched or len(_values(records, key)) > 1]
+
+
+def _values(records: Sequence[JobRecord], key: str) -> set[str]:
+    """The different values that jobs have for a key, as far as they are known."""
+    known = (each.parameters for each in records if key in each.parameters or not each.searched_only)
+    return {parameter_text(parameters.get(key)) for parameters in known}
 
 
 def job_of(event: Event) -> str:

@@ -161,7 +161,11 @@ class Tracker:
         """
         first, *others = search.settings.search.objectives
         self.board = Leaderboard(
-            first.direction, search.settings.search.trials, others=tuple(others), rungs_of=rungs_of
+            first.direction,
+            search.settings.search.trials,
+            others=tuple(others),
+            rungs_of=rungs_of,
+            searched=search.searched,
         )
         git = facts.git_state(Path.cwd())
         tags = facts.search_tags(search, git)
@@ -322,7 +326,7 @@ class Tracker:
         """
         shown = job.parameters()
         record = self.board.jobs.get(job.name) or JobRecord(job.name, trial, shown)
-        record.parameters, record.outside = shown, outside
+        record.parameters, record.outside, record.searched_only = shown, outside, False
         self.board.add(record)
         self._own.add(job.name)
         log = self._log
