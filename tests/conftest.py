@@ -13,6 +13,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
+from parsed_once import parse_once
 from postgresql import PostgresqlServer, postgresql_server
 
 # Python goes through all objects a tenth as often: some 900,000 of libraries and tests stay until the end.
@@ -33,6 +34,8 @@ def memory_folder() -> str | None:
 
 # Pytest's folders: the tests' many stores wait for the disk at every commit, on a real one for milliseconds.
 os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", memory_folder() or tempfile.gettempdir())
+
+parse_once()
 
 # What a machine under load takes for an example says nothing about Plait. What lands must not depend on luck:
 # the examples are the same each time, unless PLAIT_EXPLORE=1 asks for others.

@@ -97,15 +97,19 @@ def run(program: str, arguments: Sequence[str], flags: Mapping[str, str] | None 
         PlaitError: bad input of any kind, including Hydra's own errors.
     """
     _check_options(program, arguments)
-    # Hydra shows what every library logs. One logs that it has found its fonts; torch logs its caches at exit
-    # where Ctrl-C came before it had set its own level.
-    for library in ("matplotlib.font_manager", "torch"):
-        logging.getLogger(library).setLevel(logging.WARNING)
+    _quiet()
     application = Application([*program.split(), *arguments], flags or {})
     start = hydra.main(version_base=VERSION_BASE, config_path=str(conf_dir()), config_name=ROOT)(application)
     with _command_line(program, arguments), _errors_come_through(), explained(application, arguments):
         start()
     return application.exit_status
+
+
+def _quiet() -> None:
+    """Keep what libraries log from Hydra, which would show it: one says that it has found its fonts; torch,
+    how its caches were used, where Ctrl-C came before it had set its own level."""
+    for library in ("matplotlib.font_manager", "torch"):
+        logging.getLogger(library).setLevel(logging.WARNING)
 
 
 def compose(overrides: Sequence[str]) -> ComposedSearch:
@@ -158,8 +162,20 @@ def run_sweep(verb: str, arguments: Sequence[str], own: Mapping[str, bool] | Non
         shown = given if verb == "train" else show_space(given)
         return _help(f"plait {verb}", shown) if set(given) & set(HELP) else run(f"plait {verb}", shown)
     _check_sweeper(given)
-    mode = [] if verb in ("sweep", "train") else [f"mode={verb}"]
-    return run(f"plait {verb}", ["--multirun", *given, *mode], flags)
+    words = given if verb in ("sweep", "train") else [*given, f"mode={verb}"]
+    if any(word.startswith("-") or word.startswith("hydra.mode=") for word in given):
+        return run(f"plait {verb}", ["--multirun", *words], flags)
+    return _multirun(f"plait {verb}", words, flags)
+
+
+def _multirun(program: str, overrides: Sequence[str], flags: Mapping[str, str]) -> int:
+    """Do what :func:`run` does with ``--multirun`` and no other option; for the mode, which is known, Hydra
+    would compose everything once more."""
+    application = Application([*program.split(), *overrides], flags)
+    _quiet()
+    with own_hydra() as here, explained(application, overrides):
+        here.multirun(ROOT, application, [*overrides, "hydra.mode=MULTIRUN"])
+    return application.exit_status
 
 
 def _help(program: str, arguments: Sequence[str]) -> int:

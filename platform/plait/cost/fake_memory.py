@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from plait.core.errors import ModelError
 from plait.cost.memory import MemoryObservation
+from plait.cost.peaks import KnownResults
 from plait.cost.probes import Probe, ProbeOptions, observe
 from plait.models.attention import AttentionLayout, HeadIndex
 from plait.models.base import BaseModel, Identity
@@ -134,10 +135,10 @@ def observe_extrapolated(
     """Peaks of the model at its full depth, extrapolated from two and three layers."""
     few = fake_model(config, layers=FEW, dtype=options.dtype)
     more = fake_model(config, layers=MORE, dtype=options.dtype)
-    found = []
+    found, known = [], KnownResults()
     for probe in probes:
-        low = _observe(few, config, probe, options)
-        high = _observe(more, config, probe, options)
+        low = _observe(few, config, probe, options, known)
+        high = _observe(more, config, probe, options, known)
         at = partial(_line, layers=config.num_hidden_layers)
         peaks = {name: at(low.peaks[name], high.peaks[name]) for name in low.peaks}
         found.append(MemoryObservation(low.shape, peaks, at(low.static, high.static)))
@@ -147,7 +148,7 @@ def observe_extrapolated(
 def observe_whole(config: LlamaConfig, probe: Probe, options: ProbeOptions) -> MemoryObservation:
     """Peaks measured at full depth, with which the extrapolation is checked."""
     model = fake_model(config, layers=config.num_hidden_layers, dtype=options.dtype)
-    return _observe(model, config, probe, options)
+    return _observe(model, config, probe, options, KnownResults())
 
 
 def depth_error(
@@ -161,10 +162,12 @@ def _line(few: float, more: float, *, layers: int) -> float:
     return few + (layers - FEW) * (more - few) / (MORE - FEW)
 
 
-def _observe(model: BaseModel, config: LlamaConfig, probe: Probe, options: ProbeOptions) -> MemoryObservation:
+def _observe(
+    model: BaseModel, config: LlamaConfig, probe: Probe, options: ProbeOptions, known: KnownResults
+) -> MemoryObservation:
     def context(probe: Probe, routing: Routing) -> MicrobatchContext:
         return fake_context(
             config, probe.lengths, routing, checkpointing=options.checkpointing, dtype=options.dtype
         )
 
-    return observe(model, probe, options, context)
+    return observe(model, probe, options, context, known)

@@ -6,7 +6,7 @@ Counting works on any device, and also for meta tensors, which have no memory.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -49,14 +49,17 @@ class StorageCounter:
 
     Every storage counts once, however many views it has, and is removed when its last tensor is freed. If it
     is resized, it counts with its new size from the next operation on it.
+
+    Args:
+        known: results of operations on meta tensors, shared by those who count the same ones again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, known: KnownResults | None = None) -> None:
         self.live = 0
         self.peak = 0
         self._counted: dict[int, weakref.ref[Any]] = {}  # by the storage's address, while it exists
         self._sizes: dict[int, int] = {}  # of these
-        self._mode = _Watch(self)
+        self._mode = _Watch(self, known)
 
     def __enter__(self) -> StorageCounter:
         self._mode.__enter__()  # type: ignore[no-untyped-call]
@@ -86,17 +89,84 @@ class StorageCounter:
         self.live -= self._sizes.pop(address)
 
 
+class KnownResults:
+    """Runs operations; those on meta tensors whose result's sizes are known from one alike are not computed
+    again, since torch computes them in Python: layer after layer does the same.
+
+    Known are a single new contiguous tensor and the first argument as it was, of operations in place.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, tuple[torch.Size, torch.dtype] | None] = {}
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The operation's result, or one of its sizes."""
+        key = _key(func, args, kwargs)
+        if key is None:
+            return func(*args, **kwargs)
+        if key in self._known:
+            found = self._known[key]
+            return args[0] if found is None else torch.empty(found[0], dtype=found[1], device="meta")
+        before = _whole_form(args[0]) if args and isinstance(args[0], torch.Tensor) else None
+        out = func(*args, **kwargs)
+        if before is not None and out is args[0] and _whole_form(out) == before:
+            self._known[key] = None
+        elif _is_new(out, args):
+            self._known[key] = (out.shape, out.dtype)
+        return out
+
+
+def _key(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
+    """What the sizes of an operation's result depend on; None if it is not one on meta tensors only."""
+    found: list[Hashable] = [func]
+    for each in args:
+        if isinstance(each, torch.Tensor):
+            if not each.is_meta:
+                return None
+            found.append(_form(each))
+        elif isinstance(each, list):
+            if any(isinstance(part, torch.Tensor) for part in each):
+                return None
+            found.append(tuple(each))
+        else:
+            found.append((type(each), each))
+    for name, value in kwargs.items():
+        if isinstance(value, (torch.Tensor, list)):
+            return None
+        found.append((name, type(value), value))
+    return tuple(found)
+
+
+def _form(tensor: torch.Tensor) -> Hashable:
+    return tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _whole_form(tensor: torch.Tensor) -> Hashable:
+    return _form(tensor), tensor.storage_offset(), tensor.untyped_storage().nbytes()
+
+
+def _is_new(out: Any, args: tuple[Any, ...]) -> bool:
+    """Whether it is a contiguous meta tensor with a storage of its own, of its size."""
+    if not isinstance(out, torch.Tensor) or not out.is_meta or not out.is_contiguous():
+        return False
+    storage = out.untyped_storage()
+    others = (each.untyped_storage()._cdata for each in args if isinstance(each, torch.Tensor))
+    return storage.nbytes() == out.nbytes and storage._cdata not in others
+
+
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Passes every input and output tensor of an operation to the counter."""
 
-    def __init__(self, counter: StorageCounter) -> None:
+    def __init__(self, counter: StorageCounter, known: KnownResults | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._counter = weakref.proxy(counter)
+        self._known = known
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        out = func(*args, **kwargs) if kwargs else func(*args)
+        given = kwargs or {}
+        out = func(*args, **given) if self._known is None else self._known.run(func, args, given)
         add = self._counter.add
         for leaf in (out, *args):
             if isinstance(leaf, torch.Tensor):
@@ -111,9 +181,9 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 Meter = CudaPeak | StorageCounter
 
 
-def meter_of(device: torch.device) -> Meter:
-    """The meter for this kind of device."""
-    return CudaPeak(device) if device.type == "cuda" else StorageCounter()
+def meter_of(device: torch.device, known: KnownResults | None = None) -> Meter:
+    """The meter for this kind of device, and results of operations on meta tensors."""
+    return CudaPeak(device) if device.type == "cuda" else StorageCounter(known)
 
 
 class PhasePeaks:

@@ -19,7 +19,7 @@ import torch
 
 from plait.cost.fitting import Fit
 from plait.cost.memory import MemoryObservation, MemoryShape
-from plait.cost.peaks import Meter, PhasePeaks, meter_of
+from plait.cost.peaks import KnownResults, Meter, PhasePeaks, meter_of
 from plait.cost.time import MicrobatchShape, TimeModel, fit_head, fit_layer
 from plait.models.attention import KEEP_UP_TO
 from plait.models.base import BaseModel
@@ -164,11 +164,21 @@ def probe_routing(probe: Probe, bank: Bank, first: int = 0) -> Routing:
     return Routing.build(bank, routed, counters, training=True)
 
 
-def observe(model: BaseModel, probe: Probe, options: ProbeOptions, context: MakeContext) -> MemoryObservation:
-    """Measure one probe, after a tiny one that makes what the bank makes once and keeps."""
+def observe(
+    model: BaseModel,
+    probe: Probe,
+    options: ProbeOptions,
+    context: MakeContext,
+    known: KnownResults | None = None,
+) -> MemoryObservation:
+    """Measure one probe, after a tiny one that makes what the bank makes once and keeps.
+
+    Args:
+        known: results of operations on meta tensors, where several probes are measured with them.
+    """
     tiny = tuple(replace(segment, lengths=(2,)) for segment in probe.segments)
     warm_up = Probe(tiny, len(tiny))
-    with meter_of(model.device) as meter:
+    with meter_of(model.device, known) as meter:
         bank = probe_bank(model, probe, options)
         _run(model, warm_up, context, bank, meter)
         peaks = _run(model, probe, context, bank, meter)
