@@ -4,8 +4,9 @@ search with ``-m``."""
 import sys
 from collections.abc import Sequence
 
-from plait.cli.main import ALONE, Ending, main
+from plait.cli.main import ALONE, main
 from plait.cli.verbs import verbs
+from plait.utils.program import Ending
 
 MULTIRUN = ("-m", "--multirun")
 

@@ -9,11 +9,13 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from plait.cost.fake_memory import fake_model, observe_extrapolated, observe_whole
+from plait.cost.fake_memory import fake_context, fake_model, observe_extrapolated, observe_whole
 from plait.cost.memory import MemoryModel
-from plait.cost.peaks import StorageCounter
-from plait.cost.probes import Probe, ProbeOptions, ProbeSegment, probe_grid
+from plait.cost.peaks import KnownResults, StorageCounter
+from plait.cost.probes import Probe, ProbeOptions, ProbeSegment, observe, probe_grid
+from plait.models.context import MicrobatchContext
 from plait.planning.model_memory import llama_linears, weight_bytes
+from plait_kernels import Routing
 from plait_kernels.loss import CHUNK_LOGITS
 
 HELD_OUT = 6
@@ -86,6 +88,40 @@ def test_extrapolation_equals_full_depth(checkpointing: bool) -> None:
     assert extrapolated.dynamic == whole.dynamic
     # bfloat16 weights, each once (SmolLM2 ties embedding and head): 134,515,008 parameters
     assert whole.static >= 2 * 134_515_008
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_results_that_are_known_change_no_peak(checkpointing: bool) -> None:
+    """Two probes after another, of which the second knows what the first has computed."""
+    config, options = SHAPES["SmolLM2-135M"], ProbeOptions(checkpointing=checkpointing)
+    model, known = fake_model(config, layers=2, dtype=options.dtype), KnownResults()
+
+    def context(probe: Probe, routing: Routing) -> MicrobatchContext:
+        return fake_context(config, probe.lengths, routing, checkpointing=checkpointing, dtype=options.dtype)
+
+    for lengths in ((100, 300), (100, 300), (90, 300, 7)):
+        probe = Probe((ProbeSegment(16, lengths), ProbeSegment(8, (120,))), 260)
+        assert observe(model, probe, options, context, known) == observe(model, probe, options, context)
+
+
+def test_only_results_of_the_same_form_are_known() -> None:
+    known, add = KnownResults(), torch.ops.aten.add.Tensor
+    first, other = torch.empty(3, 4, device="meta"), torch.empty(3, 4, device="cpu")
+    for given in (first, torch.empty(3, 1, device="meta"), first.double(), first):
+        out = known.run(add, (first, given), {})
+        assert (out.shape, out.dtype, out.device.type) == ((3, 4), (first + given).dtype, "meta")
+        assert out.untyped_storage()._cdata != first.untyped_storage()._cdata
+    for value in (1, 1.0, 2):
+        assert known.run(torch.ops.aten.add_.Tensor, (first, value), {}) is first
+    for _ in range(2):  # a view stays a view, an operation on real tensors is computed
+        view = known.run(torch.ops.aten.view.default, (first, [12]), {})
+        assert view.untyped_storage()._cdata == first.untyped_storage()._cdata
+        other.fill_(2)
+        assert known.run(add, (other, other), {}).tolist() == [[4.0] * 4] * 3
+    grown = torch.empty(2, device="meta")
+    for size in (5, 2, 5):
+        assert known.run(torch.ops.aten.resize_.default, (grown, [size]), {}) is grown
+        assert grown.shape == (size,)
 
 
 def test_counter_counts_each_storage_once_and_forgets_it() -> None:

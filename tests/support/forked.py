@@ -23,6 +23,7 @@ HANGS = 300.0  # seconds until something is taken to hang: no promise of how fas
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(  # there is one such process, and one list: a second call would replace it
     [
+        "few_collections",
         "mlflow.store.tracking.sqlalchemy_store",
         "plait.distributed.process",
         "plait.engine.local_worker",
@@ -30,6 +31,9 @@ FORKS.set_forkserver_preload(  # there is one such process, and one list: a seco
         "plait_dashboards.figures",
         "reasoning_gym",
         "transformers",
+        "transformers.models.gemma2.modeling_gemma2",
+        "transformers.models.llama.modeling_llama",
+        "imports_frozen",
     ]
 )
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import gc
 import os
 import select
 import shlex
@@ -18,6 +16,7 @@ from typing import Any
 
 from plait.cli.verbs import find, verbs
 from plait.core.errors import EXIT_DONE, EXIT_INTERRUPTED, FULL_ERROR, ConfigError, PlaitError, StorageError
+from plait.utils.program import Ending, seldom_collected
 
 HELP = ("-h", "--help", "help")
 ALONE = (*HELP, "--version")  # options without a verb
@@ -25,7 +24,6 @@ EXIT_BROKEN_PIPE = 141  # a shell's status for a command that SIGPIPE ended
 COMPLETION = ("-sc", "--shell-completion")
 AGAIN_SECONDS = 0.02  # until Ctrl-C comes again where it was dropped
 SHOWN_FIRST, SHOWN_LAST = 4000, 400  # characters of a longer text in an error
-WHOLE_COLLECTIONS = 100  # collections of the middle generation before one of all objects; Python's own is 10
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,40 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Without ``arguments``, it uses the program's own arguments, and the program ends with this call.
     """
     ending = Ending() if arguments is None else None
-    with _ended_by_signals(), _interrupts_kept(), _seldom_collected():
+    with _ended_by_signals(), _interrupts_kept(), seldom_collected():
         status = _main(list(sys.argv[1:] if arguments is None else arguments))
     if ending is not None:
         ending.leave(status)
     return status
-
-
-class Ending:
-    """The end of a program, without taking its modules apart: with torch and MLflow imported, that takes one
-    to two seconds of processor time after the last line. Made first, so that it comes last: threads have
-    ended by then, and all that was registered to run at exit has run."""
-
-    def __init__(self) -> None:
-        self._status: int | None = None
-        atexit.register(self._end)
-
-    def leave(self, status: int) -> None:
-        """Let the program end with this status. Ctrl-C takes effect immediately from now on: nothing is left
-        to save, and Python's own exit would show a traceback. Printed text is flushed before."""
-        self._status = status
-        _flush()
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, lambda *_: os._exit(status or EXIT_INTERRUPTED))
-
-    def _end(self) -> None:
-        if self._status is not None:  # else an error ends it
-            _flush()
-            os._exit(self._status)
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
-            stream.flush()
 
 
 @contextmanager
@@ -105,19 +74,6 @@ def _interrupts_kept() -> Iterator[None]:
         yield
     finally:
         sys.unraisablehook = before
-
-
-@contextmanager
-def _seldom_collected() -> Iterator[None]:
-    """Within the context, Python goes through all objects a tenth as often: imported libraries make 750,000
-    that stay, and looking at them again and again was a fifth of the processor time that imports took. Young
-    objects are collected as often as before."""
-    before = gc.get_threshold()
-    gc.set_threshold(*before[:2], max(before[2], WHOLE_COLLECTIONS))
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 def _main(given: list[str]) -> int:

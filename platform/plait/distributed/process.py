@@ -1,6 +1,7 @@
 """One process of a run: it holds a replica of the base model and does what the coordinator sends.
 
-Started as ``python -m plait.distributed.process`` with the coordinator's address in the environment.
+Started as ``python -m plait.distributed`` with the coordinator's address in the environment. A seam: that
+program imports it only once it is set how Python collects objects.
 """
 
 from __future__ import annotations
@@ -367,7 +368,3 @@ def main(environment: Mapping[str, str] = os.environ) -> int:
     except (EOFError, OSError) as error:
         _say(number, f"the coordinator at {host}:{port} does not answer ({error})")
         return AGAIN
-
-
-if __name__ == "__main__":
-    sys.exit(main())

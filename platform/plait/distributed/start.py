@@ -48,7 +48,7 @@ def start_process(
     }
     with nullcontext() if log is None else log.open("wb") as output:
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "plait.distributed.process"],
+            [sys.executable, "-P", "-m", "plait.distributed"],
             env=os.environ | variables,
             stdin=subprocess.DEVNULL,
             stdout=output,
