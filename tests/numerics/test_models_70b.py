@@ -144,6 +144,8 @@ def test_a_shard_of_70b_reads_and_keeps_what_the_memory_model_says(
     assert model.shards.gathered_bytes == pytest.approx(2 * static.layers / LAYERS, rel=NORMS)
     ends = static.embedding + static.head
     assert model.weight_bytes == pytest.approx(kept + ends, rel=NORMS)
+    shared = static.sharded(4, LAYERS).stage([LAYERS], 0)  # as `plait plan` counts it on a described cluster
+    assert kept + ends + model.shards.gathered_bytes == pytest.approx(shared, rel=NORMS)
     assert sum(file.read) == pytest.approx((static.layers + ends) / 4, rel=NORMS)
     assert sites_of(model, range(LAYERS)) == 7 * LAYERS
 
