@@ -6,6 +6,7 @@
  */
 #include <math.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 static inline float load_f32(float value) { return value; }
@@ -58,6 +59,70 @@ static inline float activate_slope(float x, int kind) {
     float slope = kind == SILU ? 1.0f : 1.5957691216f * (1.0f + 0.134145f * x * x);
     float s = sigmoid(inner);
     return s + x * s * (1.0f - s) * slope;
+}
+
+static inline void softmax_in_place(float *restrict e, int64_t count) {
+    float top = -INFINITY, sum = 0.0f;
+#pragma omp simd reduction(max : top)
+    for (int64_t i = 0; i < count; i++) top = e[i] > top ? e[i] : top;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < count; i++) {
+        e[i] = fast_exp(e[i] - top);
+        sum += e[i];
+    }
+    float share = 1.0f / sum;
+    for (int64_t i = 0; i < count; i++) e[i] *= share;
+}
+
+/* Of attention over pages: tokens of a page, elements from page to page, key heads, query heads of each, elements of
+ * a head, keys that a query sees; the factor of scores, and their cap (0: none). A page has each token's keys, then
+ * its values. */
+struct pages {
+    int64_t tokens, stride, shared, group, size, window;
+    float scale, cap;
+};
+
+enum { LANES = 16, FOUR = 4, AHEAD = 8 }; /* AHEAD: tokens */
+typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4)));
+
+static inline float sum_lanes(lanes all) {
+    typedef float eight __attribute__((vector_size(4 * 8), aligned(4)));
+    typedef float four __attribute__((vector_size(4 * 4), aligned(4)));
+    eight high, low;
+    memcpy(&low, &all, sizeof low);
+    memcpy(&high, (const char *)&all + sizeof low, sizeof high);
+    low += high;
+    four up, down;
+    memcpy(&down, &low, sizeof down);
+    memcpy(&up, (const char *)&low + sizeof down, sizeof up);
+    down += up;
+    return (down[0] + down[2]) + (down[1] + down[3]);
+}
+
+/* Scores of `heads` queries (heads, width) with four keys (FOUR, width), of which `keys` count; width: whole lanes. */
+static inline __attribute__((always_inline)) void score(const int heads, float *scores, int64_t next, const float *q,
+                                                        const float *given, int64_t width, int keys) {
+    lanes sums[FOUR][FOUR] = {{{0}}};
+    for (int64_t i = 0; i < width; i += LANES)
+        for (int h = 0; h < heads; h++)
+            for (int k = 0; k < FOUR; k++)
+                sums[h][k] += *(const lanes *)(q + h * width + i) * *(const lanes *)(given + k * width + i);
+    for (int h = 0; h < heads; h++)
+        for (int k = 0; k < keys; k++) scores[h * next + k] = sum_lanes(sums[h][k]);
+}
+
+/* sums (heads, width) += shares (heads, keys) times four values (FOUR, width); those beyond `keys` are zeros. */
+static inline void add_values(int64_t heads, float *sums, const float *shares, int64_t next, const float *given,
+                              int64_t width, int keys) {
+    for (int64_t h = 0; h < heads; h++) {
+        float share[FOUR] = {0};
+        for (int k = 0; k < keys; k++) share[k] = shares[h * next + k];
+        for (int64_t i = 0; i < width; i += LANES) {
+            lanes sum = *(lanes *)(sums + h * width + i);
+            for (int k = 0; k < FOUR; k++) sum += share[k] * *(const lanes *)(given + k * width + i);
+            *(lanes *)(sums + h * width + i) = sum;
+        }
+    }
 }
 
 #define DEFINE(NAME, TYPE)                                                                                     \
@@ -130,17 +195,21 @@ static inline float activate_slope(float x, int kind) {
             else gated_back_row_##NAME(o, g, a, n, GELU_TANH);                                                 \
         }                                                                                                      \
     }                                                                                                          \
-    /* Rotates the first 2 * half features of every row in place; row r is at position r mod length. */        \
+    /* Rotates the first 2 * half features of each of `heads` heads of every row in place; rows begin `stride` \
+     * apart, and row r is at position r mod length. */                                                        \
     void rotate_##NAME(TYPE *x, const TYPE *cosine, const TYPE *sine, int64_t rows, int64_t length,            \
-                       int64_t size, int64_t half, float sign, int threads) {                                  \
+                       int64_t heads, int64_t stride, int64_t size, int64_t half, float sign, int threads) {   \
         _Pragma("omp parallel for num_threads(threads) schedule(static)")                                      \
         for (int64_t row = 0; row < rows; row++) {                                                             \
-            TYPE *restrict a = x + row * size, *restrict b = x + row * size + half;                            \
             const TYPE *c = cosine + (row % length) * 2 * half, *s = sine + (row % length) * 2 * half;         \
-            for (int64_t i = 0; i < half; i++) {                                                               \
-                float first = load_##NAME(a[i]), second = load_##NAME(b[i]);                                   \
-                a[i] = store_##NAME(first * load_##NAME(c[i]) - second * sign * load_##NAME(s[i]));            \
-                b[i] = store_##NAME(second * load_##NAME(c[half + i]) + first * sign * load_##NAME(s[half + i])); \
+            for (int64_t head = 0; head < heads; head++) {                                                     \
+                TYPE *restrict a = x + row * stride + head * size, *restrict b = a + half;                     \
+                for (int64_t i = 0; i < half; i++) {                                                           \
+                    float first = load_##NAME(a[i]), second = load_##NAME(b[i]);                               \
+                    a[i] = store_##NAME(first * load_##NAME(c[i]) - second * sign * load_##NAME(s[i]));        \
+                    b[i] = store_##NAME(second * load_##NAME(c[half + i]) +                                    \
+                                        first * sign * load_##NAME(s[half + i]));                              \
+                }                                                                                              \
             }                                                                                                  \
         }                                                                                                      \
     }                                                                                                          \
@@ -152,18 +221,11 @@ static inline float activate_slope(float x, int kind) {
         for (int64_t row = 0; row < rows; row++) {                                                             \
             TYPE *restrict a = x + row * keys;                                                                 \
             int64_t stop = row % length + 1, start = stop > window ? stop - window : 0;                        \
-            float e[KEYS], top = -INFINITY, sum = 0.0f;                                                        \
+            float e[KEYS];                                                                                     \
             for (int64_t i = start; i < stop; i++) e[i] = scale * load_##NAME(a[i]);                           \
-            _Pragma("omp simd reduction(max : top)")                                                           \
-            for (int64_t i = start; i < stop; i++) top = e[i] > top ? e[i] : top;                              \
-            _Pragma("omp simd reduction(+ : sum)")                                                             \
-            for (int64_t i = start; i < stop; i++) {                                                           \
-                e[i] = fast_exp(e[i] - top);                                                                   \
-                sum += e[i];                                                                                   \
-            }                                                                                                  \
-            float share = 1.0f / sum;                                                                          \
+            softmax_in_place(e + start, stop - start);                                                         \
             for (int64_t i = 0; i < start; i++) a[i] = 0;                                                      \
-            for (int64_t i = start; i < stop; i++) a[i] = store_##NAME(e[i] * share);                          \
+            for (int64_t i = start; i < stop; i++) a[i] = store_##NAME(e[i]);                                  \
             for (int64_t i = stop; i < keys; i++) a[i] = 0;                                                    \
         }                                                                                                      \
     }                                                                                                          \
@@ -183,6 +245,88 @@ static inline float activate_slope(float x, int kind) {
                 d[i] = store_##NAME(scale * load_##NAME(q[i]) * (load_##NAME(d[i]) - sum));                    \
             for (int64_t i = stop; i < keys; i++) d[i] = 0;                                                    \
         }                                                                                                      \
+    }                                                                                                          \
+    /* Four vectors of `size` in floats, (FOUR, width), zeros behind them and in place of those beyond `count`. */\
+    static inline void four_##NAME(float *restrict given, const TYPE *from, const int64_t *at, int64_t count,  \
+                                   int64_t size, int64_t width) {                                              \
+        if (count < FOUR || size < width) memset(given, 0, FOUR * width * sizeof(float));                      \
+        for (int64_t k = 0; k < count; k++) {                                                                  \
+            const TYPE *restrict own = from + at[k];                                                           \
+            for (int64_t i = 0; i < size; i++) given[k * width + i] = load_##NAME(own[i]);                     \
+        }                                                                                                      \
+    }                                                                                                          \
+    /* One row's query heads that share keys and values: those at `places`, `count` of them. `scores` is (group,\
+     * count), `sums` (2 * group + FOUR, width). */                                                            \
+    static void attend_heads_##NAME(TYPE *out, const TYPE *query, const TYPE *keys, const int64_t *places,     \
+                                    int64_t count, const struct pages *at, int64_t width, float *scores,       \
+                                    float *sums, int first) {                                                  \
+        const int64_t size = at->size, group = at->group, values = at->shared * size;                          \
+        float *q = sums + group * width, *given = sums + 2 * group * width;                                    \
+        memset(sums, 0, 2 * group * width * sizeof(float));                                                    \
+        for (int64_t h = 0; h < group; h++)                                                                    \
+            for (int64_t i = 0; i < size; i++) q[h * width + i] = at->scale * load_##NAME(query[h * size + i]);\
+        for (int64_t t = 0; t < count; t += FOUR) {                                                            \
+            const int left = count - t < FOUR ? count - t : FOUR;                                              \
+            if (first) /* fetch what all heads will read: tokens lie too scattered for the processor to foresee */\
+                for (int64_t next = t + AHEAD; next < count && next < t + AHEAD + FOUR; next++)                \
+                    for (int64_t i = 0; i < 2 * values; i += 64 / sizeof(TYPE))                                \
+                        __builtin_prefetch(keys + places[next] + i, 0, 2);                                     \
+            four_##NAME(given, keys, places + t, left, size, width);                                           \
+            for (int64_t h = 0; h < group; h += FOUR) {                                                        \
+                float *to = scores + h * count + t;                                                            \
+                const float *own = q + h * width;                                                              \
+                switch (group - h) {                                                                           \
+                case 1: score(1, to, count, own, given, width, left); break;                                   \
+                case 2: score(2, to, count, own, given, width, left); break;                                   \
+                case 3: score(3, to, count, own, given, width, left); break;                                   \
+                default: score(FOUR, to, count, own, given, width, left);                                      \
+                }                                                                                              \
+            }                                                                                                  \
+        }                                                                                                      \
+        if (at->cap > 0.0f)                                                                                    \
+            for (int64_t i = 0; i < group * count; i++) scores[i] = at->cap * tanhf(scores[i] / at->cap);      \
+        for (int64_t h = 0; h < group; h++) softmax_in_place(scores + h * count, count);                       \
+        for (int64_t t = 0; t < count; t += FOUR) {                                                            \
+            const int left = count - t < FOUR ? count - t : FOUR;                                              \
+            four_##NAME(given, keys + values, places + t, left, size, width);                                  \
+            add_values(group, sums, scores + t, count, given, width, left);                                    \
+        }                                                                                                      \
+        for (int64_t h = 0; h < group; h++)                                                                    \
+            for (int64_t i = 0; i < size; i++) out[h * size + i] = store_##NAME(sums[h * width + i]);          \
+    }                                                                                                          \
+    /* Query rows over their earlier tokens' and their own keys and values, in pages. rows (n, 3): row of x    \
+     * and out, its table among `tables`, its position. x (rows, x_stride) begins with the query heads. */     \
+    int attend_##NAME(TYPE *out, int64_t out_stride, const TYPE *x, int64_t x_stride, const TYPE *pool,        \
+                      const int64_t *tables, int64_t longest, const int64_t *rows, int64_t n,                  \
+                      const struct pages *at, int threads) {                                                   \
+        const int64_t size = at->size, group = at->group, width = (size + LANES - 1) / LANES * LANES;          \
+        int64_t most = 0;                                                                                      \
+        int failed = 0;                                                                                        \
+        for (int64_t i = 0; i < n; i++) most = rows[3 * i + 2] + 1 > most ? rows[3 * i + 2] + 1 : most;        \
+        _Pragma("omp parallel num_threads(threads)") {                                                         \
+            int64_t *places = malloc(most * sizeof *places);                                                   \
+            float *scores = malloc((group * most + (2 * group + FOUR) * width) * sizeof *scores);              \
+            if (places == NULL || scores == NULL) {                                                            \
+                _Pragma("omp atomic write") failed = 1;                                                        \
+            }                                                                                                  \
+            _Pragma("omp for schedule(static)")                                                                \
+            for (int64_t i = 0; i < n; i++) {                                                                  \
+                const int64_t *table = tables + rows[3 * i + 1] * longest, last = rows[3 * i + 2];             \
+                const int64_t first = last >= at->window ? last - at->window + 1 : 0;                          \
+                if (places == NULL || scores == NULL) continue;                                                \
+                for (int64_t t = first; t <= last; t++)                                                        \
+                    places[t - first] = table[t / at->tokens] * at->stride +                                   \
+                                        t % at->tokens * 2 * at->shared * size;                                \
+                for (int64_t head = 0; head < at->shared; head++)                                              \
+                    attend_heads_##NAME(out + rows[3 * i] * out_stride + head * group * size,                  \
+                                        x + rows[3 * i] * x_stride + head * group * size, pool + head * size,  \
+                                        places, last - first + 1, at, width, scores, scores + group * most,    \
+                                        head == 0);                                                            \
+            }                                                                                                  \
+            free(places);                                                                                      \
+            free(scores);                                                                                      \
+        }                                                                                                      \
+        return failed;                                                                                         \
     }
 
 enum { KEYS = 512 }; /* most columns of softmax_*: as attention.ROWS */

@@ -29,9 +29,10 @@ _ARGUMENTS = {
     "rms_back": [_POINTER] * 5 + [_LONG, _LONG, _REAL, _INT],
     "gated": [_POINTER] * 2 + [_LONG, _LONG, _INT, _INT],
     "gated_back": [_POINTER] * 3 + [_LONG, _LONG, _INT, _INT],
-    "rotate": [_POINTER] * 3 + [_LONG, _LONG, _LONG, _LONG, _REAL, _INT],
+    "rotate": [_POINTER] * 3 + [_LONG] * 6 + [_REAL, _INT],
     "softmax": [_POINTER, _LONG, _LONG, _LONG, _LONG, _REAL, _INT],
     "softmax_back": [_POINTER] * 2 + [_LONG, _LONG, _LONG, _LONG, _REAL, _INT],
+    "attend": [_POINTER, _LONG, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _POINTER, _LONG, _POINTER, _INT],
 }
 
 
@@ -47,7 +48,8 @@ def _library() -> ctypes.CDLL | None:
     for name, arguments in _ARGUMENTS.items():
         for suffix in _SUFFIX.values():
             function = getattr(library, f"{name}_{suffix}")
-            function.argtypes, function.restype = arguments, None
+            function.argtypes = arguments
+            function.restype = _INT if name == "attend" else None
     return library
 
 
@@ -192,10 +194,28 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor, length: int, *, back: bool = Fa
     function = compiled("rotate", x, cos, sin)
     if function is not None:
         pointers = (tensor.data_ptr() for tensor in (x, cos, sin))
-        function(*pointers, len(x), length, x.shape[-1], half, sign, torch.get_num_threads())
+        size = x.shape[-1]
+        function(*pointers, len(x), length, 1, size, size, half, sign, torch.get_num_threads())
         return
     view = x.view(-1, length, x.shape[-1]).transpose(0, 1)
     plain.rotate_(view, cos[:length], sin[:length], back=back)
+
+
+def rotate_heads_(x: Tensor, turned: int, cos: Tensor, sin: Tensor) -> bool:
+    """Rotate the first ``turned`` heads of each row in place; whether it was done, or is left to torch.
+
+    Args:
+        x: (rows, heads, size), contiguous.
+        cos, sin: (rows, rotated size), contiguous, those of each row.
+    """
+    function = compiled("rotate", x, cos, sin)
+    if function is None:
+        return False
+    rows, heads, size = x.shape
+    pointers = (tensor.data_ptr() for tensor in (x, cos, sin))
+    half = cos.shape[-1] // 2
+    function(*pointers, rows, rows, turned, heads * size, size, half, 1.0, torch.get_num_threads())
+    return True
 
 
 def rotated_merged(
@@ -266,3 +286,36 @@ def causal_softmax_back_(
     rows = grad.numel() // keys
     function(*pointers, rows, length, keys, window or keys, scale, torch.get_num_threads())
     return True
+
+
+class PagesShape(ctypes.Structure):
+    """How keys and values lie in pages, and the rule of attention over them: ``struct pages``."""
+
+    _fields_ = (
+        *((name, _LONG) for name in ("tokens", "stride", "shared", "group", "size", "window")),
+        *((name, _REAL) for name in ("scale", "cap")),
+    )
+
+
+def attend_pages(
+    out: Tensor, qkv: Tensor, pool: Tensor, tables: Tensor, rows: Tensor, shape: PagesShape
+) -> None:
+    """Attention of rows over keys and values in pages, by compiled code: ``compiled("attend", pool)``.
+
+    Args:
+        out: (tokens, query heads · size), of which the rows are filled.
+        qkv: (tokens, …), beginning with the query heads.
+        pool: (pages, elements).
+        tables: (requests, longest) int64, the pages of each request.
+        rows: (n, 3) int64: row of ``out`` and ``qkv``, its request among the tables, its position.
+    """
+    function = compiled("attend", pool, out, qkv)
+    if function is None:
+        raise ValueError("attention over pages needs compiled code, and contiguous tensors of one dtype")
+    failed = function(
+        *(out.data_ptr(), out.stride(0), qkv.data_ptr(), qkv.stride(0), pool.data_ptr()),
+        *(tables.data_ptr(), tables.shape[1], rows.data_ptr(), len(rows)),
+        *(ctypes.addressof(shape), torch.get_num_threads()),
+    )
+    if failed:
+        raise MemoryError("no memory for attention over pages")

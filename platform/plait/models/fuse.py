@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from plait.models.attention import AttentionRule, Heads, packed_attention
 from plait.models.context import MicrobatchContext, Rotation, Running, now_running, running
-from plait.models.elementwise import RmsNorm, gated, residual_norm, rms_norm, rotated_merged
+from plait.models.elementwise import RmsNorm, gated, residual_norm, rms_norm, rotate_heads_, rotated_merged
 from plait.models.flash import attend
 from plait.models.lora import Binding, GroupedLinear, LinearGroup
 from plait_kernels import KernelError, Routing, passes
@@ -194,10 +194,12 @@ class RotaryAttention:
         return replace(self, heads=heads)
 
     def rotated(self, qkv: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
-        """Rotate q and k row by row, for rows whose positions do not start from 0."""
+        """Rotate q and k row by row, for rows whose positions do not start from 0; in place if compiled."""
         cos, sin = (table.view(len(qkv), 1, -1) for table in position_embeddings)
         size = cos.shape[-1]
         x = qkv.view(len(qkv), self.heads.total, -1)
+        if rotate_heads_(x, self.heads.turned[0], cos.squeeze(1), sin.squeeze(1)):
+            return qkv
         turned, values = x[:, : -self.heads.shared], x[:, -self.heads.shared :]
         moving, still = turned[..., :size], turned[..., size:]
         swapped = torch.cat((-moving[..., size // 2 :], moving[..., : size // 2]), dim=-1)

@@ -1,6 +1,7 @@
 """Keys and values in the pool's pages, and attention over them.
 
-A seam: the reference in torch; a kernel that reads pages directly takes its place.
+On a CPU, requests with few rows go through compiled code, which reads the pages; others, and what it cannot
+do, through torch, which copies keys and values out of them, and is the reference.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from torch import Tensor
 from plait.models.attention import AttentionLayout, AttentionRule, Heads, packed_attention
 from plait.models.base import BaseModel
 from plait.models.context import MicrobatchContext
+from plait.models.elementwise import PagesShape, attend_pages, compiled
 
+FEW = 8  # rows of one request for which compiled code is the faster
 GATHERED = 2**25  # elements of keys and values that are copied out of their pages at once
 
 
@@ -71,6 +74,7 @@ class PagedCache:
         self._pool = pool
         self._page_tokens = page_tokens
         self._device = pool[0].device
+        self._few = 0 if compiled("attend", pool[0]) is None else FEW
 
     def place(
         self, tables: Sequence[Sequence[int]], starts: Sequence[int], lengths: Sequence[int], begun: int
@@ -86,8 +90,11 @@ class PagedCache:
         self._rows = self._at(padded[owner, positions // self._page_tokens], positions)
         self._begun = int(ends[begun - 1]) if begun else 0
         firsts = ends - counts
+        self._tables, self._longest = padded, self._page_tokens * longest
+        few = ((counts <= self._few) & (torch.arange(len(tables)) < begun))[owner].nonzero()[:, 0]
+        self._direct = torch.stack((few, owner[few], positions[few]), dim=1)
         self._groups = []
-        for rows in sorted(set(lengths[:begun])):
+        for rows in sorted({length for length in lengths[:begun] if length > self._few}):
             own = (counts[:begun] == rows).nonzero()[:, 0]
             self._groups.append(self._group(padded[own], firsts[own], rows, positions))
         prompts = list(lengths[begun:])
@@ -114,6 +121,8 @@ class PagedCache:
         stored = self._pool[layer][:, : math.prod(shape)].view(-1, *shape)
         stored[self._rows] = x[:, heads.query :].view(len(x), *shape[1:])
         out = torch.empty(len(x), heads.query * x.shape[-1], dtype=qkv.dtype, device=qkv.device)
+        if len(self._direct):
+            self._attend_directly(out, qkv, self._pool[layer], heads, rule)
         for group in self._groups:
             most = max(1, GATHERED // (group.pages.shape[1] * math.prod(shape[1:])))
             for first in range(0, len(group.rows), most):
@@ -125,6 +134,14 @@ class PagedCache:
         if self._layout is not None:
             out[self._begun :] = packed_attention(qkv[self._begun :], heads, self._layout, rule)
         return out
+
+    def _attend_directly(
+        self, out: Tensor, qkv: Tensor, pool: Tensor, heads: Heads, rule: AttentionRule
+    ) -> None:
+        sizes = self._page_tokens, pool.shape[1], heads.shared, heads.group, qkv.shape[1] // heads.total
+        window, cap = rule.window or self._longest, rule.softcap or 0.0
+        rule_and_sizes = PagesShape(*sizes, window, rule.scale, cap)
+        attend_pages(out, qkv, pool, self._tables, self._direct, rule_and_sizes)
 
 
 def attend_rows(

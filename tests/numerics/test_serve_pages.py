@@ -1,0 +1,121 @@
+"""Attention over pages: by compiled code and by torch, against float64, whatever else lies in the pages."""
+
+import math
+
+import pytest
+import torch
+
+from plait.models.attention import AttentionRule, Heads
+from plait.models.context import MicrobatchContext
+from plait.models.elementwise import compiled, rotate_heads_
+from plait.models.fuse import RotaryAttention
+from plait.serve.pages import FEW, PagedCache
+
+TOKENS = 4  # of a page
+CASES = [
+    (Heads(3, 3), 5, AttentionRule(0.3)),
+    (Heads(9, 3), 64, AttentionRule(0.125)),
+    (Heads(4, 1), 80, AttentionRule(0.1, window=7)),
+    (Heads(4, 2), 16, AttentionRule(0.4, softcap=2.0)),
+]
+
+
+class Stored:
+    """Requests with earlier tokens, whose pages lie among poisoned ones: (earlier tokens, new rows)."""
+
+    def __init__(self, heads: Heads, size: int, dtype: torch.dtype, requests: list[tuple[int, int]]) -> None:
+        noise = torch.Generator().manual_seed(5)
+        self.heads, self.size, self.requests = heads, size, requests
+        counts = [-(-(start + rows) // TOKENS) for start, rows in requests]
+        order = torch.randperm(sum(counts) + 3, generator=noise).tolist()
+        self.tables = [[order.pop() for _ in range(count)] for count in counts]
+        elements = TOKENS * 2 * heads.shared * size + 6
+        self.pool = torch.full((len(order) + sum(counts), elements), torch.nan, dtype=dtype)
+        self.rows = torch.randn(sum(rows for _, rows in requests), heads.total * size, generator=noise)
+        self.rows = self.rows.to(dtype)
+        self.earlier = [
+            torch.randn(start, 2, heads.shared, size, generator=noise).to(dtype) for start, _ in requests
+        ]
+        pages = self.pool[:, :-6].view(-1, TOKENS, 2, heads.shared, size)
+        for table, own in zip(self.tables, self.earlier, strict=True):
+            for token, values in enumerate(own):
+                pages[table[token // TOKENS], token % TOKENS] = values
+
+    def attended(self, rule: AttentionRule, chosen: list[int], few: int) -> list[torch.Tensor]:
+        """What the chosen requests' rows give together."""
+        cache = PagedCache([self.pool.clone()], TOKENS)
+        cache._few = few
+        starts, lengths = zip(*(self.requests[number] for number in chosen), strict=True)
+        cache.place([self.tables[number] for number in chosen], starts, lengths, len(chosen))
+        firsts = torch.tensor([0, *(rows for _, rows in self.requests)]).cumsum(0).tolist()
+        rows = torch.cat([self.rows[firsts[number] : firsts[number + 1]] for number in chosen])
+        nothing = MicrobatchContext(torch.zeros(0), torch.zeros(0), (0,))
+        return list(cache.attend(0, rows, self.heads, rule, nothing).split(list(lengths)))
+
+    def truth(self, rule: AttentionRule) -> list[torch.Tensor]:
+        found, first = [], 0
+        for (start, rows), earlier in zip(self.requests, self.earlier, strict=True):
+            x = self.rows[first : first + rows].double().view(rows, self.heads.total, self.size)
+            first += rows
+            new = x[:, self.heads.query :].view(rows, 2, self.heads.shared, self.size)
+            keys, values = torch.cat([earlier.double(), new]).unbind(1)
+            own = torch.empty(rows, self.heads.query, self.size, dtype=torch.float64)
+            for row in range(rows):
+                last = start + row + 1
+                low = max(0, last - (rule.window or last))
+                for head in range(self.heads.query):
+                    shared = head // self.heads.group
+                    scores = keys[low:last, shared] @ x[row, head] * rule.scale
+                    if rule.softcap is not None:
+                        scores = rule.softcap * torch.tanh(scores / rule.softcap)
+                    own[row, head] = torch.softmax(scores, 0) @ values[low:last, shared]
+            found.append(own.flatten(1))
+        return found
+
+
+REQUESTS = [(5, 1), (1, 2), (37, 1), (8, FEW), (3, 1)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "size", "rule"), CASES)
+def test_rows_over_pages(heads: Heads, size: int, rule: AttentionRule, dtype: torch.dtype) -> None:
+    stored = Stored(heads, size, dtype, REQUESTS)
+    assert compiled("attend", stored.pool) is not None
+    every = list(range(len(REQUESTS)))
+    truth = stored.truth(rule)
+    together = stored.attended(rule, every, FEW)
+    for found in (together, stored.attended(rule, every, 1), stored.attended(rule, every, 0)):
+        for own, expected in zip(found, truth, strict=True):
+            error = float((own.double() - expected).norm() / expected.norm())
+            assert error <= {torch.float32: 2e-6, torch.bfloat16: 1e-2}[dtype]
+    for number in every:
+        assert torch.equal(stored.attended(rule, [number], FEW)[0], together[number]), "the same bits alone"
+
+
+def test_what_is_not_finite_stays_with_its_own_rows() -> None:
+    heads, rule = Heads(4, 2), AttentionRule(0.25)
+    stored = Stored(heads, 16, torch.float32, REQUESTS)
+    whole = stored.attended(rule, [0, 1, 2], FEW)
+    stored.rows[0] = math.inf
+    changed = stored.attended(rule, [0, 1, 2], FEW)
+    assert not torch.isfinite(changed[0]).any()
+    assert torch.equal(torch.cat(changed[1:]), torch.cat(whole[1:]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_heads_are_rotated_by_their_rows_positions(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noise = torch.Generator().manual_seed(2)
+    heads, size = Heads(4, 2), 10
+    qkv = torch.randn(7, heads.total * size, generator=noise).to(dtype)
+    angles = torch.rand(7, 3, generator=noise).repeat(1, 2)  # 6 of 10 features are rotated
+    tables = angles.cos().to(dtype).unsqueeze(0), angles.sin().to(dtype).unsqueeze(0)
+    forward = RotaryAttention(None, None, heads, AttentionRule(1.0), 0)  # type: ignore[arg-type]
+    given = qkv.clone()
+    found = forward.rotated(given, tables)
+    assert found.data_ptr() == given.data_ptr(), "in place"
+    monkeypatch.setattr("plait.models.fuse.rotate_heads_", lambda *_: False)
+    expected = forward.rotated(qkv.double(), tuple(table.double() for table in tables))  # type: ignore[arg-type]
+    assert torch.allclose(found.double(), expected, atol={torch.float32: 1e-6, torch.bfloat16: 2e-2}[dtype])
+    assert not rotate_heads_(qkv.view(7, 8, 10).double(), 6, *tables), "of no other dtype"
