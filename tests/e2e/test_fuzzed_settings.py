@@ -119,8 +119,8 @@ OPTIONS = {  # of the verbs that read a finished search
     "export": words("--to --trial --form --uri --root --experiment"),
     "generate": words(
         """
-        --prompt --file --validation --trial --no-base --max-new-tokens --temperature --top-p --seed --stop
-        --chat --plain --json --table --uri --root --experiment
+        --prompt --file --validation --trial --best --no-base --max-new-tokens --temperature --top-p --seed
+        --stop --chat --plain --json --table --uri --root --experiment
         """
     ),
     "serve": words(

@@ -3,13 +3,18 @@
 import json
 import socket
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from plait.cli import generate
 from plait.cli.main import main
 from plait.cli.serve import _bound
-from plait.core.errors import ConfigError
+from plait.core.errors import ConfigError, SearchError
+from plait.core.lifecycle import JobState
+from plait.core.objectives import Objective
+from plait.tracking.results import SearchResult, leading
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -26,6 +31,8 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--prompt", "a", "--max-new-tokens", "0"], "max_new_tokens=0"),
         (["--prompt", "a", "--stop", ""], "stop=('',)"),
         (["--validation", "-1"], "--validation -1"),
+        (["--prompt", "a", "--best", "0"], "--best 0"),
+        (["--prompt", "a", "--best", "2", "--trial", "1"], "not allowed with argument"),
         (["--file", "none.txt"], "none.txt"),
     ],
 )
@@ -116,3 +123,30 @@ def test_an_address_is_taken_while_the_model_still_loads() -> None:
         port = other.getsockname()[1]
     with _bound("127.0.0.1", port), pytest.raises(ConfigError, match="no other program uses"):
         _bound("127.0.0.1", port)
+
+
+def record(trial: int, *values: float, **given: Any) -> Any:
+    facts = {"state": JobState.FINISHED, "feasible": True, "on_front": False, **given}
+    return SimpleNamespace(trial=trial, values=values, **facts)
+
+
+def test_the_best_trials_are_finished_and_keep_constraints_and_of_a_front_its_own() -> None:
+    def found(objectives: int, *records: Any) -> SearchResult:
+        kinds = tuple(Objective(f"m{number}", "minimize") for number in range(objectives))
+        place: Any = None
+        return SearchResult("mine", JobState.FINISHED, kinds, "run", "1", place, records)
+
+    records = (
+        record(0, 0.1, state=JobState.PRUNED),
+        record(1, 0.2, feasible=False),
+        record(2, 0.4),
+        record(3, 0.3),
+        record(4, 0.4),
+        record(5),
+    )
+    assert [each.trial for each in leading(found(1, *records), 2)] == [3, 2]
+    assert [each.trial for each in leading(found(1, *records), 9)] == [3, 2, 4]
+    with pytest.raises(SearchError, match="no finished trial"):
+        leading(found(1, records[0]), 3)
+    both = (record(0, 1.0, 2.0, on_front=True), record(1, 3.0, 3.0), record(2, 2.0, 1.0, on_front=True))
+    assert [each.trial for each in leading(found(2, *both), 3)] == [0, 2]

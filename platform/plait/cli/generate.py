@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 Given = TypeVar("Given")
 Used = TypeVar("Used")
 BASE = "base"
+SHOWN = 3  # trials side by side, if none is named
 POOL_TOKENS = 32_768  # tokens whose keys and values the pool would hold if it held no adapters
 
 
@@ -54,13 +55,16 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(
             "plait generate", "There is no prompt.", "Give --prompt TEXT, --file FILE or --validation N."
         )
+    if known.best < 1:
+        raise ConfigError(f"--best {known.best}", "It is a number of trials, 1 or more.")
     settings = store_settings(known)
     say(READING)
-    from plait.tracking.results import chosen, load_search
+    from plait.tracking.results import chosen, leading, load_search
     from plait.tracking.trained import base_model, recorded_config
 
     search = load_search(settings, known.name)
-    records = [chosen(search, trial) for trial in dict.fromkeys(known.trial or [None])]
+    named = [chosen(search, trial) for trial in dict.fromkeys(known.trial or ())]
+    records = named or leading(search, known.best)
     config = recorded_config(search, settings)
     folders = fetched_adapters(search, records, settings)
     base, loaded = load_base(base_model(search, settings), folders)
@@ -90,7 +94,11 @@ def _parser() -> Parser:
     add("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be given several times")
     add("--file", type=as_path, help="prompts: lines of text, or .jsonl with a key `prompt` in each row")
     add("--validation", type=int, default=0, metavar="N", help="the first N prompts of the validation rows")
-    add("--trial", type=int, action="append", metavar="N", help="may be repeated; default: the best")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--trial", type=int, action="append", metavar="N", help="a trial; may be repeated")
+    which.add_argument(
+        "--best", type=int, default=SHOWN, metavar="N", help=f"the N best trials; default: {SHOWN}"
+    )
     add("--no-base", action="store_true", help="without the base model's own text")
     add("--max-new-tokens", type=int, default=128, metavar="N", help="most tokens of a text; default: 128")
     add("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")

@@ -101,10 +101,15 @@ AnEntry = TypeVar("AnEntry", bound=Entry)
 
 
 def best_of(entries: Iterable[AnEntry], objective: Objective) -> AnEntry | None:
-    """The finished trial with the best objective that keeps every constraint, ties by number; None if there
-    is none. The one rule for what is called best."""
+    """The first of :func:`best_first`; None if there is none."""
+    return next(iter(best_first(entries, objective)), None)
+
+
+def best_first(entries: Iterable[AnEntry], objective: Objective) -> list[AnEntry]:
+    """Finished trials that keep every constraint, that with the best objective first, ties by number. The one
+    rule for what is called best."""
     complete = [each for each in entries if _complete(each, 1)]
-    return min(complete, key=lambda each: (objective.badness(each.values[0]), each.trial), default=None)
+    return sorted(complete, key=lambda each: (objective.badness(each.values[0]), each.trial))
 
 
 def front_of(entries: Iterable[AnEntry], objectives: Sequence[Objective]) -> list[AnEntry]:

@@ -1,7 +1,7 @@
 """Keys and values in the pool's pages, and attention over them.
 
-On a CPU, requests with few rows go through compiled code, which reads the pages; others, and what it cannot
-do, through torch, which copies keys and values out of them, and is the reference.
+A seam: on a CPU, requests with few rows go through compiled code, which reads the pages; others, and those on
+other devices, through torch, which copies keys and values out of them, and is the reference.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from mlflow.entities import Run
 
 from plait.core.errors import SearchError, StorageError
 from plait.core.lifecycle import JobState
-from plait.core.objectives import Objective, best_of
+from plait.core.objectives import Objective, best_first, best_of
 from plait.core.settings import TrackingSettings
 from plait.tracking import names
 from plait.tracking.connection import open_store, storage_errors
@@ -187,6 +187,18 @@ def chosen(result: SearchResult, trial: int | None) -> JobRecord:
         rule = "The trial must belong to the search."
         raise SearchError(f"trial {trial} of search {result.name!r}", rule, _trials(result.records))
     return found
+
+
+def leading(result: SearchResult, count: int) -> list[JobRecord]:
+    """So many of the best jobs, the best first, or all if there are fewer; of several objectives, of their
+    front.
+
+    Raises:
+        SearchError: there is none.
+    """
+    front = [item for item in result.records if item.on_front]
+    ranked = front if result.objectives[1:] else best_first(result.records, result.objectives[0])
+    return ranked[:count] or [chosen(result, None)]
 
 
 def _trials(records: Sequence[JobRecord]) -> str:
