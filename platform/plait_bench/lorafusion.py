@@ -67,6 +67,8 @@ class Alternative:
             addition to the profile's own.
         last: seconds of the last stage over those of the profile, less 1.
         filling: whether parts of microbatches are merged, or whole ones alone.
+        spread: factor of the data sets' sigma.
+        own_order: whether microbatches are ordered and merged as in LoRAFusion's artifact.
     """
 
     label: str
@@ -75,6 +77,8 @@ class Alternative:
     square: float = 0.0
     last: float = 0.0
     filling: bool = True
+    spread: float = 1.0
+    own_order: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +97,7 @@ class Options:
         capacity: most tokens of a microbatch.
         tile: padding multiple of LoRAFusion.
         samples: samples of one microbatch, if a system does not pack.
+        sizes: the same by system and workload, where they differ.
         alternatives: other assumptions.
         timeline: where to write Plait's schedule as a Chrome trace; None writes none.
         workers: processes that pack.
@@ -116,6 +121,7 @@ class Options:
     capacity: int
     tile: int
     samples: int
+    sizes: dict[str, dict[str, int]] = field(default_factory=dict)
     alternatives: tuple[Alternative, ...] = ()
     timeline: str | None = None
     workers: int = 2
@@ -155,11 +161,11 @@ class Options:
         Args:
             sets: data sets of each adapter; empty: all have all.
         """
-        means = alternative.means if alternative else {}
+        means, spread = (alternative.means, alternative.spread) if alternative else ({}, 1.0)
         seed = self.seed if alternative is None or alternative.seed is None else alternative.seed
         generators = {
             each.name: LengthGenerator(
-                each.family, means.get(each.name, each.mean), each.sigma, self.clip, seed
+                *(each.family, means.get(each.name, each.mean), spread * each.sigma, self.clip, seed)
             )
             for each in self.data_sets
         }
@@ -177,13 +183,13 @@ class Options:
             for a in range(self.adapters)
         }
 
-    def workload(self, name: str) -> Lengths:
+    def workload(self, name: str, alternative: Alternative | None = None) -> Lengths:
         """Lengths of a workload of LoRAFusion: a data set, all mixed, or one for each adapter and the mixture
         for the last ("het")."""
         every = [each.name for each in self.data_sets]
         if name == "het":
-            return self.drawn(sets=[*([each] for each in every), every])
-        return self.drawn(sets=[every if name == "mixed" else [name]] * self.adapters)
+            return self.drawn(alternative, sets=[*([each] for each in every), every])
+        return self.drawn(alternative, sets=[every if name == "mixed" else [name]] * self.adapters)
 
     def assumptions(self) -> tuple[str, ...]:
         """What is assumed, in words."""
@@ -232,13 +238,15 @@ class Opening:
 
 
 def opened(settings: RunSettings, options: Mapping[str, object]) -> Opening:
-    """Read options, profile and trace.
+    """Read options, profile and trace; with ``engine.checkpointing`` each layer's forward runs twice.
 
     Raises:
         ConfigError: no described cluster, or an unknown option.
         DataError: the trace cannot be read.
     """
     asked, profile = read_options(options), read_profile(settings)
+    if settings.engine.checkpointing:
+        profile = replace(profile, time=profile.time.recomputing())
     even = machine(profile, even_split(profile.time.layers, asked.stages))
     return Opening(asked, profile, asked.lengths(), even)
 
@@ -315,6 +323,13 @@ def _lorafusion(
     return planned_pipeline(plan, even, padding=True)
 
 
+def _own(trace: Trace, even: Machine, asked: Options) -> Pipeline:
+    """LoRAFusion's schedule in its artifact's order, merged as there."""
+    order, size = list(turns(global_batches(trace), _groups(trace, asked))), asked.capacity
+    packed = pack_all(order, capacity=size, tile=asked.tile)
+    return ordered(packed, even, capacity=size, tile=asked.tile, merging=True)
+
+
 def balanced(profile: ClusterProfile, asked: Options) -> tuple[int, ...]:
     """Layers of each stage; the last one has fewer, by the cost of head and loss at a full microbatch."""
     full = MicrobatchShape.of([asked.capacity])
@@ -344,12 +359,14 @@ def _under(alternative: Alternative, profile: ClusterProfile, asked: Options) ->
     """The main figures under another assumption."""
     trace, split = asked.drawn(alternative), balanced(profile, asked)
     even = machine(profile, even_split(profile.time.layers, asked.stages), square=alternative.square)
-    pipelines = {
-        _named(count): _lorafusion(
-            {job: trace[job] for job in list(trace)[:count]}, even, asked, filling=alternative.filling
+    pipelines = {}
+    for count in range(1, len(trace) + 1):
+        some = {job: trace[job] for job in list(trace)[:count]}
+        pipelines[_named(count)] = (
+            _own(some, even, asked)
+            if alternative.own_order
+            else _lorafusion(some, even, asked, filling=alternative.filling)
         )
-        for count in range(1, len(trace) + 1)
-    }
     pipelines["Plait"] = planned(trace, machine(profile, split, square=alternative.square), asked)
     return [
         _idle(f"{name}; {alternative.label}", slower_at_the_end(pipeline, alternative.last))

@@ -8,18 +8,24 @@ from dataclasses import replace
 from statistics import mean
 
 from plait.core.jobs import JobSpec
-from plait.core.plans import GlobalBatch, Replica
+from plait.core.plans import Replica
 from plait.core.settings import RunSettings
-from plait.cost.profiles import ClusterProfile
-from plait.cost.replica import even_split
-from plait.planner.dispatch_step import Batches, Dispatcher, by_dispatch
-from plait.simulate.events import Pipeline
-from plait.simulate.forecast import PlanOptions, make_plan, plan_pipelines
+from plait.simulate.events import Pipeline, Work
+from plait.simulate.forecast import Machine, PlanOptions, make_plan, plan_pipelines
 from plait.simulate.report import measure
 from plait_bench.benchmarks import BENCHMARKS
 from plait_bench.blocking import blocking_seconds
 from plait_bench.figures import Baseline, Figure, Report
-from plait_bench.lorafusion import Lengths, Opening, Options, balanced, machine, opened, planned
+from plait_bench.lorafusion import (
+    Alternative,
+    Lengths,
+    Opening,
+    Options,
+    balanced,
+    machine,
+    opened,
+    planned,
+)
 from plait_bench.pipelines import (
     global_batches,
     lorapp,
@@ -86,11 +92,10 @@ def pipelines_of(
     """1F1B, mLoRA in that order, LoRAFusion and Plait."""
     even = begun.even
     works = lorapp(trace, even, size=asked.samples, padded=padded).works
-    plan = plan_schedule(trace, stages=asked.stages, capacity=asked.capacity, tile=asked.tile)
     return (
         one_after_another(trace, even, size=asked.samples, padded=padded, gpipe=False),
         even.in_order(works),
-        planned_pipeline(plan, even, padding=True),
+        _lorafusion(even, trace, asked),
         planned(trace, machine(begun.profile, balanced(begun.profile, asked)), asked),
     )
 
@@ -101,7 +106,7 @@ def _rate(pipeline: Pipeline) -> float:
 
 @BENCHMARKS.register("lorafusion/end_to_end")
 def end_to_end(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
-    """LoRAFusion's and Plait's tokens a second over those of 1F1B and mLoRA, by workload.
+    """Tokens a second of LoRAFusion, of the systems that it is compared with, and of Plait, by workload.
 
     Raises:
         ConfigError: no described cluster, or an unknown option.
@@ -113,29 +118,62 @@ def end_to_end(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[
     piece = part("workloads", len(asked.capacities))
     for name, capacity in asked.capacities.items():
         piece(name)
-        trace = asked.workload(name)
-        base, turn, fused, own = systems(begun, trace, replace(asked, capacity=capacity))
-        others = {"1F1B": base, "mLoRA": turn}
-        for other, gather in (("FSDP", asked.gather), ("FSDP, weights in time", 0.0)):
-            others[other] = sharded_rate(
-                trace, begun.profile.time, devices=asked.stages, size=asked.samples, gather=gather
-            )
+        trace, at = asked.workload(name), replace(asked, capacity=capacity)
+        fused = _rate(_lorafusion(begun.even, trace, at))
+        own = _rate(planned(trace, machine(begun.profile, balanced(begun.profile, at)), at))
+        others = _others(begun, name)
         for other, rate in others.items():
             ratios[other].append((fused / rate, own / rate))
-            note = f"{fused:,.0f} over {rate:,.0f} tokens/s"
-            title = f"{name}: over {other}, without kernels"
-            figures.append(Figure(title, fused / rate, "×", "simulated", note=note, plait=own / rate))
-    for number, factor in enumerate(asked.kernels):
-        label = "" if number == 0 else f"; kernels × {factor:g}"
+        figures += [_speed(f"{name}: {other}", rate) for other, rate in others.items()]
+        figures += [
+            replace(_speed(f"{name}: LoRAFusion{_factor(asked, each)}", each * fused), plait=own)
+            for each in asked.kernels
+        ]
+        for under in asked.alternatives:
+            rates = _others(begun, name, under)
+            figures += [_speed(f"{name}: {system}; {under.label}", rate) for system, rate in rates.items()]
+    for factor in asked.kernels:
         for other, found in ratios.items():
             for how, of in (("mean", mean), ("largest", max)):
                 ours, own = (factor * of(each) for each in zip(*found, strict=True))
-                figures.append(Figure(f"over {other}, {how}{label}", ours, "×", "simulated", plait=own))
+                title = f"over {other}, {how}{_factor(asked, factor)}"
+                figures.append(Figure(title, ours, "×", "simulated", plait=own))
     notes = (
         *asked.assumptions(),
         f"LoRAFusion's kernels: a factor of {asked.kernels[0]:g}, by its Figure 22.",
     )
     return Report("LoRAFusion, tokens a second of four adapters", tuple(figures), notes)
+
+
+def _speed(name: str, rate: float) -> Figure:
+    return Figure(name, rate, "tokens/s", "simulated")
+
+
+def _factor(asked: Options, factor: float) -> str:
+    """The end of a figure's name, where the factor of the kernels is not the first."""
+    return "" if factor == asked.kernels[0] else f"; kernels × {factor:g}"
+
+
+def _others(begun: Opening, name: str, under: Alternative | None = None) -> dict[str, float]:
+    """Tokens a second of the systems that LoRAFusion is compared with, none of which packs, on a workload."""
+    asked, even, trace = begun.asked, begun.even, begun.asked.workload(name, under)
+    size = {
+        system: asked.sizes.get(system, {}).get(name, asked.samples) for system in ("1F1B", "mLoRA", "FSDP")
+    }
+    turns = lorapp(trace, even, size=size["mLoRA"], padded=False).works
+    apart = one_after_another(trace, even, size=size["1F1B"], padded=False, gpipe=False)
+    found = {"1F1B": _rate(apart), "mLoRA": _rate(even.in_order(turns))}
+    for system, gather in (("FSDP", asked.gather), ("FSDP, weights in time", 0.0)):
+        found[system] = sharded_rate(
+            trace, begun.profile.time, devices=asked.stages, size=size["FSDP"], gather=gather
+        )
+    return found
+
+
+def _lorafusion(even: Machine, trace: Lengths, asked: Options) -> Pipeline:
+    """LoRAFusion's schedule, with its padding."""
+    plan = plan_schedule(trace, stages=asked.stages, capacity=asked.capacity, tile=asked.tile)
+    return planned_pipeline(plan, even, padding=True)
 
 
 @BENCHMARKS.register("lorafusion/profiler")
@@ -168,62 +206,80 @@ def profiler(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[st
 
 @BENCHMARKS.register("lorafusion/scaling")
 def scaling(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
-    """Tokens a second of more jobs over those of data parallelism, by the number of pipelines.
+    """Tokens a second of more jobs over those of data parallelism, by system and number of pipelines.
 
     Raises:
         ConfigError: no described cluster, or an unknown option.
     """
     del jobs
     begun = opened(settings, options)
-    asked, profile = begun.asked, begun.profile
     figures = []
-    one = {even: _copies(profile, asked, 1, even=even)[0] for even in (True, False)}
-    piece = part("pipelines", len(asked.replicas))
-    for number in asked.replicas:
+    copies = {"LoRAFusion": _lorafusion_copies, "mLoRA": _mlora_copies}
+    one = {name: each(begun, 1)[0] for name, each in copies.items()}
+    own = _plait_copies(begun, 1)[0]
+    piece = part("pipelines", len(begun.asked.replicas))
+    for number in begun.asked.replicas:
         piece(str(number))
-        ours, own = (
-            [number * one[even] / each for each in _copies(profile, asked, number, even=even)]
-            for even in (True, False)
-        )
-        name = f"{number * asked.stages} devices: jobs over data parallelism"
-        note = f"{number * one[True]:,.0f} tokens/s by jobs"
-        figures += [
-            Figure(f"{name}{how}", jobs_over, "×", "simulated", note=note, plait=plait)
-            for how, jobs_over, plait in zip(("; sums hidden", ""), ours, own, strict=True)
-        ]
-    return Report("LoRAFusion, ways to use more devices", tuple(figures), asked.assumptions())
+        plait = [number * own / each for each in _plait_copies(begun, number)]
+        for name, each in copies.items():
+            over = [number * one[name] / rate for rate in each(begun, number)]
+            title = f"{number * begun.asked.stages} devices: {name}, jobs over data parallelism"
+            note = f"{number * one[name]:,.0f} tokens/s by jobs"
+            figures += [
+                Figure(
+                    *(f"{title}{how}", jobs_over, "×", "simulated"),
+                    note=note,
+                    plait=plan if name == "LoRAFusion" else None,
+                )
+                for how, jobs_over, plan in zip(("; sums hidden", ""), over, plait, strict=True)
+            ]
+    return Report("LoRAFusion, ways to use more devices", tuple(figures), begun.asked.assumptions())
 
 
-def _copies(profile: ClusterProfile, asked: Options, number: int, *, even: bool) -> tuple[float, float]:
-    """Tokens a second on ``number`` pipelines, which share global batches that are as many times as large:
-    as simulated, and if each stage waits for the same stage of the others after each step.
+def _larger(asked: Options, number: int) -> Lengths:
+    """Lengths in global batches that are ``number`` times as large."""
+    return replace(asked, global_batch=number * asked.global_batch).drawn()
 
-    Args:
-        even: equal layers, and samples dealt in turn, as data parallelism does; otherwise Plait's.
-    """
-    trace = replace(asked, global_batch=number * asked.global_batch).drawn()
-    layers = even_split(profile.time.layers, asked.stages) if even else balanced(profile, asked)
-    replicas = [Replica(each, pp=asked.stages, layer_split=layers) for each in range(number)]
-    options = PlanOptions({each.id: asked.capacity for each in replicas}, drained=False)  # as theirs are
-    dealt = Dealt(number) if even else None
-    plan = make_plan(global_batches(trace), replicas, profile.time, options, dealt)
-    pipelines = plan_pipelines(plan, profile.time, options)
+
+def _lorafusion_copies(begun: Opening, number: int) -> tuple[float, float]:
+    """Tokens a second of LoRAFusion's schedule on ``number`` pipelines, as of :func:`_shared`."""
+    asked = begun.asked
+    plan = plan_schedule(
+        _larger(asked, number), stages=number * asked.stages, capacity=asked.capacity, tile=asked.tile
+    )
+    groups = {job: group[0] for group in plan.groups for job in group}
+    return _shared(planned_pipeline(plan, begun.even, padding=True).works, begun.even, number, groups)
+
+
+def _mlora_copies(begun: Opening, number: int) -> tuple[float, float]:
+    """Tokens a second of mLoRA's order on ``number`` pipelines, as of :func:`_shared`."""
+    trace = _larger(begun.asked, number)
+    works = lorapp(trace, begun.even, size=begun.asked.samples, padded=False).works
+    return _shared(works, begun.even, number, {job: job for job in trace})
+
+
+def _shared(works: Sequence[Work], even: Machine, number: int, groups: dict[str, str]) -> tuple[float, float]:
+    """Tokens a second of ``number`` pipelines that take microbatches in turn, as in LoRAFusion's artifact: as
+    simulated, and if each stage waits for the same stage of the others after each step."""
+    pipelines = {each: even.in_order(works[each::number]) for each in range(number)}
+    return _both(pipelines, groups)
+
+
+def _both(pipelines: Mapping[int, Pipeline], groups: Mapping[str, str]) -> tuple[float, float]:
     tokens = sum(work.tokens for each in pipelines.values() for work in each.works)
-    groups = {job: group.jobs[0] for group in plan.groups for job in group.jobs}
     return measure(pipelines)[0].tokens_per_second, tokens / blocking_seconds(pipelines, groups)
 
 
-class Dealt(Dispatcher):
-    """Deals samples to replicas in turn, as data parallelism does."""
-
-    def __init__(self, replicas: int) -> None:
-        self._replicas = replicas
-
-    def parts(self, batches: Sequence[GlobalBatch], labelled_share: float) -> dict[int, Batches]:
-        """Each replica's part."""
-        del labelled_share
-        count = sum(len(batch.lengths) for batch in batches)
-        return by_dispatch(batches, [at % self._replicas for at in range(count)], range(self._replicas))
+def _plait_copies(begun: Opening, number: int) -> tuple[float, float]:
+    """Tokens a second of Plait's plan on ``number`` pipelines: as simulated, and with waits as of
+    :func:`_shared`."""
+    asked, profile = begun.asked, begun.profile
+    layers = balanced(profile, asked)
+    replicas = [Replica(each, pp=asked.stages, layer_split=layers) for each in range(number)]
+    options = PlanOptions({each.id: asked.capacity for each in replicas}, drained=False)  # as theirs are
+    plan = make_plan(global_batches(_larger(asked, number)), replicas, profile.time, options, None)
+    groups = {job: group.jobs[0] for group in plan.groups for job in group.jobs}
+    return _both(plan_pipelines(plan, profile.time, options), groups)
 
 
 @BENCHMARKS.register("lorafusion/padding")

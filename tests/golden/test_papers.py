@@ -97,11 +97,19 @@ MOVED: dict[str, tuple[dict[str, Any], str, Any]] = {
     "lorafusion/lengths": ({"bench.options.samples": 2000}, "bench.options.clip", 2048),
     "lorafusion/traffic": ({}, "bench.options.rank", 64),
     "lorafusion/end_to_end": (
-        {"bench.options.steps": 2, "bench.options.capacities": {"het": 6144}},
+        {
+            "bench.options.steps": 2,
+            "bench.options.capacities": {"het": 6144},
+            "bench.options.alternatives": [],
+        },
         *("cluster.options.time.layer.0.fixed", 5e-3),
     ),
     "lorafusion/end_to_end_32b": (
-        {"bench.options.steps": 2, "bench.options.capacities": {"mixed": 7168}},
+        {
+            "bench.options.steps": 2,
+            "bench.options.capacities": {"mixed": 7168},
+            "bench.options.alternatives": [],
+        },
         *("cluster.options.time.layer.0.fixed", 5e-3),
     ),
     "lorafusion/scaling": ({"bench.options.steps": 2}, "cluster.options.time.layer.0.fixed", 5e-3),
@@ -303,6 +311,43 @@ def test_every_figure_of_a_paper_has_one_file() -> None:
         for figure in paper.figures:
             assert (paper.name, figure) not in seen, f"{path} and {seen[paper.name, figure]}: {figure}"
             seen[paper.name, figure] = path.name
+
+
+def bars(name: str) -> dict[str, dict[str, float]]:
+    """The published tokens a second of a file, by system and workload."""
+    found: dict[str, dict[str, float]] = {}
+    for entry in composed(name)["published"]:
+        if entry["unit"] == "tokens/s":
+            workload, system = entry["name"].split(": ")
+            found.setdefault(system, {})[workload] = entry["value"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "most", "mean"),
+    [("lorafusion/end_to_end", 1.81, 1.64), ("lorafusion/end_to_end_32b", 1.64, 1.42)],
+)
+def test_the_bars_of_lorafusions_artifact_are_those_of_its_text(name: str, most: float, mean: float) -> None:
+    found = bars(name)
+    others = found["FSDP"] | {"het": sum(found["FSDP"].values()) / 4}  # its mean there, not a run
+    factors = [rate / others[workload] for workload, rate in found["LoRAFusion"].items()]
+    assert max(factors) == pytest.approx(most, abs=0.006)
+    assert sum(factors) / 5 == pytest.approx(mean, abs=0.006)
+
+
+def test_what_lorafusions_artifact_says_of_its_runs_moves_its_systems() -> None:
+    name = "lorafusion/end_to_end"
+    before = {figure.name: figure.ours for figure in as_it_is(name).figures}
+    other = changed(cheap(name), "bench.options.sizes.mLoRA", {"het": 4})
+    moved = {each.name for each in run(other, whole=False).figures if each.ours != before[each.name]}
+    assert {"het: mLoRA"} == {each for each in moved if each.startswith("het")}
+    once = run(changed(cheap(name), "engine.checkpointing", False), whole=False)
+    rates = {figure.name: figure.ours for figure in once.figures}
+    slower = rates["het: FSDP, weights in time"] / before["het: FSDP, weights in time"]
+    assert 1.45 < slower < 1.4866  # a forward is 0.4865 of a layer's time, and the head's stays
+    assert all(
+        rates[f"het: {system}"] > before[f"het: {system}"] for system in ("1F1B", "mLoRA", "LoRAFusion")
+    )
 
 
 def test_lobras_rows_are_compared_with_fits_that_leave_them_out() -> None:
