@@ -430,7 +430,7 @@ def test_status_is_what_the_study_knows(tmp_path: Path, said: Said) -> None:
     assert counts == "6 trials: 1 queued, 1 orphaned, 2 finished, 1 pruned, 1 running on host node7."
     assert best.startswith("Best: trial-0001, eval/loss 1.25 adapter.rank=")
     assert re.match(r"  trial-0003  running   adapter.rank=", trials[0])
-    assert re.match(r"  trial-0004  orphaned  1.75 at step 20  adapter.rank=", trials[1])
+    assert re.match(r"  trial-0004  orphaned  eval loss 1.75 at step 20  adapter.rank=", trials[1])
     assert last == "`plait leaderboard mine` shows its trials, `plait resume mine` resumes it."
     lrs = [float(each) for each in re.findall(r"train\.lr=(\S+)", "\n".join([best, *trials]))]
     assert all(lr == float(f"{lr:.4g}") for lr in lrs)

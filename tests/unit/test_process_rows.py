@@ -125,7 +125,7 @@ def test_another_terminal_reads_them_older_by_the_time_since(
     assert trains.totals == TOTALS[0]
     assert json.loads(json.dumps(trains.facts()))["busy_seconds"] == 90.0
     assert read_jobs(tmp_path, ["77", "78"]) == jobs
-    assert [str(job) for job in jobs.values()] == ["step 12 of 40  train loss 1.2500", "step 0 of 40"]
+    assert [job.describe(0) for job in jobs.values()] == ["step 12 of 40  train loss 1.2500", "step 0 of 40"]
     assert read_processes(tmp_path, ["78"]) == []
     watch.close()
     assert read_processes(tmp_path, ["77"]) == []

@@ -88,8 +88,12 @@ def test_events_tell_the_board_what_a_job_does() -> None:
     board.handle(JobEvaluated("a", 3, 1.4, 50))
     board.handle(GroupStep("g0", 1, ("a",), 1, 100, 0.5, None, 200))
     record = board.jobs["a"]
+    board.handle(JobAdmitted(spec, 3, 10, "g0"))
+    assert record.loss == 1.5
     assert (record.live, record.step, record.steps, record.loss, record.eval_loss) == (True, 3, 10, 1.5, 1.4)
     assert (board.tokens, board.device_seconds, board.iterations) == (300, 2.0, 1)
+    board.handle(JobAdmitted(spec, 2, 10, "g0"))
+    assert (record.step, record.loss) == (2, None)  # that of a later step comes again
     board.handle(JobResult("a", JobState.STOPPED, 3, "asked to", None, 320, 2.5, 9.0, None))
     assert (record.ended, record.reason, record.eval_loss, record.tokens) == (True, "asked to", 1.4, 320)
     board.handle(ended("failed", math.inf, "loss is inf", job="a"))

@@ -313,6 +313,13 @@ class JobPaused:
 
 
 @dataclass(frozen=True, slots=True)
+class JobReleased:
+    """A job that was paused at its rung may continue as soon as a slot is free: the search's own event."""
+
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
 class JobProgress:
     """One optimiser step of one job, complete.
 
@@ -434,6 +441,7 @@ class ModelFitted:
 Event = (
     JobAdmitted
     | JobPaused
+    | JobReleased
     | JobProgress
     | JobEvaluated
     | JobGenerated

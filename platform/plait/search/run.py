@@ -20,7 +20,15 @@ from typing import Any, Protocol, Self
 from plait.core.errors import InputError, ProcessError, StorageError
 from plait.core.jobs import JobSpec
 from plait.core.lifecycle import JobResult, JobState, PauseReason
-from plait.core.messages import Event, JobAdmitted, JobEvaluated, JobGenerated, JobPaused, Notice
+from plait.core.messages import (
+    Event,
+    JobAdmitted,
+    JobEvaluated,
+    JobGenerated,
+    JobPaused,
+    JobReleased,
+    Notice,
+)
 from plait.core.settings import SearchSettings
 from plait.engine.iteration import SPENT
 from plait.search.objective import Observed, rejection
@@ -407,6 +415,7 @@ class SearchLoop:
                     self._coordinator.resume(trial.name, PauseReason.AT_RUNG)
                 else:
                     self._trials[trial.name].released = True
+                    self._record(JobReleased(trial.name))
             self._take(self._coordinator.settle())
             decided = decided or bool(decisions)
             if all(decision.action == "continue" for _, decision in decisions):

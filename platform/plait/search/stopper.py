@@ -57,6 +57,7 @@ RUNGS = "plait.rungs"  # trial: value by rung, where they are not Optuna's inter
 PASSED = "plait.passed"  # trial: the last rung that an asynchronous rule let it pass
 STEPS = "plait.steps"  # trial: its optimiser steps, if its values are kept by shares of them
 UNIT = "plait.rungs_in"  # study: by what it keeps the values of its trials
+RUNG_METRIC = "plait.rung_metric"  # study: the metric of the values in RUNGS
 COHORTS = "plait.cohorts"  # study: how many trials a rule compares with each other, by rule
 
 
@@ -68,6 +69,7 @@ class StudyRungs:
         self._claims = claims
         first, *further = (each.metric for each in settings.objectives)
         metric = rung_metric(settings).metric if settings.stopping.active else first
+        self._metric = metric
         self._intermediate = not further and metric == first
 
     def records(self) -> dict[int, RungRecord]:
@@ -108,6 +110,8 @@ class StudyRungs:
         stored. A study that has values and no unit is older than shares."""
 
         def attempt() -> Unit:
+            if not self._intermediate and self._shared.study.user_attrs.get(RUNG_METRIC) != self._metric:
+                self._shared.study.set_user_attr(RUNG_METRIC, self._metric)
             unit: Unit | None = self._shared.study.user_attrs.get(UNIT)
             if unit is None:
                 trials = self._shared.trials()

@@ -24,7 +24,7 @@ from plait.search.ownership import host_name, lives_here, this_host, trainer_of
 from plait.search.points import outside_of, values_of
 from plait.search.recorded import recorded_command
 from plait.search.results import SearchEnd, describe_point, short
-from plait.search.stopper import RUNGS, STEPS
+from plait.search.stopper import RUNG_METRIC, RUNGS, STEPS
 from plait.search.storage import JOURNAL, missing_file, open_storage, quiet
 from plait.search.trials import Trial
 from plait.tracking.leaderboard import JobRecord, Leaderboard
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from plait.tracking.results import SearchResult
 
 MOST_LINES = 40  # most live trials that are listed
+ORDER = {state: place for place, state in enumerate(JobState)}  # in which states are counted
 NOTHING: Mapping[str, JobNow] = MappingProxyType({})
 
 
@@ -70,11 +71,12 @@ class TrialStanding:
         state: its state; ORPHANED if its worker on this host is dead, which is not known for other hosts.
         host: the other host whose worker has it, training or paused; "" otherwise.
         step: step of its last report; 0 if there is none.
-        reported: the value of the metric of rungs or evaluations that was reported then.
+        reported: the value of ``metric`` that was reported then.
         values: values of the searched keys, as far as suggested, and of those outside the space.
         outside: its settings outside the search space, as overrides; "" if there are none.
         reason: why it ended as it did.
         now: how far it is, if a process of this host trains it.
+        metric: what was reported: the objective, or the metric of rungs.
     """
 
     number: int
@@ -86,12 +88,20 @@ class TrialStanding:
     reason: str
     outside: str = ""
     now: JobNow | None = None
+    metric: str = ""
+
+    @property
+    def described_state(self) -> str:
+        """Its state, and why it is paused, as far as that is known here: ``paused (at a rung)``."""
+        why = self.now.paused if self.now is not None and self.state == JobState.PAUSED else ""
+        return f"{self.state} ({why})" if why else self.state
 
     def __str__(self) -> str:
-        parts = [f"{Trial(self.number).name}  {self.state:<8}"]
-        parts += [] if self.now is None else [str(self.now)]
+        parts = [f"{Trial(self.number).name}  {self.described_state:<8}"]
+        parts += [] if self.now is None else [self.now.describe(self.step)]
         if self.reported is not None:
-            parts.append(f"{self.reported:.6g} at step {self.step}")
+            label = self.metric.replace("/", " ").replace("_", " ")
+            parts.append(f"{label} {self.reported:.6g} at step {self.step}".lstrip())
         parts += [f"{key}={short(value)}" for key, value in self.values.items()]
         return "  ".join([*parts, "(outside the search space)"] if self.outside else parts).rstrip()
 
@@ -114,8 +124,9 @@ class Standing:
         """Counts, the best trial, and a line for each trial that has begun and not ended."""
         if not self.trials:
             return ["It has no trials yet."]
-        counts = Counter(trial.state for trial in self.trials if not trial.host)
-        parts = [f"{counts[state]} {state}" for state in JobState if counts[state]]
+        here = sorted((each for each in self.trials if not each.host), key=lambda each: ORDER[each.state])
+        counts = Counter(trial.described_state for trial in here)
+        parts = [f"{number} {state}" for state, number in counts.items()]
         away = Counter((trial.host, trial.state) for trial in self.trials if trial.host)
         parts += [f"{number} {state} on host {host}" for (host, state), number in away.items()]
         lines = [f"{counted(len(self.trials), 'trial')}: {', '.join(parts)}."]
@@ -137,6 +148,7 @@ class Standing:
                 "host": trial.host,
                 "step": trial.step if trial.now is None else max(trial.step, trial.now.step),
                 "reported": trial.reported,
+                "metric": trial.metric if trial.reported is not None else "",
                 "reported_step": trial.step if trial.reported is not None else None,
                 "now": None if trial.now is None else asdict(trial.now),
                 "parameters": dict(trial.values),
@@ -157,14 +169,15 @@ def read_standing(study: Study, jobs: Mapping[str, JobNow] = NOTHING) -> Standin
     """
     trials = study.get_trials(deepcopy=False)
     hosts = hosts_of(trials)
-    return Standing(
-        tuple(
-            replace(_trial(item, host), now=jobs.get(Trial(item.number).name))
-            for item, host in zip(trials, hosts, strict=True)
-        ),
-        SearchEnd(tuple(result_of(item) for item in trials if item.state.is_finished())),
-        _objectives(study),
-    )
+    objectives = _objectives(study)
+    at_rungs = str(study.user_attrs.get(RUNG_METRIC, ""))
+    found = []
+    for item, host in zip(trials, hosts, strict=True):
+        metric = objectives[0].metric if item.intermediate_values else at_rungs
+        now = jobs.get(Trial(item.number).name)
+        found.append(replace(_trial(item, host), now=now, metric=metric))
+    result = SearchEnd(tuple(result_of(item) for item in trials if item.state.is_finished()))
+    return Standing(tuple(found), result, objectives)
 
 
 def _trial(item: FrozenTrial, host: str) -> TrialStanding:

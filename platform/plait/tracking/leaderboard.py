@@ -24,6 +24,7 @@ from plait.core.messages import (
     JobGenerated,
     JobPaused,
     JobProgress,
+    JobReleased,
     ModelFitted,
     Notice,
     SpansTaken,
@@ -34,6 +35,7 @@ from plait.tracking.names import OBJECTIVE, objective_name
 from plait.tracking.values import parameter_text
 
 Cell = str | int | float | None
+NO_SLOT = "waiting for a slot"  # why a released job is paused
 USUAL_KEYS = ("adapter.rank", "train.lr")  # parameters shown if none varies
 
 
@@ -184,6 +186,7 @@ class Leaderboard:
         if isinstance(event, JobAdmitted):
             record = self._record(event.job.name)
             record.state, record.group = JobState.RUNNING, event.group
+            record.loss = None if event.step < record.step else record.loss  # of a step that comes again
             record.step, record.steps, record.reason = event.step, event.steps, ""
             return
         if isinstance(event, SpansTaken):
@@ -204,6 +207,8 @@ class Leaderboard:
                 record.state, record.reason = JobState.PAUSED, event.reason
                 record.tokens = max(record.tokens, event.tokens)
                 record.device_seconds = max(record.device_seconds, event.device_seconds)
+            case JobReleased():
+                record.reason = NO_SLOT
             case JobGenerated():
                 record.accuracy = event.accuracy
             case JobResult():

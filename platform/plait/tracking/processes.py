@@ -15,8 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from plait.core.lifecycle import JobState
 from plait.core.spans import ProcessState, ReplicaTotals
-from plait.tracking.leaderboard import Leaderboard
+from plait.tracking.leaderboard import JobRecord, Leaderboard
 from plait.utils.durations import duration
 from plait.utils.files import write_text
 
@@ -75,15 +76,18 @@ def process_rows(
 
 @dataclass(frozen=True, slots=True)
 class JobNow:
-    """How far a job is: its step, of how many, and the training loss of that step."""
+    """How far a job is: its step, of how many, and the training loss of that step; why it is paused."""
 
     step: int
     steps: int
     loss: float | None
+    paused: str = ""
 
-    def __str__(self) -> str:
-        loss = "" if self.loss is None else f"  train loss {self.loss:.4f}"
-        return f"step {self.step} of {self.steps}{loss}"
+    def describe(self, newest: int) -> str:
+        """The job's progress; ``newest``: a step that is known from elsewhere, and may be newer."""
+        when = "" if newest <= self.step else f" at step {self.step}"
+        loss = "" if self.loss is None else f"  train loss {self.loss:.4f}{when}"
+        return f"step {max(self.step, newest)} of {self.steps}{loss}"
 
 
 class ProcessWatch:
@@ -133,7 +137,7 @@ class ProcessWatch:
         facts = {
             "at": time.time(),
             "processes": [row.facts() for row in self.rows()],
-            "jobs": {each.name: asdict(JobNow(each.step, each.steps, each.loss)) for each in records},
+            "jobs": {each.name: asdict(_now(each)) for each in records},
         }
         with suppress(OSError):
             write_text(self._path, json.dumps(facts), durable=False)
@@ -172,6 +176,11 @@ def read_jobs(folder: Path, living: Iterable[str]) -> dict[str, JobNow]:
         with suppress(OSError, ValueError, KeyError, TypeError):
             jobs |= {name: JobNow(**facts) for name, facts in _kept(folder, pid)["jobs"].items()}
     return jobs
+
+
+def _now(record: JobRecord) -> JobNow:
+    paused = record.reason if record.state == JobState.PAUSED else ""
+    return JobNow(record.step, record.steps, record.loss, str(paused))
 
 
 def _kept(folder: Path, pid: str) -> Any:
