@@ -243,7 +243,8 @@ class SearchRun:
         self._most = most
         self._next = 0.0  # time at which the leaderboard is written again
         self._tables = [*([names.PARETO_FILE] if board.others else []), names.LEADERBOARD_FILE]
-        self._left_out: tuple[int, dict[str, float]] | None = None  # the last point, if it was not written
+        # The last point, if it was not written: its step, seconds and values apart from the search's.
+        self._left_out: tuple[int, float, Mapping[str, float]] | None = None
         self._wrote = False  # whether this process wrote the curves the last time
 
     def write_point(self, more: Mapping[str, float]) -> None:
@@ -257,19 +258,23 @@ class SearchRun:
         if (newest := self._log.newest(self._key)) is not None:
             self.clock.follow(newest)
         step, seconds = self.clock.next()
-        values = self.clock.risen(dict(more) | search_values(self._board, seconds))
-        unknown = () if self.whole else SUMS
-        known = {key: value for key, value in values.items() if key not in unknown}
         if not more or is_kept(step, grown_stride(step, self._most)):
-            self._log.points(self._key, step, known)
+            self._log.points(self._key, step, self._values(more, seconds))
             self._left_out = None
         else:
-            self._left_out = step, known
+            self._left_out = step, seconds, more
 
     def keep_newest(self) -> None:
         """Keep the last point for the next process, if it was not written."""
         if self._left_out is not None:
-            self._log.keep_newest(self._key, *self._left_out)
+            step, seconds, more = self._left_out
+            self._log.keep_newest(self._key, step, self._values(more, seconds))
+
+    def _values(self, more: Mapping[str, float], seconds: float) -> dict[str, float]:
+        """The values of a point. They are read off all jobs, so only of a point that is written."""
+        values = self.clock.risen(dict(more) | search_values(self._board, seconds))
+        unknown = () if self.whole else SUMS
+        return {key: value for key, value in values.items() if key not in unknown}
 
     def write_table(self, path: str, text: str) -> None:
         """Write an artifact that MLflow shows as a table: JSON with ``columns`` and ``data``."""
