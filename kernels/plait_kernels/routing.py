@@ -37,6 +37,23 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class Padding:
+    """To what the tables of a microbatch are filled up, so that those of others like it have the same sizes.
+
+    What fills them up is work for no adapter, which the kernels leave at once. The rows are filled up before.
+
+    Args:
+        spans: more than there are.
+        ranks: of all adapters that may have a span, rising.
+        dropout: whether any of them may drop.
+    """
+
+    spans: int
+    ranks: tuple[int, ...]
+    dropout: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Generations:
     """How often the weights of each adapter had been refreshed, and those of all when that was looked up."""
 
@@ -55,6 +72,7 @@ class Routing:
         counters: (tokens, 3) int64 counter words.
         alike: the sites of all spans' adapters, if all are plain LoRA at the same ones.
         tables: tables that a backend puts on the device, made once.
+        padding: sizes of the tables; None: as large as they must be.
     """
 
     bank: Bank
@@ -64,6 +82,7 @@ class Routing:
     counters: Tensor
     alike: frozenset[str] | None = None
     tables: dict[object, Any] = field(default_factory=dict)
+    padding: Padding | None = None
 
     def generations(self) -> Generations:
         """Generations of its adapters now; looked up again only after weights have been refreshed."""
@@ -75,7 +94,13 @@ class Routing:
 
     @classmethod
     def build(
-        cls, bank: Bank, segments: Sequence[RoutedSegment], counters: RowCounters, *, training: bool
+        cls,
+        bank: Bank,
+        segments: Sequence[RoutedSegment],
+        counters: RowCounters,
+        *,
+        training: bool,
+        padding: Padding | None = None,
     ) -> Routing:
         """Check the segments against the bank and lay out the tables.
 
@@ -85,9 +110,11 @@ class Routing:
                 adapter may own several.
             counters: for all rows of the microbatch.
             training: whether dropout is applied.
+            padding: sizes of the tables; None: as large as they must be.
 
         Raises:
-            KernelError: segments overlap or exceed the microbatch, or name an adapter that is not attached.
+            KernelError: segments overlap or exceed the microbatch, name an adapter that is not attached, or
+                are not what the padding says.
         """
         tokens = int(counters.step.numel())
         spans, end = [], 0
@@ -107,4 +134,18 @@ class Routing:
         fused = tuple(span for span in spans if span.block.variant.fused)
         targets = {span.block.targets for span in spans}
         alike = targets.pop() if len(targets) == 1 and len(fused) == len(spans) else None
-        return cls(bank, tokens, tuple(spans), fused, upload(counters.words(), bank.device), alike)
+        if padding is not None:
+            _check(padding, spans)
+        words = upload(counters.words(), bank.device)
+        return cls(bank, tokens, tuple(spans), fused, words, alike, padding=padding)
+
+
+def _check(padding: Padding, spans: Sequence[Span]) -> None:
+    ranks = {span.block.rank for span in spans}
+    drops = any(span.threshold for span in spans)
+    if len(spans) >= padding.spans or not ranks <= set(padding.ranks) or drops > padding.dropout:
+        raise KernelError(
+            f"{padding} for {len(spans)} spans of the ranks {sorted(ranks)}",
+            "it has more spans than there are, all of their ranks, and dropout if one of them drops",
+            "leave the padding out",
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 
 from plait_kernels.bank import ABSENT, GRADIENTS, Bank
+from plait_kernels.errors import KernelError
 from plait_kernels.layer import LayerCall, Placed
-from plait_kernels.routing import Routing
+from plait_kernels.routing import Padding, Routing
 from plait_kernels.uploads import distance, table, together
 
 RANK_STEP = 16  # rows of S are padded to a multiple of it, as in `triton_common`
 WIDTHS = (16, 32, 64)  # ranks that a program multiplies at once
+Key = tuple[Any, ...]  # of a table: what makes it, and of what
+NO_TILE, NO_WORK = (0, 0, -1), (0, 0, -1, -1, 0)
 FEW_RANKS = 32  # up to so many, dS and dB come from one read of dh
 
 
@@ -102,13 +105,23 @@ def _table(routing: Routing, make: Callable[..., Any], *given: object) -> Any:
     key = (make, *given)
     found = routing.tables.get(key)
     if found is None:
-        wanted = routing.bank.wanted
-        wanted[key] = None
-        keys = [each for each in wanted if each not in routing.tables]
-        made = [each[0](routing, *each[1:]) for each in keys]
-        routing.tables.update(zip(keys, _sent(made, routing.bank.device), strict=True))
+        routing.bank.wanted[key] = None
+        make_tables(routing, tuple(routing.bank.wanted))
         found = routing.tables[key]
     return found
+
+
+def make_tables(routing: Routing, keys: Iterable[Key]) -> None:
+    """Make those of these tables that the microbatch does not have yet; they are sent as one."""
+    missing = [each for each in keys if each not in routing.tables]
+    made = [each[0](routing, *each[1:]) for each in missing]
+    routing.tables.update(zip(missing, _sent(made, routing.bank.device), strict=True))
+
+
+def made_tables(routing: Routing) -> tuple[Key, ...]:
+    """What :func:`make_tables` has made for a microbatch."""
+    makers = (_span_table, _tile_table, _work_table)
+    return tuple(key for key in routing.tables if isinstance(key, tuple) and key[0] in makers)
 
 
 def _sent(made: Sequence[Any], device: torch.device) -> list[Any]:
@@ -151,7 +164,7 @@ def _span_table(routing: Routing) -> SpanTable:
     local = torch.stack([span.block.local for span in routing.fused])
     weights = [distance(span.block.copy, origin) for span in routing.fused]
     gradients = [distance(span.block.state[GRADIENTS], gradient_origin) for span in routing.fused]
-    return SpanTable(
+    found = SpanTable(
         spans=_host(rows),
         scales=torch.tensor([span.block.scale for span in routing.fused], dtype=torch.float32),
         packed=packed,
@@ -163,6 +176,36 @@ def _span_table(routing: Routing) -> SpanTable:
         addresses=_moved(local, weights),
         gradients=_moved(local, gradients),
     )
+    return found if routing.padding is None else _padded_spans(found, routing, routing.padding)
+
+
+def _padded_spans(table: SpanTable, routing: Routing, padding: Padding) -> SpanTable:
+    """The same with spans of no rank and no adapter behind, and as much room for S as may be needed."""
+    count = padding.spans
+    return replace(
+        table,
+        spans=_filled(table.spans, count, (0, 0, 0, 0)),
+        scales=_filled(table.scales, count, 0.0),
+        packed=routing.tokens * (-(-padding.ranks[-1] // RANK_STEP) * RANK_STEP),
+        max_rank=padding.ranks[-1],
+        rank_factor=math.gcd(RANK_STEP, *padding.ranks),
+        dropout=padding.dropout,
+        addresses=_filled(table.addresses, count, ABSENT),
+        gradients=_filled(table.gradients, count, ABSENT),
+    )
+
+
+def _filled(table: Tensor, count: int, row: object) -> Tensor:
+    """A table with so many rows, those that are missing alike.
+
+    Raises:
+        KernelError: it has more.
+    """
+    if len(table) > count:
+        raise KernelError(f"a table of {len(table)} rows", f"it is to have {count}", "leave the padding out")
+    out = torch.tensor(row, dtype=table.dtype).expand(count, *table.shape[1:]).clone()
+    out[: len(table)] = table
+    return out
 
 
 def _moved(local: Tensor, distances: list[int]) -> Tensor:
@@ -186,7 +229,15 @@ def _tile_table(routing: Routing, rows: int) -> TileTable:
         for start, stop, index in parts
         for first in range(start, stop, rows)
     ]
+    if routing.padding is not None:
+        tiles += [NO_TILE] * (_most_tiles(routing, routing.padding, rows) - len(tiles))
     return TileTable(_host(tiles), len(tiles))
+
+
+def _most_tiles(routing: Routing, padding: Padding, rows: int) -> int:
+    """No microbatch that is filled up so has more tiles of so many rows: each span's last may be partial, and
+    so may the one behind all of them."""
+    return routing.tokens // rows + padding.spans
 
 
 def work_table(routing: Routing, rows: int, ranks: range) -> WorkTable:
@@ -223,19 +274,44 @@ def _work_table(routing: Routing, rows: int, ranks: range) -> WorkTable:
                 work[width].append((*tile, slots if several else -1, first_rank))
                 factors[width] = math.gcd(factors[width], rank)
             slots += rank if several else 0
+    max_rank = max((routing.fused[spans[0]].block.rank for spans in by_adapter.values()), default=0)
+    if routing.padding is not None:
+        own_ranks = [rank for rank in routing.padding.ranks if rank in ranks]
+        tiles = _most_tiles(routing, routing.padding, rows)
+        factors, max_rank = _pad_work(work, own_ranks, tiles), max(own_ranks, default=0)
+        shared += [(routing.padding.spans - 1, 0, 0)] * (routing.padding.spans - len(shared))
+        slots = tiles * max_rank
+    return WorkTable(
+        work=_host([piece for pieces in work.values() for piece in pieces]),
+        classes=_classes(work, factors),
+        slots=slots,
+        shared=_host(shared),
+        shared_count=len(shared),
+        max_rank=max_rank,
+    )
+
+
+def _classes(work: dict[int, list[tuple[int, ...]]], factors: dict[int, int]) -> tuple[WidthClass, ...]:
     classes, begin = [], 0
     for width, pieces in work.items():
         if pieces:
             classes.append(WidthClass(width, begin, len(pieces), factors[width]))
         begin += len(pieces)
-    return WorkTable(
-        work=_host([piece for pieces in work.values() for piece in pieces]),
-        classes=tuple(classes),
-        slots=slots,
-        shared=_host(shared),
-        shared_count=len(shared),
-        max_rank=max((routing.fused[spans[0]].block.rank for spans in by_adapter.values()), default=0),
-    )
+    return tuple(classes)
+
+
+def _pad_work(work: dict[int, list[tuple[int, ...]]], ranks: Sequence[int], tiles: int) -> dict[int, int]:
+    """Fill up the pieces of each width to as many as so many tiles of these ranks may have; each width's
+    factor."""
+    factors, most = dict.fromkeys(WIDTHS, RANK_STEP), dict.fromkeys(WIDTHS, 0)
+    for rank in ranks:
+        widths = [_width(rank - first) for first in range(0, rank, WIDTHS[-1])]
+        for width in set(widths):
+            factors[width] = math.gcd(factors[width], rank)
+            most[width] = max(most[width], widths.count(width))
+    for width, pieces in work.items():
+        pieces += [NO_WORK] * (tiles * most[width] - len(pieces))
+    return factors
 
 
 def site_table(call: LayerCall) -> Tensor:

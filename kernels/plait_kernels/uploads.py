@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+
+from plait_kernels.errors import KernelError
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
@@ -14,10 +17,85 @@ def upload(tensor: Tensor, device: torch.device) -> Tensor:
     Pinned memory that is freed is not used again before its copies are done: torch's host allocator waits for
     them. Memory that is not pinned may be, so other devices wait; meta tensors stand for CUDA's. What is on a
     device already cannot be pinned, and need not be.
+
+    Raises:
+        KernelError: as for :class:`Places`, or uploads are :func:`refused`.
     """
+    return _into[-1].take(tensor, device) if _into else _sent(tensor, device)
+
+
+def _sent(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=device.type in ("cuda", "meta"))
+
+
+class Places:
+    """Tensors of a device that stay where they are: each time, the uploads go into those of the first time.
+
+    What was recorded with them finds the new values there.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[Tensor] = []
+        self._next = 0
+        self._known = False
+
+    @contextmanager
+    def filled(self) -> Iterator[None]:
+        """Have the uploads inside go here.
+
+        Raises:
+            KernelError: they are not as many, as large and of the same types as the first time.
+        """
+        self._next = 0
+        _into.append(self)
+        try:
+            yield
+        finally:
+            _into.pop()
+        self._check(self._next == len(self._kept), f"{self._next} uploads")
+        self._known = True
+
+    def take(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """The next place, with a tensor's values."""
+        number, self._next = self._next, self._next + 1
+        if not self._known:
+            self._kept.append(torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
+        self._check(number < len(self._kept), f"upload {number + 1}")
+        place = self._kept[number]
+        same = (place.shape, place.dtype, place.device) == (tensor.shape, tensor.dtype, device)
+        self._check(same, f"upload {number + 1}, {tuple(tensor.shape)} {tensor.dtype} for {device}")
+        if device.type == "cuda" and tensor.device.type == "cpu":
+            tensor = tensor.pin_memory()
+        return place.copy_(tensor, non_blocking=device.type in ("cuda", "meta"))
+
+    def _check(self, right: bool, found: str) -> None:
+        if not right:
+            kept = [(tuple(each.shape), each.dtype) for each in self._kept]
+            raise KernelError(found, f"the uploads are always these: {kept}", "fill all of them up alike")
+
+
+class _Refused(Places):
+    def take(self, tensor: Tensor, device: torch.device) -> Tensor:
+        raise KernelError(
+            f"an upload of {tuple(tensor.shape)} {tensor.dtype} to {device}",
+            "what is recorded sends nothing: a replay would read the host's memory of then",
+            "send it before",
+        )
+
+
+_into: list[Places] = []
+
+
+@contextmanager
+def refused() -> Iterator[None]:
+    """Refuse uploads inside."""
+    _into.append(_Refused())
+    try:
+        yield
+    finally:
+        _into.pop()
 
 
 def together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:

@@ -79,6 +79,7 @@ class EngineSettings:
     capacity: Annotated[int | None, at_least(2)] = None
     threads: Annotated[int | None, between(1, MOST_THREADS)] = None
     checkpointing: bool = False
+    graph_tokens: Annotated[int, at_least(0)] = 0
     device: Annotated[str, one_of("auto", "cpu", "cuda")] = "auto"
     schedule: Annotated[str, one_of("plait", "lorafusion", "mlora", "1f1b", "gpipe", "sequential")] = "plait"
     checkpoint_steps: Annotated[int | None, at_least(1)] = None

@@ -140,6 +140,7 @@ def check_engine(settings: RunSettings, jobs: Sequence[JobSpec]) -> None:
     """
     engine, processes = settings.engine, settings.cluster.processes
     settings.cluster.check_lists()
+    _check_graphs(settings)
     if engine.device in ("auto", "cpu") and engine.kernels == "auto" and processes == 1:
         return  # there is always one
     import torch
@@ -157,6 +158,30 @@ def check_engine(settings: RunSettings, jobs: Sequence[JobSpec]) -> None:
             f"cluster.processes={processes}",
             f"Each process needs its own {kind}, and there are {there}.",
             f"Use at most {there}.",
+        )
+
+
+def _check_graphs(settings: RunSettings) -> None:
+    """Refuse CUDA graphs where none would be made."""
+    engine, cluster = settings.engine, settings.cluster
+    if not engine.graph_tokens:
+        return
+    against = {
+        "engine.device=cpu": engine.device == "cpu",
+        f"engine.kernels={engine.kernels}": engine.kernels not in ("auto", "triton"),
+        "engine.checkpointing=true": engine.checkpointing,
+        "cluster.shard_base=true": cluster.shard_base,
+        f"cluster.pipeline={cluster.pipeline}": cluster.pipeline > 1,
+        f"cluster.tensor={cluster.tensor}": cluster.tensor > 1,
+    }
+    found = [name for name, there in against.items() if there]
+    if not found and not on_gpu(settings):
+        found = ["a machine without a GPU"]
+    if found:
+        raise ConfigError(
+            f"engine.graph_tokens={engine.graph_tokens} with {', '.join(found)}",
+            "Microbatches are recorded on one GPU that holds the whole model, with Triton's kernels.",
+            "Leave engine.graph_tokens out.",
         )
 
 

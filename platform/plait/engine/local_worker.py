@@ -45,7 +45,8 @@ from plait.engine.asked import Asked, AskedStep, mark, on_its_way
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.devices import choose_kernels, device_bytes, device_kind, prepare_tiles, usual_threads
 from plait.engine.memory import SAMPLED_EVERY, PeakObserver, PeakSampler, attempt, release_unused
-from plait.engine.microbatches import LoadedMicrobatch, load_microbatch
+from plait.engine.microbatches import LoadedMicrobatch, gather
+from plait.engine.recorded import RecordedTraining
 from plait.engine.schedules import Round, rounds
 from plait.engine.span_recorder import Part, SpanRecorder, work_of
 from plait.engine.worker import ActivationShape, HeldPart, WorkerFacts
@@ -111,6 +112,16 @@ class LocalWorker:
         self._observer = PeakObserver(model.device, self._static)
         self._sampler = PeakSampler(every=1 if model.device.type == "cuda" else SAMPLED_EVERY)
         self._jobs: dict[str, JobSpec] = {}
+        self._recorded = self._recording(settings)
+
+    def _recording(self, settings: EngineSettings) -> RecordedTraining | None:
+        """What replays small microbatches, if that is wanted."""
+        model = self._model
+        parted = model.shards is not None or model.slicing is not None or model.device.type != "cuda"
+        if not settings.graph_tokens or parted or self._backend != "triton" or self._checkpointing:
+            return None
+        compute = partial(self._compute, peaks=PhasePeaks(), training=True)
+        return RecordedTraining(self.bank, compute, most=settings.graph_tokens, longest=model.max_length)
 
     @property
     def facts(self) -> WorkerFacts:
@@ -382,24 +393,28 @@ class LocalWorker:
         """Ask for forward and, when training, backward; gradients are summed in the bank."""
         device = self._model.device
         start = mark(device, self._clock)
-        with self._observer.watch(observed) as peaks:
-            loaded = load_microbatch(
-                microbatch,
-                self._split_of,
-                self.bank,
-                training=training,
-                checkpointing=training and self._checkpointing,
-            )
-            with torch.set_grad_enabled(training):
-                loss, nll = self._forward(loaded, peaks)
-            if training and loss.requires_grad:
-                loss.backward()  # type: ignore[no-untyped-call]
-            peaks.end("backward")
-        own_sums = loaded.sums(nll.detach())
+        gathered = gather(microbatch, self._split_of)
+        found = None if self._recorded is None or not training else self._recorded.run(gathered)
+        with self._observer.watch(observed and found is None) as peaks:
+            if found is None:
+                again = training and self._checkpointing
+                loaded = gathered.loaded(self.bank, training=training, checkpointing=again)
+                found = loaded, self._compute(loaded, peaks, training=training)
+        loaded, nll = found
+        own_sums = loaded.sums(nll)
         sums = on_its_way(own_sums)
-        found = (ObservedPeak(peaks.static, tuple(peaks.phases.items())),) if peaks.phases else ()
+        observations = (ObservedPeak(peaks.static, tuple(peaks.phases.items())),) if peaks.phases else ()
         end = mark(device, self._clock)
-        return Asked(microbatch, loaded.counts, sums, own_sums, found, start, end)
+        return Asked(microbatch, loaded.counts, sums, own_sums, observations, start, end)
+
+    def _compute(self, loaded: LoadedMicrobatch, peaks: PhasePeaks, *, training: bool) -> Tensor:
+        """Forward and, when training, backward; the loss of each labelled row."""
+        with torch.set_grad_enabled(training):
+            loss, nll = self._forward(loaded, peaks)
+        if training and loss.requires_grad:
+            loss.backward()  # type: ignore[no-untyped-call]
+        peaks.end("backward")
+        return nll.detach()
 
     def _forward(self, loaded: LoadedMicrobatch, peaks: PhasePeaks) -> tuple[Tensor, Tensor]:
         """Weighted loss of the microbatch, and the loss of each labelled row; the head sees only labelled

@@ -103,6 +103,11 @@ class MicrobatchContext:
             self._ends = table(self.sample_offsets, self.token_ids.device, torch.int32)
         return self._ends
 
+    def fix(self, longest: int) -> None:
+        """Make what attention needs of the samples now, as if the longest had so many tokens: what is
+        recorded with it serves for other samples."""
+        self._ends, self._longest = self.ends, longest
+
     @property
     def longest(self) -> int:
         """Tokens of the longest sample."""

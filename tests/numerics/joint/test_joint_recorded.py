@@ -1,0 +1,216 @@
+"""Small microbatches that are recorded and replayed train as those that are launched, to the bit.
+
+No device records here: the stand-in for its recorder runs again what was recorded, with all that was in it
+then, as a replay does. Triton's kernels are interpreted; attention is that of the flash kernels' stand-in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from laboratory import NARROW, random_data, random_texts
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from plait.core.errors import ConfigError
+from plait.core.jobs import AdapterSpec, JobSpec, TrainSpec
+from plait.core.messages import Attach, Detach, JobLoss, MicrobatchDone, RunSchedule, StepDone, StepJob
+from plait.core.plans import Replica
+from plait.core.settings import ClusterSettings, EngineSettings, RunSettings
+from plait.cost.peaks import PhasePeaks
+from plait.engine.build import check_engine
+from plait.engine.catalogue import DataCatalogue
+from plait.engine.local_worker import LocalWorker
+from plait.engine.microbatches import LoadedMicrobatch, Sizes, gather
+from plait.engine.packer import Packer
+from plait.engine.recorded import RecordedTraining
+from plait.engine.steps import DataOrder, training_batch
+from plait.models import flash
+from plait_kernels.triton_backend import interpreted
+
+CAPACITY = 64
+LEAVES = 4  # a job before this step, for another one
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, scale: float) -> Tensor:
+    parts = []
+    for low, high in zip(ends.tolist(), ends.tolist()[1:], strict=False):
+        q, k, v = (part[low:high].transpose(0, 1) for part in (query, key, value))
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        parts.append(out.transpose(0, 1))
+    return torch.cat(parts)
+
+
+def attention_forward(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, *given: Any) -> Any:
+    assert given[1] >= max(ends.diff().tolist())
+    return attention(query, key, value, ends, given[4]), torch.zeros(1), torch.zeros(2)
+
+
+def attention_backward(grad: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    leaves = [each.detach().requires_grad_() for each in given[:3]]
+    with torch.enable_grad():
+        out = attention(*leaves, given[5], given[11])
+    return torch.autograd.grad(out, leaves, grad)
+
+
+class Again:
+    """Replays by running what was recorded once more."""
+
+    def __init__(self) -> None:
+        self.recorded = 0
+
+    def record(self, run: Callable[[], Any]) -> Callable[[], Any]:
+        self.recorded += 1
+        return run
+
+
+class Refusing:
+    """A device that waits somewhere: nothing is recorded."""
+
+    def record(self, _run: Callable[[], Any]) -> Callable[[], Any]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def job(name: str, rank: int, seed: int, targets: Any, lengths: tuple[int, int], dropout: float) -> JobSpec:
+    adapter = AdapterSpec(rank, dropout=dropout, target_modules=targets)
+    train = TrainSpec(steps=9, batch_size=2, lr=1e-2, seed=seed)
+    return JobSpec(name, adapter, train, random_texts(seed, *lengths))
+
+
+JOBS = (
+    job("a", 3, 1, NARROW["llama"], (4, 12), 0.2),
+    job("b", 40, 2, NARROW["llama"], (8, 20), 0.0),
+    job("c", 8, 3, "all-linear", (5, 9), 0.1),
+)
+
+
+class Trained:
+    """Losses, norms and states of jobs after some steps, one of which leaves and another comes."""
+
+    def __init__(self, lab: Any, recorder: Any | None, *, steps: int = LEAVES) -> None:
+        settings = EngineSettings(kernels="triton", capacity=CAPACITY)
+        self.worker = LocalWorker(lab.model, DataCatalogue(random_data), settings)
+
+        def compute(loaded: LoadedMicrobatch) -> Tensor:
+            loaded.context.shared.clear()  # what a device computed is recorded, and computed again
+            return self.worker._compute(loaded, PhasePeaks(), training=True)
+
+        if recorder is not None:
+            self.worker._recorded = RecordedTraining(
+                self.worker.bank, compute, most=128, longest=lab.model.max_length, recorder=recorder
+            )
+        self.said: list[Any] = []
+        self.states: dict[str, Tensor] = {}
+        jobs = list(JOBS[:2])
+        for each in jobs:
+            self.worker.execute(Attach(each))
+        for step in range(1, steps + 1):
+            if step == LEAVES:
+                self.leave(jobs.pop(0))
+                self.worker.execute(Attach(replace(JOBS[0], name="d")))
+                jobs.append(replace(JOBS[0], name="d"))
+            self.step(jobs, step)
+        for each in jobs:
+            self.leave(each)
+
+    def leave(self, job: JobSpec) -> None:
+        self.states[job.name] = self.worker.bank.block(job.name).state.clone()
+        self.worker.execute(Detach(job.name))
+
+    def step(self, jobs: list[JobSpec], step: int) -> None:
+        batches = [
+            training_batch(each, DataOrder.over(each.train, data := random_data(each.data).train), data, step)
+            for each in jobs
+        ]
+        packed = Packer([Replica(capacity=CAPACITY)]).pack(batches)
+        steps = (StepJob(each.name, step, each.train.lr) for each in jobs)
+        for event in self.worker.execute(RunSchedule((*packed, *steps))):
+            if isinstance(event, MicrobatchDone):
+                self.said.append(event.losses)
+            elif isinstance(event, StepDone):
+                self.said.append((event.job, event.step, event.grad_norm))
+
+
+def numbers(said: Any) -> Tensor:
+    """What an event says, as numbers."""
+    found = [each.loss_sum for each in said] if isinstance(said[0], JobLoss) else said[1:]
+    return torch.tensor(found, dtype=torch.float64)
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash, "forward_kernel", attention_forward)
+    monkeypatch.setattr(flash, "backward_kernel", attention_backward)
+    monkeypatch.setattr(flash, "takes", lambda *_: True)
+
+
+@pytest.mark.skipif(not interpreted(), reason="runs Triton's kernels in its interpreter")
+@pytest.mark.usefixtures("stand_in")
+def test_replayed_microbatches_train_as_launched_ones_to_the_bit(
+    laboratory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab, again = laboratory("llama"), Again()
+    launched = Trained(lab, Refusing())
+    plain = Trained(lab, None, steps=1)
+    for one, other in zip(plain.said, launched.said, strict=False):
+        torch.testing.assert_close(numbers(one), numbers(other), rtol=1e-5, atol=0.0)
+    embedding = lab.model._parts.embedding.weight
+    spoilt = embedding.clone()
+    spoilt[0] = torch.nan  # of the tokens that fill up, and of no other
+    monkeypatch.setattr(embedding, "data", spoilt)
+    replayed = Trained(lab, again)
+    recordings = replayed.worker._recorded.recordings  # type: ignore[union-attr]
+    assert again.recorded >= 1
+    assert recordings.replays > again.recorded
+    assert not recordings.refusals
+    assert replayed.said == launched.said
+    assert all(torch.equal(replayed.states[name], launched.states[name]) for name in "abd")
+
+
+def test_sizes_are_few_and_do_not_depend_on_what_fills_them(laboratory: Any) -> None:
+    lab = laboratory("llama")
+    worker = LocalWorker(lab.model, DataCatalogue(random_data), EngineSettings(capacity=CAPACITY))
+    for each in JOBS:
+        worker.execute(Attach(each))
+    found = set()
+    for step in range(1, 9):
+        for each in JOBS[:2]:
+            data = random_data(each.data).train
+            batch = training_batch(each, DataOrder.over(each.train, data), data, step)
+            for microbatch in Packer([Replica(capacity=CAPACITY)]).pack([batch]):
+                gathered = gather(microbatch, worker._split_of)
+                sizes = Sizes.of(gathered, worker.bank, longest=lab.model.max_length)
+                assert sizes is not None
+                filled = gathered.filled(sizes)
+                assert len(filled.tokens) == filled.lengths.sum() == sizes.tokens > len(gathered.tokens)
+                assert len(filled.lengths) == sizes.samples > len(gathered.lengths)
+                assert filled.lengths.min() > 0
+                assert len(filled.rows) == len(filled.targets) == len(filled.weights) == sizes.labelled
+                assert not filled.weights[len(gathered.weights) :].any()
+                assert filled.rows[len(gathered.rows) :].min(initial=10**9) >= len(gathered.tokens)
+                found.add(sizes)
+    assert len(found) == 1
+    assert Sizes.of(gathered, worker.bank, longest=1) is None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"engine": {"device": "cpu"}},
+        {"engine": {"kernels": "grouped"}},
+        {"engine": {"checkpointing": True}},
+        {"cluster": {"pipeline": 2, "processes": 2}},
+        pytest.param({}, marks=pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without")),
+    ],
+)
+def test_graphs_are_refused_where_none_would_be_made(wrong: dict[str, Any]) -> None:
+    engine = EngineSettings(graph_tokens=1024, **wrong.get("engine", {}))
+    settings = RunSettings(engine=engine, cluster=ClusterSettings(**wrong.get("cluster", {})))
+    with pytest.raises(ConfigError, match=r"engine\.graph_tokens=1024 with") as refused:
+        check_engine(settings, [])
+    named = [value for part in wrong.values() for value in part][:1]
+    assert all(name in str(refused.value) for name in named)

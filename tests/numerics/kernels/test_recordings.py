@@ -1,0 +1,131 @@
+"""What is recorded: when, with what uploads, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from plait_kernels import KernelError, Routing
+from plait_kernels.recordings import MOST, Recordings
+from plait_kernels.synthetic import Shape, counters_of, even_segments, problem
+from plait_kernels.tables import tile_table
+from plait_kernels.uploads import Places, refused, upload
+
+CPU = torch.device("cpu")
+
+
+class Recorder:
+    """Replays by running what was recorded once more; it says when it records and replays."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def record(self, run: Callable[[], Any]) -> Callable[[], Any]:
+        self.said.append("recorded")
+
+        def replay() -> Any:
+            self.said.append("replayed")
+            return run()
+
+        return replay
+
+
+class Work:
+    """Adds up what was uploaded, with a table of the microbatch."""
+
+    def __init__(self, run: Callable[[Work, Any], Any] | None = None) -> None:
+        made = problem(Shape(12, 16, (16,), (4, 4)), device="cpu", dtype=torch.float32)
+        self.bank = made.bank
+        self.recorder = Recorder()
+        self.launched = 0
+        self.recordings: Recordings[Any, Any] = Recordings(
+            self.recorder, lambda loaded: loaded[0], lambda loaded: (run or Work.sum)(self, loaded)
+        )
+
+    def sum(self, loaded: tuple[Routing, Tensor]) -> float:
+        self.launched += 1
+        routing, values = loaded
+        return float(values.sum() + tile_table(routing, 8).tiles.sum())
+
+    def of(self, number: float, sizes: object = "usual", length: int = 3) -> Any:
+        def load() -> tuple[Routing, Tensor]:
+            segments = even_segments(12, ["0", "1"])
+            routing = Routing.build(self.bank, segments, counters_of(12, "cpu"), training=True)
+            return routing, upload(torch.full((length,), number), CPU)
+
+        return self.recordings.compute(sizes, load)[1]
+
+
+def test_the_second_of_a_kind_is_recorded_and_all_after_it_replayed() -> None:
+    work = Work()
+    tiles = work.of(0.0)
+    assert [work.of(number) - tiles for number in (1.0, 2.0, 5.0)] == [3.0, 6.0, 15.0]
+    assert work.recorder.said == ["recorded", "replayed", "replayed", "replayed"]
+    assert work.of(1.0, "other") - tiles == 3.0
+    assert (work.recordings.replays, len(work.recorder.said)) == (3, 4)
+
+
+def test_what_waits_or_sends_while_it_is_recorded_runs_as_ever() -> None:
+    def sends(work: Work, loaded: Any) -> float:
+        if work.launched == 1:
+            upload(torch.zeros(1), CPU)
+        return work.sum(loaded)
+
+    work = Work(sends)
+    monkey = work.recorder.record
+    tries: list[int] = []
+
+    def once(run: Callable[[], Any]) -> Callable[[], Any]:
+        tries.append(1)
+        run()  # as a device goes through it while it records
+        return monkey(run)
+
+    work.recorder.record = once  # type: ignore[method-assign]
+    tiles = work.of(0.0)
+    assert [work.of(number) - tiles for number in (1.0, 2.0, 3.0)] == [3.0, 6.0, 9.0]
+    assert tries == [1]
+    assert "sends nothing" in work.recordings.refusals["usual"]
+    assert work.recordings.replays == 0
+
+
+def test_other_uploads_than_those_recorded_are_an_error() -> None:
+    work = Work()
+    for _ in range(2):
+        work.of(1.0)
+    with pytest.raises(KernelError, match="the uploads are always these"):
+        work.of(1.0, length=4)
+
+
+def test_those_used_longest_ago_are_let_go_of() -> None:
+    work = Work()
+    for sizes in range(MOST + 1):
+        for _ in range(2):
+            work.of(1.0, sizes)
+    before = work.recorder.said.count("recorded")
+    work.of(1.0, MOST)
+    assert work.recorder.said.count("recorded") == before
+    work.of(1.0, 0)
+    assert work.recorder.said.count("recorded") == before + 1
+
+
+def test_places_stay_and_take_new_values() -> None:
+    places = Places()
+    source = torch.arange(3)
+    with places.filled():
+        first = upload(source, CPU)
+    with places.filled():
+        second = upload(torch.arange(3) + 5, CPU)
+    assert second is first
+    assert first.tolist() == [5, 6, 7]
+    assert source.tolist() == [0, 1, 2]
+    with pytest.raises(KernelError, match="0 uploads"), places.filled():
+        pass
+    with pytest.raises(KernelError, match="upload 2"), places.filled():
+        _ = [upload(source, CPU), upload(source, CPU)]
+    with pytest.raises(KernelError, match="a replay would read"), refused():
+        upload(source, CPU)
+    assert upload(source, CPU) is source
