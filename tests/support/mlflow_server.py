@@ -1,14 +1,20 @@
-"""A real MLflow server in a separate process, that can be stopped, hung, killed and started again."""
+"""A real MLflow server in a process of its own, forked from one that has imported most of it, that can be
+stopped, hung, killed and started again."""
 
 from __future__ import annotations
 
 import os
 import signal
 import socket
-import subprocess
+import sys
 import time
+import traceback
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+from forked import FORKS
 
 from plait.core.settings import TrackingSettings
 from plait.tracking.ui import ui_command
@@ -24,6 +30,37 @@ def free_port() -> int:
         return port
 
 
+def _serve(command: Sequence[str], environment: dict[str, str], log: str) -> None:
+    """Do what the command does, but run the server that it would start in this process; never returns."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(environment)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    status = 1
+    try:
+        import mlflow.server
+        import uvicorn
+        from mlflow.cli import cli
+
+        def run(words: Sequence[str], *, extra_env: dict[str, str], **_: object) -> None:
+            os.environ.update(extra_env)
+            for name in [name for name in sys.modules if name.partition(".server")[0] == "mlflow"]:
+                del sys.modules[name]  # it reads the environment as it is imported
+            assert words[1:3] == ["-m", "uvicorn"]
+            uvicorn.main(words[3:])
+
+        mlflow.server._exec_cmd = run  # type: ignore[attr-defined]
+        cli(list(command[3:]))
+    except SystemExit as left:
+        status = left.code if isinstance(left.code, int) else 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
 class MlflowServer:
     """Always on the same port, with the same database, and artifacts that it keeps itself."""
 
@@ -31,7 +68,7 @@ class MlflowServer:
         self.folder = folder
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Any = None
 
     def start(self) -> None:
         """Start it and wait until it answers."""
@@ -40,12 +77,12 @@ class MlflowServer:
         command = ui_command(database, arguments)
         environment = os.environ | command.environment
         environment.pop("MLFLOW_DEFAULT_ARTIFACT_ROOT", None)
-        with (self.folder / "log").open("ab") as log:
-            self._process = subprocess.Popen(
-                command.command, env=environment, stdout=log, stderr=log, start_new_session=True
-            )
+        self._process = FORKS.Process(
+            target=_serve, args=(command.command, environment, str(self.folder / "log")), daemon=True
+        )
+        self._process.start()
         for _ in range(STARTUP_SECONDS * 5):
-            assert self._process.poll() is None, (self.folder / "log").read_text()
+            assert self._process.is_alive(), (self.folder / "log").read_text()
             try:
                 with urllib.request.urlopen(f"{self.url}/health", timeout=5):
                     return
@@ -68,10 +105,10 @@ class MlflowServer:
     def _end(self, number: signal.Signals) -> None:
         if self._process is not None:
             self._signal(number)
-            self._process.wait(60)
+            self._process.join(60)
+            assert not self._process.is_alive(), "it does not end"
             self._process = None
 
     def _signal(self, number: signal.Signals) -> None:
-        """To the server and the processes that it made."""
         assert self._process is not None
-        os.killpg(self._process.pid, number)
+        os.kill(self._process.pid, number)
