@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import FORKS
 
 from plait.core.errors import ConfigError
 from plait.core.plans import Microbatch, Segment
@@ -21,6 +22,7 @@ from plait.engine.devices import Cores
 from plait.planner.instructions import wrong_instructions
 from plait.simulate.lowering import Lowering
 from plait.simulate.orders import ORDERS, OrderName, rule
+from plait_bench import order_processes
 from plait_bench.order_cases import MODEL, Case, OrderOptions, Times, case_of, with_collectives
 from plait_bench.order_processes import (
     RECEIVED,
@@ -190,8 +192,11 @@ def busy_for(seconds: float) -> None:
 
 
 @pytest.mark.parametrize("clock", ["wall", "processor"])
-def test_training_stages_run_the_case_and_its_simulation_is_nearest(clock: str) -> None:
+def test_training_stages_run_the_case_and_its_simulation_is_nearest(
+    clock: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Real processes; a wrong order beside the measured one is further off."""
+    monkeypatch.setattr(order_processes, "get_context", lambda _: FORKS)
     asked = replace(ASKED, work=MODEL, clock=clock, tokens=64, forward=15, backward=30)
     model = ModelSettings(kind="tiny", dtype="float32")
     setting = Setting(asked, replace(RunSettings(), model=model, engine=EngineSettings(device="cpu")))
