@@ -76,6 +76,7 @@ def modules() -> dict[str, ast.Module]:
     return {module.path.relative_to(ROOT).as_posix(): module.tree for module in code().values()}
 
 
+@cache
 def imports(tree: ast.AST) -> set[str]:
     names = set()
     for node in ast.walk(tree):
