@@ -275,10 +275,13 @@ def balanced_split(
     def seconds(layers: int, last: bool) -> float:
         return time.stage(shape, tp=tp, layers=layers, last=last).total
 
-    costs = sorted({seconds(layers, last) for layers in range(1, time.layers + 1) for last in (False, True)})
+    taken = [[seconds(layers, last) for layers in range(1, time.layers + 1)] for last in (False, True)]
+    costs = sorted({*taken[False], *taken[True]})
     for limit in costs:  # the slowest stage's seconds are one of these
         most = [
-            max((n for n in range(1, room[s] + 1) if seconds(n, s == stages - 1) <= limit), default=0)
+            max(
+                (n for n, each in enumerate(taken[s == stages - 1][: room[s]], 1) if each <= limit), default=0
+            )
             for s in range(stages)
         ]
         if min(most) >= 1 and sum(most) >= time.layers:

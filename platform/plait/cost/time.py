@@ -183,7 +183,7 @@ class TimeModel:
 
     def head_time(self, tp: int) -> HeadTime:
         """Coefficients of embedding, head and loss at this tensor-parallel degree."""
-        return self.head.get(tp, HeadTime())
+        return self.head[tp] if tp in self.head else HeadTime()  # made only if needed: plans ask often
 
     def stage(self, shape: MicrobatchShape, *, tp: int = 1, layers: float, last: bool) -> StageTime:
         """Seconds of a stage with ``layers`` layers, and with head and loss if it is the last."""

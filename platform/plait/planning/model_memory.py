@@ -65,7 +65,10 @@ class ModelMemory:
     def fullest(self, configuration: Configuration, layers: int, held: int | None = None) -> tuple[int, int]:
         """The fullest stage, and the peak bytes of any of its devices; arguments as for :meth:`peak`."""
         split = configuration.layer_split or even_split(layers, configuration.pp)
-        needed = [self._needed(configuration, layers, held, *each) for each in enumerate(split)]
+        if held is None:
+            held = max(self.adapter_bytes(adapter) for adapter in self.adapters)
+        rank = max(self._rank(adapter) for adapter in self.adapters)
+        needed = [self._needed(configuration, layers, held, rank, *each) for each in enumerate(split)]
         stage = max(range(len(split)), key=needed.__getitem__)
         return stage, int(needed[stage])
 
@@ -74,18 +77,18 @@ class ModelMemory:
     ) -> tuple[int, ...]:
         """Most layers of each stage with which its devices need no more than ``available`` bytes."""
         counts = range(1, layers - configuration.pp + 2)
+        rank = max(self._rank(adapter) for adapter in self.adapters)
         return tuple(
-            bisect_right(counts, available, key=partial(self._needed, configuration, layers, held, stage))
+            bisect_right(
+                counts, available, key=partial(self._needed, configuration, layers, held, rank, stage)
+            )
             for stage in range(configuration.pp)
         )
 
     def _needed(
-        self, configuration: Configuration, layers: int, held: int | None, stage: int, count: int
+        self, configuration: Configuration, layers: int, held: int, rank: float, stage: int, count: int
     ) -> float:
-        """Peak bytes of a device of a stage with so many of the layers."""
-        rank = max(self._rank(adapter) for adapter in self.adapters)
-        if held is None:
-            held = max(self.adapter_bytes(adapter) for adapter in self.adapters)
+        """Peak bytes of a device of a stage with so many of the layers; rank: the largest of any adapter."""
         shape = MemoryShape.heaviest(configuration.max_tokens, rank=rank, keep_up_to=self.keep_up_to)
         split = [0] * configuration.pp
         split[stage], split[stage - 1] = count, layers - count
