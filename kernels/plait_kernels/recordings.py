@@ -54,12 +54,12 @@ class CudaRecorder:
 
 
 @dataclass(frozen=True, slots=True)
-class _Recording(Generic[Loaded, Result]):
-    """What replays it, and keeps what it was recorded with."""
+class _Recording(Generic[Result]):
+    """What replays it, and where its uploads go. What was loaded is not kept: it has the adapters of then,
+    which may be detached."""
 
     places: Places
     tables: tuple[Key, ...]
-    loaded: Loaded
     replay: Callable[[], Result]
 
 
@@ -85,7 +85,7 @@ class Recordings(Generic[Loaded, Result]):
     ) -> None:
         self._recorder, self._routing_of, self._run = recorder, routing_of, run
         self._tables: dict[Hashable, tuple[Key, ...]] = {}  # of kinds that have run once
-        self._kept: OrderedDict[Hashable, _Recording[Loaded, Result]] = OrderedDict()
+        self._kept: OrderedDict[Hashable, _Recording[Result]] = OrderedDict()
         self.replays = 0
         self.refusals: dict[Hashable, str] = {}
 
@@ -110,6 +110,10 @@ class Recordings(Generic[Loaded, Result]):
             return loaded, found
         return self._record(sizes, tables, load)
 
+    def forget(self) -> None:
+        """Let go of all recordings and their memory; each is made again when it is needed."""
+        self._kept.clear()
+
     def _load(self, places: Places, tables: tuple[Key, ...], load: Callable[[], Loaded]) -> Loaded:
         with places.filled():
             loaded = load()
@@ -132,8 +136,9 @@ class Recordings(Generic[Loaded, Result]):
             raise
         except (RuntimeError, KernelError) as refusal:  # it waits for the device, or uploads something
             self.refusals[sizes] = str(refusal)
+            loaded = load()  # again: what was made for the first was recorded, and never computed
             return loaded, self._run(loaded)
-        self._kept[sizes] = _Recording(places, tables, loaded, replay)
+        self._kept[sizes] = _Recording(places, tables, replay)
         if len(self._kept) > MOST:
             self._kept.popitem(last=False)
         self.replays += 1

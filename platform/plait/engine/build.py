@@ -171,8 +171,7 @@ def _check_graphs(settings: RunSettings) -> None:
         f"engine.kernels={engine.kernels}": engine.kernels not in ("auto", "triton"),
         "engine.checkpointing=true": engine.checkpointing,
         "cluster.shard_base=true": cluster.shard_base,
-        f"cluster.pipeline={cluster.pipeline}": cluster.pipeline > 1,
-        f"cluster.tensor={cluster.tensor}": cluster.tensor > 1,
+        cluster.cutting: all(shape.processes > 1 for shape in cluster.shapes),
     }
     found = [name for name, there in against.items() if there]
     if not found and not on_gpu(settings):

@@ -223,7 +223,7 @@ class LocalWorker:
             return event
         self._jobs.pop(name, None)
         self.adapters.detach(name)
-        release_unused(self._model.device)
+        self._release()
         return OutOfMemory(detail or "", self._clock() - started)
 
     def _try_attach(self, command: Attach, started: float) -> WorkerEvent:
@@ -371,7 +371,7 @@ class LocalWorker:
         new, detail = attempt(partial(self._run, microbatch, training=training, observed=observed))
         if new is None:
             self._refuse_if_shared(detail)
-            release_unused(self._model.device)
+            self._release()
             return OutOfMemory(detail or "", self._clock() - started)
         return new
 
@@ -380,6 +380,12 @@ class LocalWorker:
             Part(kind, work_of(each.microbatch), each.start.seconds_to(each.end), each.microbatch.tokens)
             for each in asked
         ]
+
+    def _release(self) -> None:
+        """Make room."""
+        if self._recorded is not None:
+            self._recorded.forget()
+        release_unused(self._model.device)
 
     def _refuse_if_shared(self, detail: str | None) -> None:
         if self._model.shards is not None:

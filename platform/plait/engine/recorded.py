@@ -47,6 +47,10 @@ class RecordedTraining:
         filled = gathered.filled(sizes)
         return self.recordings.compute(sizes, lambda: self._load(filled))
 
+    def forget(self) -> None:
+        """Let go of all recordings, and of their memory, which no prediction counts."""
+        self.recordings.forget()
+
     def _load(self, gathered: Gathered) -> LoadedMicrobatch:
         loaded = gathered.loaded(self._bank, training=True)
         loaded.context.fix(len(gathered.tokens))

@@ -18,7 +18,16 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from plait.core.errors import ConfigError
 from plait.core.jobs import AdapterSpec, JobSpec, TrainSpec
-from plait.core.messages import Attach, Detach, JobLoss, MicrobatchDone, RunSchedule, StepDone, StepJob
+from plait.core.messages import (
+    Attach,
+    Detach,
+    JobLoss,
+    MicrobatchDone,
+    OutOfMemory,
+    RunSchedule,
+    StepDone,
+    StepJob,
+)
 from plait.core.plans import Replica
 from plait.core.settings import ClusterSettings, EngineSettings, RunSettings
 from plait.cost.peaks import PhasePeaks
@@ -171,6 +180,28 @@ def test_replayed_microbatches_train_as_launched_ones_to_the_bit(
     assert all(torch.equal(replayed.states[name], launched.states[name]) for name in "abd")
 
 
+def test_recordings_are_let_go_of_where_memory_runs_out(laboratory: Any) -> None:
+    class Short:
+        """Recordings that leave a microbatch no room."""
+
+        forgotten = 0
+
+        def run(self, _: Any) -> Any:
+            raise torch.OutOfMemoryError("no room")
+
+        def forget(self) -> None:
+            self.forgotten += 1
+
+    worker = LocalWorker(laboratory("llama").model, DataCatalogue(random_data), EngineSettings(capacity=64))
+    worker.execute(Attach(JOBS[2]))
+    worker._recorded = short = Short()  # type: ignore[assignment]
+    data = random_data(JOBS[2].data).train
+    batch = training_batch(JOBS[2], DataOrder.over(JOBS[2].train, data), data, 1)
+    events = worker.execute(RunSchedule(tuple(Packer([Replica(capacity=64)]).pack([batch]))))
+    assert isinstance(events[-1], OutOfMemory)
+    assert short.forgotten == 1
+
+
 def test_sizes_are_few_and_do_not_depend_on_what_fills_them(laboratory: Any) -> None:
     lab = laboratory("llama")
     worker = LocalWorker(lab.model, DataCatalogue(random_data), EngineSettings(capacity=CAPACITY))
@@ -204,6 +235,7 @@ def test_sizes_are_few_and_do_not_depend_on_what_fills_them(laboratory: Any) -> 
         {"engine": {"kernels": "grouped"}},
         {"engine": {"checkpointing": True}},
         {"cluster": {"pipeline": 2, "processes": 2}},
+        {"cluster": {"deployment": ("1x2", 2), "processes": 4}},
         pytest.param({}, marks=pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without")),
     ],
 )

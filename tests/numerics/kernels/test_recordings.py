@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -90,6 +92,48 @@ def test_what_waits_or_sends_while_it_is_recorded_runs_as_ever() -> None:
     assert tries == [1]
     assert "sends nothing" in work.recordings.refusals["usual"]
     assert work.recordings.replays == 0
+
+
+def test_what_a_refused_recording_has_made_is_not_used() -> None:
+    """What is computed while a device records is recorded and not computed: it is there, without values."""
+    seen: list[Any] = []
+    work = Work(lambda _, loaded: seen.append(loaded))
+
+    def waits(run: Callable[[], Any]) -> Callable[[], Any]:
+        run()
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    work.recorder.record = waits  # type: ignore[method-assign]
+    for _ in range(2):
+        work.of(1.0)
+    _, recorded, launched = seen
+    assert launched is not recorded
+    assert launched[0] is not recorded[0]
+    assert launched[1].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_recording_keeps_no_adapter_and_is_made_again_once_it_is_forgotten() -> None:
+    work = Work()
+    records = work.recorder.record
+
+    def record(run: Callable[[], Any]) -> Callable[[], Any]:
+        found = run()
+        return records(lambda: found)  # as on a device, which keeps none of Python's objects
+
+    work.recorder.record = record  # type: ignore[method-assign]
+    for _ in range(3):
+        work.of(1.0)
+    assert work.recorder.said == ["recorded", "replayed", "replayed"]
+    state = weakref.ref(work.bank.block("0").state)
+    work.bank.detach("0")
+    gc.collect()
+    assert state() is None
+    work = Work()
+    for _ in range(2):
+        work.of(1.0)
+    work.recordings.forget()
+    work.of(1.0)
+    assert work.recorder.said == ["recorded", "replayed", "recorded", "replayed"]
 
 
 def test_other_uploads_than_those_recorded_are_an_error() -> None:
