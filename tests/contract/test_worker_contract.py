@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ from curve_worker import CurveWorker
 from laboratory import random_data
 from processes import fleet
 from transformers import LlamaConfig
-from worker_contract import CAPACITY, JOBS, WorkerContract, run
+from worker_contract import CAPACITY, JOBS, WorkerContract, run, schedule
 
-from plait.core.messages import Attach, Detach, JobFailed, MicrobatchDone, OutOfMemory, StepDone
+from plait.core.messages import Attach, Detach, JobFailed, MicrobatchDone, OutOfMemory, RunSchedule, StepDone
+from plait.core.plans import Segment
 from plait.core.settings import EngineSettings, ModelSettings
 from plait.cost.fake_memory import fake_model
 from plait.distributed.fleet import Fleet
@@ -22,6 +24,7 @@ from plait.engine.asked import CudaMark
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.local_worker import LocalWorker
 from plait.engine.microbatches import LoadedMicrobatch
+from plait.engine.worker import Worker
 from plait.models.base import BaseModel
 from plait.models.context import MicrobatchContext, Rotation
 from plait.models.load import load_model
@@ -158,6 +161,40 @@ def test_a_job_whose_loss_is_not_finite_is_not_stepped_though_its_gradient_is(
     first, second = (worker.bank for worker in workers)
     assert torch.equal(first.block("a").state[0], before)
     assert torch.equal(first.block("b").state, second.block("b").state)
+
+
+def assert_a_failed_job_stays_as_it_is(worker: Worker) -> None:
+    """Two steps in one schedule; the first one's gradient of job "a" is not finite."""
+    for each in JOBS:
+        worker.execute(Attach(each))
+    first, second = (schedule(worker, JOBS, step) for step in (1, 2))
+    spoilt = [
+        replace(each, segments=tuple(replace(own, loss_weight=weight(own)) for own in each.segments))
+        for each in first.microbatches
+    ]
+    later = [replace(each, index=len(spoilt) + each.index) for each in second.microbatches]
+    found = worker.execute(RunSchedule((*spoilt, *first.steps, *later, *second.steps)))
+    norms = {(each.job, each.step): each.grad_norm for each in found if isinstance(each, StepDone)}
+    assert {key for key, norm in norms.items() if not math.isfinite(norm)} == {("a", 1), ("a", 2)}
+    assert norms.keys() == {("a", 1), ("b", 1), ("a", 2), ("b", 2)}
+    for each in JOBS:
+        worker.execute(Detach(each.name))
+    worker.execute(Attach(JOBS[0]))
+    run(worker, JOBS[:1], 1)
+    (again,) = [each for each in run(worker, JOBS[:1], 2) if isinstance(each, StepDone)]
+    assert math.isfinite(again.grad_norm)  # one of the same name that is attached anew
+    worker.execute(Detach(JOBS[0].name))
+
+
+def weight(segment: Segment) -> float:
+    return math.nan if segment.job == "a" else segment.loss_weight
+
+
+def test_a_failed_job_does_not_step_later_in_the_same_schedule(model: BaseModel, processes: Fleet) -> None:
+    settings = EngineSettings(kernels="grouped", capacity=CAPACITY)
+    alone = LocalWorker(model, DataCatalogue(random_data), settings)
+    assert_a_failed_job_stays_as_it_is(alone)
+    assert_a_failed_job_stays_as_it_is(processes)
 
 
 @pytest.mark.parametrize("peers", [None, Slow(short=False)], ids=["alone", "with peers"])

@@ -48,13 +48,18 @@ JOBS = (job("a", 2, 1), job("b", 5, 2))
 
 def run(worker: Worker, jobs: Sequence[JobSpec], step: int) -> list[WorkerEvent]:
     """One step of these jobs: their microbatches, and the optimiser."""
+    return list(worker.execute(schedule(worker, jobs, step)))
+
+
+def schedule(worker: Worker, jobs: Sequence[JobSpec], step: int) -> RunSchedule:
+    """The schedule of one step of these jobs."""
     batches = []
     for each in jobs:
         split = random_data(each.data).train
         batches.append(training_batch(each, DataOrder.of(each.train, len(split)), split, step))
     packer = Packer([Replica(number, capacity=CAPACITY) for number in range(len(worker.facts.devices))])
     steps = (StepJob(each.name, step, each.train.lr) for each in jobs)
-    return list(worker.execute(RunSchedule((*packer.pack(batches), *steps))))
+    return RunSchedule((*packer.pack(batches), *steps))
 
 
 def losses(events: Sequence[WorkerEvent], name: str) -> float:

@@ -37,8 +37,10 @@ from plait.engine.predictions import (
 )
 from plait.engine.steps import DataOrder
 from plait.engine.worker import ActivationShape, HeldPart, WorkerFacts
+from plait.models.slices import vocabulary_slice
 from plait.models.targets import LinearInfo
 from plait.tracking.tables import FIT_COLUMNS, MOST_FITS, fits_table
+from plait_kernels.loss import chunk_rows
 
 CAPACITY, WEIGHTS = 64, 50_000
 PACKER = Packer([Replica(capacity=CAPACITY)])
@@ -492,3 +494,15 @@ def test_a_whole_model_s_fused_loss_does_not_hold_for_slices(rows: int, kernels:
         assert (with_it.predicted(job) == without.predicted(job)) == same
         replica, shapes = 0, [(MemoryShape.of([30], ranks=4), 30)]
         assert (with_it.expected(replica, shapes, job) == without.expected(replica, shapes, job)) == same
+
+
+@pytest.mark.parametrize("slices", [2, 3, 8])
+@pytest.mark.parametrize("vocabulary", [49_152, 128_256, 151_936, 262_145])
+def test_rows_of_slices_are_those_of_their_loss(vocabulary: int, slices: int) -> None:
+    shape = replace(SHAPE, vocabulary=vocabulary, logit_rows=chunk_rows(vocabulary))
+    assert shape.rows_at_once(1) == shape.logit_rows
+    assert shape.rows_at_once(slices) == chunk_rows(vocabulary_slice(vocabulary, 0, slices).stop)
+    model = MemoryModel({"loss": Phase(MemoryCoefficients(logit_row=float(slices)), 0.0)}, shape.logit_rows)
+    rows = shape.rows_at_once(slices)
+    whole = MemoryShape.of([10_000_000], labelled=10_000_000)
+    assert model.part(whole, share=1.0, flights=1, last=True, sliced=(slices, rows)) == rows

@@ -397,6 +397,38 @@ def test_without_a_rule_a_study_of_shares_goes_on_with_shares(tmp_path: Path) ->
     assert {max(trial.intermediate_values) for trial in bench.trials} == {10_000}
 
 
+@pytest.mark.parametrize("kind", ["successive_halving", "optuna"])
+def test_a_search_begun_without_rungs_has_no_unit_yet(tmp_path: Path, kind: str) -> None:
+    def evaluated_often(trial: Trial, steps: int) -> JobSpec:
+        job = make_job(trial, steps)
+        return replace(job, train=replace(job.train, eval_every=1))
+
+    search = replace(halving(trials=8, cohort=8, parallel=8, rungs=(0.25, 0.5)), name="one")
+    bench = Bench(
+        tmp_path,
+        replace(search, stopping=StoppingSettings()),
+        steps=unequal_steps,
+        budgets={5, 8},
+        checkpoint_steps=1,
+        job=evaluated_often,
+    )
+    replace(bench, stop_at=3).run()
+    assert any(trial.intermediate_values for trial in bench.trials)
+    if kind == "optuna":  # whose pruners would compare values by steps with values by shares
+        search = replace(search, stopping=StoppingSettings(kind="optuna", rungs=(0.25, 0.5)))
+        with pytest.raises(ConfigError, match="count optimiser steps"):
+            replace(bench, search=search).run()
+        return
+    bench = replace(bench, search=search, notes=Notes())
+    bench.run()
+    assert all(trial.state.is_finished() for trial in bench.trials)
+    assert sum(10_000 in trial.intermediate_values for trial in bench.trials) == 4, "past 50 % go the best"
+    ends = {result.job: result.step for result in bench.of(JobResult)}
+    for trial in bench.trials:
+        last = max(trial.intermediate_values)
+        assert ends[Trial(trial.number).name] == -(-last * unequal_steps(trial) // 10_000)
+
+
 # ---- killed ---------------------------------------------------------------------------------------------
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
+import optuna
 import pytest
 from curve_worker import ADAPTER, lengths_data, load_lengths
 from optuna.pruners import BasePruner
@@ -18,8 +20,9 @@ from plait.core.settings import SearchSettings, StoppingSettings
 from plait.engine.catalogue import DataCatalogue
 from plait.search.objective import Observed
 from plait.search.rungs import RungMetric, RungRecord, RungTable
-from plait.search.stopper import Stopper, budgets_of, make_stopper
+from plait.search.stopper import Stopper, StudyRungs, budgets_of, make_stopper
 from plait.search.stopping import CONTINUE, WAIT, Decision
+from plait.search.storage import SharedStudy
 from plait.search.trials import Trial
 
 STOP = Decision("stop", "not good enough")
@@ -36,7 +39,10 @@ class Memory:
     def records(self) -> Mapping[int, RungRecord]:
         return self.drawn
 
-    def keep_unit(self, usual: Unit) -> Unit:
+    def keep_unit(self, usual: Unit, **_how: bool) -> Unit:
+        return usual
+
+    def unit(self, usual: Unit) -> Unit:
         return usual
 
     def keep_cohort(self, rule: str, size: int) -> int:
@@ -281,3 +287,27 @@ def test_another_rule_has_cohorts_of_its_own() -> None:
             assert found is not None
             assert found.rungs_of(0).cohort == range(size)
     assert len(memory.cohorts) == 3
+
+
+class Seeing(optuna.pruners.BasePruner):
+    """Notes what it is shown."""
+
+    def __init__(self) -> None:
+        self.shown: list[dict[int, float]] = []
+
+    def prune(self, _study: optuna.Study, trial: optuna.trial.FrozenTrial) -> bool:
+        self.shown.append(dict(trial.intermediate_values))
+        return False
+
+
+def test_a_pruner_of_optuna_sees_one_value_for_each_step() -> None:
+    """PatientPruner counts reports: rungs of 12.5 and 25 % are the first step of four."""
+    study = optuna.create_study()
+    trial = study.ask()
+    trial.set_user_attr("plait.steps", 4)
+    for rung, value in ((1250, 3.0), (2500, 3.0), (5000, 2.0)):
+        trial.report(value, rung)
+    memory, pruner = StudyRungs(SharedStudy(study), SearchSettings(), cast(Any, None)), Seeing()
+    memory.prunes(pruner, 0)
+    assert pruner.shown == [{2500: 3.0, 5000: 2.0}]
+    assert set(study.trials[0].intermediate_values) == {1250, 2500, 5000}

@@ -118,8 +118,8 @@ class MemoryCoefficients:
 
     def head(self, shape: MemoryShape, logit_rows: float, slices: int = 1) -> float:
         """Bytes of the head and the loss, which only the last pipeline stage has. Each of so many slices has
-        a part of a row's logits, and as many times more rows at once."""
-        rows = min(shape.labelled, logit_rows * slices)
+        a part of a row's logits."""
+        rows = min(shape.labelled, logit_rows)
         return self.labelled * shape.labelled + self.logit_row * rows / slices
 
 
@@ -276,7 +276,7 @@ class MemoryModel:
         flights: float,
         last: bool,
         safe: bool = False,
-        slices: int = 1,
+        sliced: tuple[int, float] | None = None,
     ) -> float:
         """Bytes above static of a part of the layers with so many such microbatches in flight.
 
@@ -286,16 +286,18 @@ class MemoryModel:
         Args:
             share: of the layers.
             safe: with the margins.
-            slices: among which the vocabulary is cut.
+            sliced: among how many slices the vocabulary is cut, and the rows of logits that each makes at
+                once; None: it is whole.
         """
         if shape.tokens == 0:
             return 0.0
+        slices, rows = sliced or (1, self.logit_rows)
         return max(
             (1.0 + safe * phase.margin)
             * (
                 flights * share * phase.coefficients.body(shape)
                 + phase.coefficients.fixed
-                + last * phase.coefficients.head(shape, self.logit_rows, slices)
+                + last * phase.coefficients.head(shape, rows, slices)
             )
             for phase in self.phases.values()
         )

@@ -106,7 +106,6 @@ class StageWorker(LocalWorker):
         self._of_key: dict[Key, _Schedule] = {}
         self._peaks = FlightPeaks(model.device, self._static)
         self._observed: set[int] = set()  # microbatches that are not back
-        self._failed: set[str] = set()  # jobs that do not step any more
         self._shared = None if group is None else SharedSides(group, model.slices, self.bank.sites)
 
     def _execute(self, command: Command) -> Sequence[WorkerEvent]:
@@ -115,7 +114,6 @@ class StageWorker(LocalWorker):
                 return self._attempt(lambda: self._run_window(command))
             case Detach(job):
                 self._lowering.forget(job)
-                self._failed.discard(job)
             case Evaluate(microbatches):
                 return self._attempt(lambda: self._evaluate(microbatches))
             case SaveCheckpoint(job, directory, cursor):

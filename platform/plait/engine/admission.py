@@ -303,7 +303,7 @@ class Admission:
         assert model is not None
         share, last = self._share(room.part)
         passing = model.part(
-            heaviest, share=share, flights=flights, last=last, safe=True, slices=room.part.tensor
+            heaviest, share=share, flights=flights, last=last, safe=True, sliced=self._sliced(room.part)
         )
         return rows + int(passing) + room.part.gathered_bytes
 
@@ -314,6 +314,11 @@ class Admission:
         if own is None or own.keeps or room.flights == 1:
             return own
         return None if any(demand.bytes_on(*room.part.portion) for demand in demands) else own
+
+    def _sliced(self, part: HeldPart) -> tuple[int, int] | None:
+        """Among how many its vocabulary is cut, and the rows of logits that each makes at once."""
+        count = part.tensor
+        return (count, self._facts.shape.rows_at_once(count)) if count > 1 else None
 
     def _share(self, part: HeldPart) -> tuple[float, bool]:
         """Its share of what the layers keep, and whether it has the head."""
@@ -348,7 +353,7 @@ class Admission:
                 passing = own.in_flight(shapes, room.flights)
             elif model is not None:
                 parts = (
-                    model.part(each, share=share, flights=flights, last=last, slices=room.part.tensor)
+                    model.part(each, share=share, flights=flights, last=last, sliced=self._sliced(room.part))
                     for each in shapes
                 )
                 passing = max(parts, default=0.0) + room.part.gathered_bytes

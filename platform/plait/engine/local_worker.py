@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
@@ -112,6 +113,7 @@ class LocalWorker:
         self._observer = PeakObserver(model.device, self._static)
         self._sampler = PeakSampler(every=1 if model.device.type == "cuda" else SAMPLED_EVERY)
         self._jobs: dict[str, JobSpec] = {}
+        self._failed: set[str] = set()  # jobs that do not step any more
         self._recorded = self._recording(settings)
 
     def _recording(self, settings: EngineSettings) -> RecordedTraining | None:
@@ -185,6 +187,7 @@ class LocalWorker:
                 return [self._attach(command)]
             case Detach(job):
                 del self._jobs[job]
+                self._failed.discard(job)
                 self.adapters.detach(job)
                 return []
             case RunSchedule(items):
@@ -257,8 +260,12 @@ class LocalWorker:
         """Round by round; if memory runs out, here or in a peer, the rest is left and so are gradients."""
         events: list[WorkerEvent] = []
         for each in rounds(items):
+            for job in self._failed.intersection(step.job for step in each.steps):
+                self.bank.block(job).state[GRADIENTS].fill_(math.nan)  # so that no peer steps it either
             new, short = self._run_round(each)
             events += new
+            stepped = (event for event in new if isinstance(event, StepDone))
+            self._failed |= {event.job for event in stepped if not math.isfinite(event.grad_norm)}
             if short:
                 self.bank.zero_gradients()
                 break

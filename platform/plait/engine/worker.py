@@ -84,8 +84,11 @@ class ActivationShape:
         return (_features(linears) or self.linear_features) / self.layers + 2 * self.hidden
 
     def rows_at_once(self, slices: int) -> int:
-        """``logit_rows`` of each of so many slices: a chunk has as many logits, each row a part of them."""
-        return self.logit_rows * slices
+        """``logit_rows`` of each of so many slices: a chunk has about as many logits, each row a part of
+        them."""
+        from plait_kernels.loss import chunk_rows
+
+        return self.logit_rows if slices == 1 else chunk_rows(-(-self.vocabulary // slices))
 
 
 def _features(linears: Sequence[LinearInfo]) -> int:

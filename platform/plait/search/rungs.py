@@ -247,6 +247,17 @@ class Brackets:
 Layout = EqualCohorts | Brackets  # assigns every trial to a cohort
 
 
+def once_a_step(values: Mapping[int, float], steps: int) -> dict[int, float]:
+    """Values by rung, ascending, one for each step, though a trial of few ``steps`` may reach several rungs
+    with one: then by the last of them.
+
+    Args:
+        steps: the trial's, if rungs are shares of them; else PARTS.
+    """
+    last = {step_of(Share(rung), steps): rung for rung in sorted(values)}
+    return {rung: values[rung] for rung in last.values()}
+
+
 @dataclass(frozen=True, slots=True)
 class RungRecord:
     """One trial's row of the rung table.
@@ -276,10 +287,9 @@ class RungRecord:
         return any(each > rung for each in self.values)
 
     def history(self, rungs: Iterable[int]) -> list[float]:
-        """Its values at these rungs, ascending: one for each step, though a short trial may reach several
-        rungs with one."""
-        steps = {step_of(each, self.steps): self.values[each] for each in rungs if each in self.values}
-        return list(steps.values())
+        """Its values at these rungs, ascending, one for each step."""
+        values = {int(each): self.values[each] for each in rungs if each in self.values}
+        return list(once_a_step(values, self.steps).values())
 
 
 @dataclass(frozen=True, slots=True)

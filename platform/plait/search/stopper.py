@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
+from copy import copy
+from functools import partial
 from itertools import product
 
 from optuna.pruners import BasePruner
@@ -35,7 +37,7 @@ from plait.engine.steps import DataOrder
 from plait.search.attributes import state_of
 from plait.search.objective import Observed
 from plait.search.ownership import Claims
-from plait.search.rungs import RungMetric, RungRecord, RungTable, rung_metric, unit_of
+from plait.search.rungs import RungMetric, RungRecord, RungTable, once_a_step, rung_metric, unit_of
 from plait.search.stopping import (
     CONTINUE,
     RULES,
@@ -56,6 +58,7 @@ VIOLATES = "plait.violates"  # trial: the rungs at which it broke a constraint
 RUNGS = "plait.rungs"  # trial: value by rung, where they are not Optuna's intermediate values
 PASSED = "plait.passed"  # trial: the last rung that an asynchronous rule let it pass
 STEPS = "plait.steps"  # trial: its optimiser steps, if its values are kept by shares of them
+BEFORE = "plait.by_steps"  # trial: the steps of its values from before the search had rungs at shares
 UNIT = "plait.rungs_in"  # study: by what it keeps the values of its trials
 RUNG_METRIC = "plait.rung_metric"  # study: the metric of the values in RUNGS
 COHORTS = "plait.cohorts"  # study: how many trials a rule compares with each other, by rule
@@ -71,6 +74,7 @@ class StudyRungs:
         metric = rung_metric(settings).metric if settings.stopping.active else first
         self._metric = metric
         self._intermediate = not further and metric == first
+        self._by_shares = False
 
     def records(self) -> dict[int, RungRecord]:
         """All suggested trials, by number, without enqueued ones, which may never be suggested."""
@@ -89,9 +93,13 @@ class StudyRungs:
         }
 
     def _values(self, trial: FrozenTrial) -> dict[int, float]:
-        if self._intermediate:
-            return trial.intermediate_values
-        return {int(rung): value for rung, value in trial.user_attrs.get(RUNGS, {}).items()}
+        if not self._intermediate:
+            return {int(rung): value for rung, value in trial.user_attrs.get(RUNGS, {}).items()}
+        values, facts = trial.intermediate_values, trial.user_attrs
+        if not self._by_shares:
+            return values
+        before = facts.get(BEFORE, ()) if STEPS in facts else values
+        return {rung: value for rung, value in values.items() if rung not in before}
 
     def keep_cohort(self, rule: str, size: int) -> int:
         """How many trials a rule compares with each other: the stored number, or ``size``, which is then
@@ -105,22 +113,33 @@ class StudyRungs:
 
         return self._shared.locked(attempt)
 
-    def keep_unit(self, usual: Unit) -> Unit:
+    def keep_unit(self, usual: Unit, *, separate: bool = True) -> Unit:
         """By what the study keeps the values of its trials: the stored unit, or ``usual``, which is then
-        stored. A study that has values and no unit is older than shares."""
+        stored. Before a search has rungs it has no unit, and values by steps.
+
+        Args:
+            separate: whether the rule leaves out values by steps where the unit is shares; else the unit
+                stays steps.
+        """
 
         def attempt() -> Unit:
             if not self._intermediate and self._shared.study.user_attrs.get(RUNG_METRIC) != self._metric:
                 self._shared.study.set_user_attr(RUNG_METRIC, self._metric)
             unit: Unit | None = self._shared.study.user_attrs.get(UNIT)
             if unit is None:
-                trials = self._shared.trials()
-                older = any(each.intermediate_values or RUNGS in each.user_attrs for each in trials)
-                unit = "steps" if older else usual
+                known = any(each.intermediate_values for each in self._shared.trials())
+                unit = "steps" if known and not separate else usual
                 self._shared.study.set_user_attr(UNIT, unit)
+            self._by_shares = unit == "shares"
             return unit
 
         return self._shared.locked(attempt)
+
+    def unit(self, usual: Unit) -> Unit:
+        """The stored unit; ``usual`` where there is none."""
+        unit: Unit = self._shared.patience(lambda: self._shared.study.user_attrs.get(UNIT, usual))
+        self._by_shares = unit == "shares"
+        return unit
 
     def measure(self, number: int, rung: int, value: float, *, violates: bool = False) -> None:
         """Store the value measured at a rung, and whether the trial breaks a constraint there. If it was
@@ -148,9 +167,11 @@ class StudyRungs:
         self._claims.change(number, lambda _, live: live.set_user_attr(PASSED, int(rung)))
 
     def keep_steps(self, number: int, steps: int) -> None:
-        """Store a trial's optimiser steps, since its values are kept by shares of them."""
+        """Store a trial's optimiser steps, since its values are kept by shares of them from now on."""
 
         def note(frozen: FrozenTrial, live: LiveTrial) -> None:
+            if STEPS not in frozen.user_attrs and frozen.intermediate_values:
+                live.set_user_attr(BEFORE, sorted(frozen.intermediate_values))
             if frozen.user_attrs.get(STEPS) != steps:
                 live.set_user_attr(STEPS, steps)
 
@@ -158,7 +179,14 @@ class StudyRungs:
 
     def prunes(self, pruner: BasePruner, number: int) -> bool:
         """Whether a pruner of Optuna would end the trial, given what is stored now."""
-        return self._shared.patience(lambda: pruner.prune(self._shared.study, self._shared.live(number)[0]))
+
+        def attempt() -> bool:
+            frozen = copy(self._shared.live(number)[0])
+            steps = int(frozen.user_attrs.get(STEPS, PARTS))
+            frozen.intermediate_values = once_a_step(frozen.intermediate_values, steps)
+            return pruner.prune(self._shared.study, frozen)
+
+        return self._shared.patience(attempt)
 
 
 class Stopper:
@@ -336,7 +364,9 @@ def make_stopper(search: SearchSettings, budgets: Collection[int], memory: Study
         ConfigError, SearchError: as for ``make_rule`` and ``unit_of``.
     """
     rungs_within(search.stopping, budgets)  # settings that make no sense leave no unit in the study
-    unit = unit_of(search.stopping, budgets, memory.keep_unit)
+    separate = search.stopping.kind != "optuna"  # Optuna's pruners read all values themselves
+    keep = partial(memory.keep_unit, separate=separate) if search.stopping.active else memory.unit
+    unit = unit_of(search.stopping, budgets, keep)
     rule = make_rule(search, budgets, unit=unit, keep_cohort=memory.keep_cohort, prunes=memory.prunes)
     if rule is not None:
         asynchronous = RULES.get(search.stopping.kind).asynchronous
