@@ -32,6 +32,9 @@ class Recorder(Protocol):
         """Record what it asks of the device, which does nothing of it yet; what is returned replays it, and
         returns what ``run`` returned, in the same places with new values."""
 
+    def forget(self) -> None:
+        """Nothing that was recorded is replayed any more: its memory may go to others."""
+
 
 class CudaRecorder:
     """CUDA graphs, which share memory: each is replayed before what another one returned is needed."""
@@ -42,7 +45,8 @@ class CudaRecorder:
     def record(self, run: Callable[[], Any]) -> Callable[[], Any]:
         """See :class:`Recorder`."""
         graph: Any = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        own: Any = torch.cuda.stream(torch.cuda.current_stream())  # after a refusal torch stays on another
+        with own, torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             found = run()
         self._pool = self._pool or graph.pool()
 
@@ -51,6 +55,10 @@ class CudaRecorder:
             return found
 
         return replay
+
+    def forget(self) -> None:
+        """See :class:`Recorder`. Torch refuses to share the memory of graphs that are gone."""
+        self._pool = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +121,7 @@ class Recordings(Generic[Loaded, Result]):
     def forget(self) -> None:
         """Let go of all recordings and their memory; each is made again when it is needed."""
         self._kept.clear()
+        self._recorder.forget()
 
     def _load(self, places: Places, tables: tuple[Key, ...], load: Callable[[], Loaded]) -> Loaded:
         with places.filled():

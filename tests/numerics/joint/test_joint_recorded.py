@@ -76,12 +76,18 @@ class Again:
         self.recorded += 1
         return run
 
+    def forget(self) -> None:
+        pass
+
 
 class Refusing:
     """A device that waits somewhere: nothing is recorded."""
 
     def record(self, _run: Callable[[], Any]) -> Callable[[], Any]:
         raise RuntimeError("operation not permitted when stream is capturing")
+
+    def forget(self) -> None:
+        pass
 
 
 def job(name: str, rank: int, seed: int, targets: Any, lengths: tuple[int, int], dropout: float) -> JobSpec:

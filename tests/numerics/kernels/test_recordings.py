@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from plait_kernels import KernelError, Routing
-from plait_kernels.recordings import MOST, Recordings
+from plait_kernels.recordings import MOST, CudaRecorder, Recordings
 from plait_kernels.synthetic import Shape, counters_of, even_segments, problem
 from plait_kernels.tables import tile_table
 from plait_kernels.uploads import Places, refused, upload
@@ -34,6 +35,9 @@ class Recorder:
             return run()
 
         return replay
+
+    def forget(self) -> None:
+        self.said.append("forgotten")
 
 
 class Work:
@@ -133,7 +137,66 @@ def test_a_recording_keeps_no_adapter_and_is_made_again_once_it_is_forgotten() -
         work.of(1.0)
     work.recordings.forget()
     work.of(1.0)
-    assert work.recorder.said == ["recorded", "replayed", "recorded", "replayed"]
+    assert work.recorder.said == ["recorded", "replayed", "forgotten", "recorded", "replayed"]
+
+
+class Cuda:
+    """What torch has of a device, and says of it."""
+
+    def __init__(self) -> None:
+        self.shared: list[object] = []  # whose memory each graph took
+        self.current = "usual"
+        self.fails = False
+
+    def current_stream(self) -> str:
+        return self.current
+
+    @contextmanager
+    def stream(self, stream: str) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    class CUDAGraph:
+        def pool(self) -> object:
+            return self
+
+    @contextmanager
+    def graph(self, _: CUDAGraph, *, pool: object, **__: object) -> Iterator[None]:
+        self.shared.append(pool)
+        before, self.current = self.current, "capturing"
+        yield
+        if self.fails:
+            raise RuntimeError("operation failed due to a previous error during capture")
+        self.current = before
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    cuda = Cuda()
+    for name in ("current_stream", "stream", "CUDAGraph", "graph"):
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    return cuda
+
+
+def test_graphs_share_their_memory_until_they_are_forgotten(cuda: Cuda) -> None:
+    """Torch takes no memory from a graph that is gone."""
+    recorder = CudaRecorder()
+    for _ in range(3):
+        recorder.record(lambda: None)
+    recorder.forget()
+    recorder.record(lambda: None)
+    assert cuda.shared[0] is cuda.shared[3] is None
+    assert cuda.shared[1] is cuda.shared[2] is not None
+
+
+def test_after_a_refusal_the_work_goes_on_where_it_was(cuda: Cuda) -> None:
+    cuda.fails, seen = True, list[str]()
+    with pytest.raises(RuntimeError, match="a previous error"):
+        CudaRecorder().record(lambda: seen.append(cuda.current))
+    assert (seen, cuda.current) == (["capturing"], "usual")
 
 
 def test_other_uploads_than_those_recorded_are_an_error() -> None:
