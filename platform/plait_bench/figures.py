@@ -15,7 +15,7 @@ Sense = Literal["near", "at most", "at least"]
 # Why meeting a published value is no evidence: the cost model was fitted to it; an assumption that the paper
 # leaves open was chosen knowing it, or decides the result; it is the paper's own formula, not a measurement;
 # ours cannot lie on its other side; or it is of another workload.
-Weak = Literal["fitted", "assumed", "formula", "one-sided", "other workload"]
+Weak = Literal["fitted", "assumed", "formula", "one-sided", "other workload", "small effect"]
 WEAK: tuple[Weak, ...] = get_args(Weak)
 Result = Literal["within", "outside, explained", "outside, unexplained"] | Weak
 USUAL_TOLERANCE = 0.1  # of a published value

@@ -28,6 +28,7 @@ from plait_bench.lorafusion import (
 )
 from plait_bench.pipelines import (
     global_batches,
+    in_data_order,
     lorapp,
     one_after_another,
     plan_schedule,
@@ -213,27 +214,29 @@ def scaling(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str
     """
     del jobs
     begun = opened(settings, options)
-    figures = []
-    copies = {"LoRAFusion": _lorafusion_copies, "mLoRA": _mlora_copies}
-    one = {name: each(begun, 1)[0] for name, each in copies.items()}
-    own = _plait_copies(begun, 1)[0]
+    copies = {"LoRAFusion": _lorafusion_copies, "mLoRA": _mlora_copies, "1F1B": _drained, "FSDP": _gathered}
+    one = {name: each(begun, 1) for name, each in copies.items()}
+    one["1F1B"] = _drained(
+        begun, 1, times=2
+    )  # its jobs have twice the global batch there, also on 16 devices
+    own, figures = _plait_copies(begun, 1), list[Figure]()
     piece = part("pipelines", len(begun.asked.replicas))
     for number in begun.asked.replicas:
         piece(str(number))
-        plait = [number * own / each for each in _plait_copies(begun, number)]
-        for name, each in copies.items():
-            over = [number * one[name] / rate for rate in each(begun, number)]
+        over = {name: _over(number, one[name], each(begun, number)) for name, each in copies.items()}
+        over["mean of systems"] = tuple(map(mean, zip(*over.values(), strict=True)))
+        plait = _over(number, own, _plait_copies(begun, number))
+        for name, ratios in over.items():
             title = f"{number * begun.asked.stages} devices: {name}, jobs over data parallelism"
-            note = f"{number * one[name]:,.0f} tokens/s by jobs"
-            figures += [
-                Figure(
-                    *(f"{title}{how}", jobs_over, "×", "simulated"),
-                    note=note,
-                    plait=plan if name == "LoRAFusion" else None,
-                )
-                for how, jobs_over, plan in zip(("; sums hidden", ""), over, plait, strict=True)
-            ]
+            for at, how in enumerate(("; without waits", "")):
+                plan = plait[at] if name == "LoRAFusion" else None
+                figures.append(Figure(f"{title}{how}", ratios[at], "×", "simulated", plait=plan))
     return Report("LoRAFusion, ways to use more devices", tuple(figures), begun.asked.assumptions())
+
+
+def _over(number: int, one: Sequence[float], shared: Sequence[float]) -> tuple[float, ...]:
+    """Tokens a second of ``number`` times as many jobs over those of as many pipelines that share a job."""
+    return tuple(number * alone / rate for alone, rate in zip(one, shared, strict=True))
 
 
 def _larger(asked: Options, number: int) -> Lengths:
@@ -263,6 +266,30 @@ def _shared(works: Sequence[Work], even: Machine, number: int, groups: dict[str,
     simulated, and if each stage waits for the same stage of the others after each step."""
     pipelines = {each: even.in_order(works[each::number]) for each in range(number)}
     return _both(pipelines, groups)
+
+
+def _drained(begun: Opening, number: int, times: int | None = None) -> tuple[float, float]:
+    """Tokens a second of 1F1B's jobs one after another, drained after each global batch, on ``number``
+    pipelines, as of :func:`_shared`. Global batches are ``times``, or ``number`` times, as large."""
+    tokens, seconds = 0, list[list[float]]()  # of each step, by pipeline
+    for job, own in _larger(begun.asked, times or number).items():
+        for step, batch in enumerate(own):
+            works = in_data_order(batch, job, step, begun.asked.samples, padded=False)
+            parts = (begun.even.in_order(works[each::number]) for each in range(number))
+            seconds.append([blocking_seconds({0: each}, {job: job}) for each in parts])
+            tokens += sum(batch)
+    return tokens / max(map(sum, zip(*seconds, strict=True))), tokens / sum(map(max, seconds))
+
+
+def _gathered(begun: Opening, number: int) -> tuple[float, float]:
+    """Tokens a second of FSDP on the devices of ``number`` pipelines: with weights in time, and late."""
+    time, devices, trace = begun.profile.time, number * begun.asked.stages, _larger(begun.asked, number)
+    late = replace(begun.asked, stages=devices).gather
+    in_time, waited = (
+        sharded_rate(trace, time, devices=devices, size=begun.asked.samples, gather=each)
+        for each in (0.0, late)
+    )
+    return in_time, waited
 
 
 def _both(pipelines: Mapping[int, Pipeline], groups: Mapping[str, str]) -> tuple[float, float]:

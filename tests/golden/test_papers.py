@@ -335,6 +335,33 @@ def test_the_bars_of_lorafusions_artifact_are_those_of_its_text(name: str, most:
     assert sum(factors) / 5 == pytest.approx(mean, abs=0.006)
 
 
+def test_a_gain_that_no_effect_at_all_would_meet_is_no_evidence() -> None:
+    """LoRAFusion's own bars of Figure 16 are less than a tenth above 1."""
+    found = [figure for figure in as_it_is("lorafusion/scaling").figures if figure.headline]
+    kinds = {figure.result for figure in found if figure.target and figure.target.within(1.0)}
+    assert "small effect" in kinds
+    assert "within" not in kinds
+
+
+def test_the_text_of_lorafusions_figure_16_is_compared_with_all_systems() -> None:
+    """Its 1.18 is the mean of its artifact's bars; its 1.25 is not, but that without its own."""
+    bars: dict[str, dict[str, float]] = {}
+    for entry in composed("lorafusion/scaling")["published"]:
+        devices, _, rest = entry["name"].partition(": ")
+        bars.setdefault(devices, {})[rest.partition(",")[0]] = entry["value"]
+    text = {devices: own.pop("mean of systems") for devices, own in bars.items()}
+    assert text == {"8 devices": 1.18, "16 devices": 1.25}
+    means = {devices: sum(own.values()) / 4 for devices, own in bars.items()}
+    assert means == pytest.approx({"8 devices": 1.18, "16 devices": 1.21}, abs=0.006)
+    others = sum(value for name, value in bars["16 devices"].items() if name != "LoRAFusion") / 3
+    assert others == pytest.approx(1.25, abs=0.006)
+    ours = {figure.name: figure.ours for figure in as_it_is("lorafusion/scaling").figures}
+    for devices in bars:
+        title = f"{devices}: {{}}, jobs over data parallelism"
+        each = [ours[title.format(name)] for name in bars[devices]]
+        assert ours[title.format("mean of systems")] == pytest.approx(sum(each) / 4)
+
+
 def test_what_lorafusions_artifact_says_of_its_runs_moves_its_systems() -> None:
     name = "lorafusion/end_to_end"
     before = {figure.name: figure.ours for figure in as_it_is(name).figures}
