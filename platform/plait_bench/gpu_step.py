@@ -8,28 +8,28 @@ from __future__ import annotations
 
 import gc
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, cast
+from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from plait.config.fields import build
 from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings
 from plait.cost.probes import Probe, ProbeOptions, ProbeSegment, device_context, probe_loss, probe_routing
 from plait.engine.devices import choose_device, choose_kernels, prepare_tiles
-from plait.models.base import BaseModel, Identity
 from plait.utils.files import write_text
 from plait_bench.benchmarks import BENCHMARKS
 from plait_bench.figures import Baseline, Figure, Report
 from plait_bench.inputs import OPTIONS, at_least_one
+from plait_bench.random_model import LlamaSizes, dtype_on
 from plait_kernels import AdapterStep, Bank, adamw_step
 from plait_kernels.bench import environment
 from plait_kernels.timing import Taken, taken
@@ -39,25 +39,20 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 @dataclass(frozen=True, slots=True)
-class StepOptions:
+class StepOptions(LlamaSizes):
     """Options of ``gpu_step``.
 
     Attributes:
-        layers, hidden, inner, heads, shared, vocabulary: sizes of the model, of Llama's architecture.
-        adapters: adapters of one sample each, all of ``rank`` with ``dropout``.
+        adapters: adapters of ``samples`` samples each, all of ``rank`` with ``dropout``.
         length: tokens of a sample.
         labelled: share of the tokens that are labelled, in Plait's loss; PEFT's covers all.
         capacity: most tokens of a microbatch.
         repeats: steps that are timed, after one to warm up.
         file: where each part's seconds are kept.
+        samples: of an adapter's step.
+        alone: samples of a microbatch of PEFT's.
     """
 
-    layers: int
-    hidden: int
-    inner: int
-    heads: int
-    shared: int
-    vocabulary: int
     adapters: int
     length: int
     rank: int
@@ -66,27 +61,16 @@ class StepOptions:
     capacity: int
     repeats: int
     file: str
+    samples: int = 1
+    alone: int = 1
 
     def __post_init__(self) -> None:
-        at_least_one(self, "layers", "adapters", "length", "rank", "repeats", "capacity")
-
-    @property
-    def config(self) -> LlamaConfig:
-        """The model's configuration."""
-        return LlamaConfig(
-            vocab_size=self.vocabulary,
-            hidden_size=self.hidden,
-            intermediate_size=self.inner,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.shared,
-            max_position_embeddings=max(8192, self.length),
-        )
+        at_least_one(self, "layers", "adapters", "length", "rank", "repeats", "capacity", "samples", "alone")
 
     @property
     def tokens(self) -> int:
         """Tokens of a step."""
-        return self.adapters * self.length
+        return self.adapters * self.samples * self.length
 
 
 @BENCHMARKS.register("gpu_step")
@@ -98,7 +82,7 @@ def gpu_step(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[st
     """
     del jobs
     asked, device = build(StepOptions, options, OPTIONS), choose_device(settings.engine.device)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = dtype_on(device)
     file = Path(asked.file)
     kept = _kept(file, {"environment": environment(device), "options": asdict(asked)})
     with torch.random.fork_rng(devices=[]):
@@ -108,7 +92,7 @@ def gpu_step(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[st
             _measure(file, kept, "joint", partial(side.times, side.joint_step))
             _measure(file, kept, "frozen", partial(side.times, side.frozen_step))
             del side
-            _free(device)
+            free(device)
         _measure(file, kept, "peft", partial(_peft_times, asked, device, dtype))
     return Report("gpu/step", _figures(asked, kept["parts"]), _assumptions(asked, device, dtype))
 
@@ -133,17 +117,11 @@ def _measure(file: Path, kept: dict[str, Any], part: str, run: Callable[[], list
         write_text(file, json.dumps(kept, indent=1) + "\n")
 
 
-def _free(device: torch.device) -> None:
+def free(device: torch.device) -> None:
+    """Give memory back that nothing names any more."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def _random_model(asked: StepOptions, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """A model with random weights, made on the device."""
-    with device:
-        made = cast(Any, AutoModelForCausalLM).from_config(asked.config, dtype=dtype)
-    return cast(PreTrainedModel, made.requires_grad_(False))
 
 
 # ---- Plait ------------------------------------------------------------------------------------------------
@@ -154,9 +132,7 @@ class _PlaitSide:
 
     def __init__(self, asked: StepOptions, kernels: str, device: torch.device, dtype: torch.dtype) -> None:
         self.asked, self.device = asked, device
-        self.model = BaseModel(
-            _random_model(asked, device, dtype), cast(Any, None), Identity("random", "random"), asked.length
-        )
+        self.model = asked.base(asked.length, device, dtype)
         self.options = ProbeOptions(dtype, targets=TARGETS, backend=choose_kernels(kernels, device, dtype))
         self.model.install(backend=self.options.backend)
         prepare_tiles(self.model, self.options.backend, asked.capacity, "")
@@ -193,11 +169,14 @@ class _PlaitSide:
     def _probes(self) -> list[tuple[Probe, int]]:
         """The step's microbatches, each with the number of its first adapter."""
         asked, each = self.asked, max(1, self.asked.capacity // self.asked.length)
+        owners = [index for index in range(asked.adapters) for _ in range(asked.samples)]
         found = []
-        for first in range(0, asked.adapters, each):
-            segments = (ProbeSegment(asked.rank, (asked.length,)),) * min(each, asked.adapters - first)
-            labelled = max(1, int(asked.labelled * asked.length * len(segments)))
-            found.append((Probe(segments, labelled), first))
+        for start in range(0, len(owners), each):
+            own = owners[start : start + each]
+            segments = tuple(
+                ProbeSegment(asked.rank, (asked.length,) * count) for count in Counter(own).values()
+            )
+            found.append((Probe(segments, max(1, int(asked.labelled * asked.length * len(own)))), own[0]))
         return found
 
 
@@ -206,7 +185,7 @@ class _PlaitSide:
 
 def _peft_times(asked: StepOptions, device: torch.device, dtype: torch.dtype) -> list[Taken]:
     """A step of one adapter with PEFT, as often as there are adapters: they have the same sizes."""
-    model = _random_model(asked, device, dtype)
+    model: Any = asked.model(asked.length, device, dtype)
     model.set_attn_implementation("sdpa")  # causal and without a mask: torch's flash kernels on a GPU
     lora = LoraConfig(
         r=asked.rank, lora_alpha=asked.rank, lora_dropout=asked.dropout, target_modules=list(TARGETS)
@@ -214,11 +193,12 @@ def _peft_times(asked: StepOptions, device: torch.device, dtype: torch.dtype) ->
     adapted = get_peft_model(model, lora, autocast_adapter_dtype=False)
     trained = [weight for weight in adapted.parameters() if weight.requires_grad]
     optimiser = torch.optim.AdamW(trained, lr=1e-4, fused=True)
-    ids = torch.zeros(1, asked.length, dtype=torch.int64, device=device)
+    ids = torch.zeros(asked.samples, asked.length, dtype=torch.int64, device=device)
 
     def step() -> None:
-        loss: Tensor = adapted(input_ids=ids, labels=ids, use_cache=False).loss
-        torch.autograd.backward(loss)
+        for own in torch.split(ids, asked.alone):
+            loss: Tensor = adapted(input_ids=own, labels=own, use_cache=False).loss
+            torch.autograd.backward(loss * len(own) / len(ids))
         optimiser.step()
         optimiser.zero_grad()
 
@@ -248,6 +228,7 @@ def _figures(asked: StepOptions, parts: Mapping[str, Mapping[str, float]]) -> tu
             *(speed, "tokens/s", "measured"),
             Baseline(asked.tokens / peft["device"], "PEFT, one adapter after another", at_least=1.0),
         ),
+        Figure("joint over PEFT", peft["device"] / joint["device"], "×", "measured", note="their speeds"),
         *hosts,
     )
 
@@ -257,5 +238,6 @@ def _assumptions(asked: StepOptions, device: torch.device, dtype: torch.dtype) -
     return (
         f"{kind}, {str(dtype).removeprefix('torch.')}, random weights; seconds of the device, medians of "
         f"{asked.repeats} steps",
-        f"PEFT: one step of one adapter, times {asked.adapters}; sdpa, dropout by torch, loss of all tokens",
+        f"PEFT: one step of one adapter, times {asked.adapters}, {asked.alone} of {asked.samples} samples "
+        "at a time; sdpa, dropout by torch, loss of all tokens",
     )

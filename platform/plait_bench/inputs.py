@@ -10,6 +10,7 @@ from plait.cost.profiles import ClusterProfile, cluster_profile
 
 DATA = Path(__file__).parent / "data"
 OPTIONS = "bench.options"
+GPUS = {"a GPU": "", "an L40S GPU": "L40S"}  # what files need: a part of the device's name
 
 
 def shipped(name: str | Path) -> Path:
@@ -43,6 +44,18 @@ def at_least_one(options: object, *names: str) -> None:
         value = getattr(options, name)
         if value < 1:
             raise ConfigError(f"{OPTIONS}.{name}={value}", "It must be at least 1.")
+
+
+def lacks(needs: str, device: str) -> bool:
+    """Whether what a file needs is not there, or ``engine.device`` is another device."""
+    import torch
+
+    from plait.engine.devices import choose_device
+
+    if not needs:
+        return False
+    found = choose_device(device)
+    return found.type != "cuda" or GPUS[needs] not in torch.cuda.get_device_name(found)
 
 
 def require_processor(settings: RunSettings) -> None:

@@ -25,9 +25,7 @@ import yaml
 
 import plait
 from plait.config.fields import build
-from plait.core.errors import ConfigError
-from plait.core.jobs import JobSpec
-from plait.core.settings import RunSettings, TrackingSettings
+from plait.core.settings import TrackingSettings
 from plait.tracking.connection import open_store
 from plait.tracking.location import locate
 from plait.tracking.records import LogPoints
@@ -35,9 +33,7 @@ from plait.utils.benchmarks import PAPERS, RUNNERS
 from plait.utils.durations import duration
 from plait.utils.files import write_text
 from plait.utils.paths import conf_dir, sweeps_dir, user_path
-from plait_bench.benchmarks import BENCHMARKS
-from plait_bench.figures import Report
-from plait_bench.inputs import OPTIONS
+from plait_bench.inputs import lacks
 from plait_bench.papers_page import as_html, as_markdown, summary
 from plait_bench.run import Paper
 
@@ -76,26 +72,6 @@ def paper_files(folder: Path) -> list[PaperFile]:
     return found
 
 
-@BENCHMARKS.register("papers/absent")
-def absent(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
-    """Refuse, for figures that Plait cannot give yet.
-
-    Raises:
-        ConfigError: always.
-    """
-    del settings, jobs
-    asked = build(AbsentOptions, options, OPTIONS)
-    raise ConfigError(asked.workload, f"It needs {asked.needs}.", "`plait bench --papers` runs what can be.")
-
-
-@dataclass(frozen=True, slots=True)
-class AbsentOptions:
-    """Options of ``papers/absent``: the workload that the figure is of, and what it needs."""
-
-    workload: str
-    needs: str
-
-
 @RUNNERS.register(PAPERS)
 def run_papers(root: str, flags: Mapping[str, str]) -> None:
     """Run what has not run, then write papers.html and papers.md, record runs in MLflow and print the table.
@@ -115,8 +91,9 @@ def run_papers(root: str, flags: Mapping[str, str]) -> None:
 
 
 def every(files: Sequence[PaperFile], log: Path) -> Iterator[Record]:
-    """The record of each file: the kept one if nothing has changed, otherwise that of a run now."""
-    kept = {(each["name"], each["digest"]): each for each in read_records(log) if each["state"] != "failed"}
+    """The record of each file: the kept one if nothing has changed, otherwise that of a run now. What needs a
+    device is not kept: it may be there the next time."""
+    kept = {(each["name"], each["digest"]): each for each in read_records(log) if each["state"] == "ran"}
     begun = time()
     for number, file in enumerate(files, start=1):
         record = kept.get((file.name, file.digest))
@@ -124,8 +101,9 @@ def every(files: Sequence[PaperFile], log: Path) -> Iterator[Record]:
             spent = duration(time() - begun)
             print(f"{spent:>10}  {number} of {len(files)}: {file.name}", file=sys.stderr, flush=True)
             record = run_file(file)
-            with log.open("a", encoding="utf-8") as out:
-                out.write(json.dumps(record) + "\n")
+            if record["state"] != "needs":
+                with log.open("a", encoding="utf-8") as out:
+                    out.write(json.dumps(record) + "\n")
         yield record
 
 
@@ -143,7 +121,7 @@ def read_records(log: Path) -> list[Record]:
 def run_file(file: PaperFile) -> Record:
     """Run one file in a process of its own."""
     record: Record = {"name": file.name, "digest": file.digest, "paper": asdict(file.paper), "seconds": 0.0}
-    if file.paper.needs:
+    if lacks(file.paper.needs, "auto"):
         return record | {"state": "needs", "report": None}
     began = time()
     with TemporaryDirectory() as folder:

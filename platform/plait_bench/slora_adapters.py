@@ -122,12 +122,12 @@ def adapters(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[st
     part("loading the model")
     base = load_model(settings.model, cache=cache_dir(), device=torch.device("cpu"))
     base.install(backend="grouped")
-    with _folders(base, asked, asked.ranks) as folders:
+    with random_folders(base, asked.files, asked.ranks) as folders:
         mixed = _few_and_many(base, folders, asked, f"{asked.many} adapters")
         peft = _beside_peft(settings, base, folders, asked)
     figures = [*mixed, peft]
     if asked.one_rank is not None:
-        with _folders(base, asked, (asked.one_rank,)) as folders:
+        with random_folders(base, asked.files, (asked.one_rank,)) as folders:
             figures += _few_and_many(base, folders, asked, f"{asked.many} adapters of rank {asked.one_rank}")
     return Report("S-LoRA, adapters of one server", tuple(figures))
 
@@ -192,13 +192,13 @@ def _moved_bytes() -> float:
 
 
 @contextmanager
-def _folders(base: BaseModel, asked: AdaptersOptions, ranks: Sequence[int]) -> Iterator[list[Path]]:
-    """Folders of random adapters, removed afterwards."""
+def random_folders(base: BaseModel, files: int, ranks: Sequence[int]) -> Iterator[list[Path]]:
+    """Folders of random adapters, with these ranks in turn, removed afterwards."""
     sites = resolve_targets(TARGETS, base.linears)
     sizes = {linear.name: (linear.in_features, linear.out_features) for linear in base.linears}
     with tempfile.TemporaryDirectory(prefix="plait-adapters-") as name:
         made = []
-        for number in range(asked.files):
+        for number in range(files):
             rank = ranks[number % len(ranks)]
             noise = torch.Generator().manual_seed(number)
             weights = {

@@ -178,6 +178,19 @@ WITH_JOBS: dict[str, tuple[dict[str, Any], str, Any]] = {
     "mlora/tensor_measured": ({"bench.options.slices": 2}, "bench.options.tokens", 64),
 }
 LONG |= WITH_JOBS
+# These need a GPU; here their benchmarks run at small sizes on the CPU, and each change moves what they do.
+SIZES = {"layers": 1, "hidden": 32, "inner": 48, "heads": 4, "shared": 2, "vocabulary": 97}
+STEP = SIZES | {"length": 12, "rank": 4, "capacity": 24, "repeats": 1, "file": "step.json"}
+CALL = {"adapters": [1, 4], "repeats": 1, "file": "kernels.json"}
+SERVED = SIZES | {"files": 4, "requests": 8, "rate": 1000.0, "longest": 12, "pool_tokens": 512}
+NEEDS_GPU: dict[str, dict[str, Any]] = {
+    "lorafusion/end_to_end_8b": STEP,
+    "lorafusion/l40s": STEP,
+    "lorafusion/kernels": CALL,
+    "lorafusion/motivation": CALL | {"adapters": [1]},
+    "slora/prefetch": SERVED,
+    "slora/throughput": SERVED,
+}
 JOBS = 4
 EVERY = MOVED | (LONG if os.environ.get("PLAIT_PAPERS") == "1" else {})
 
@@ -267,6 +280,38 @@ def test_headlines_are_as_recorded_and_fit_on_a_screen(name: str) -> None:
 def test_every_file_that_can_be_run_is_tested() -> None:
     needs = {each.name for each in paper_files(sweeps_dir()) if each.paper.needs}
     assert {each.name for each in paper_files(sweeps_dir())} == {*MOVED, *LONG, *needs}
+    assert needs == NEEDS_GPU.keys()
+
+
+@pytest.mark.parametrize("name", NEEDS_GPU)
+def test_what_needs_a_gpu_measures_ours_beside_what_is_published(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config: dict[str, Any] = json.loads(json.dumps(composed(name)))
+    options = config["bench"]["options"]
+    options |= NEEDS_GPU[name]
+    for group in options.get("groups", ()):
+        group |= {"layers": ["smollm2-135m o"], "tokens": [24]}
+    config["engine"] |= {"device": "cpu", "kernels": "grouped"}
+    report = run(config, whole=True)  # each published value has its figure
+    assert {figure.how for figure in report.figures} == {"measured"}
+    kept = {file.name: json.loads(file.read_text()) for file in tmp_path.glob("*.json")}
+    for entry in config.get("published") or ():
+        entry["value"] *= 2
+    moved = run(config, whole=True)
+    assert _targets(moved) == [2 * value for value in _targets(report)]
+    if kept:  # resumed from what was measured, so ours are the same
+        assert [figure.ours for figure in moved.figures] == [figure.ours for figure in report.figures]
+    if name == "lorafusion/kernels":
+        rows = {each["adapters"]: each["seconds"] for each in kept["kernels.json"]["rows"]}
+        named = {figure.name: figure.ours for figure in report.figures}
+        found = named["Figure 18, 4 adapters: mean speed over torch's LoRA"]
+        assert found == rows[1]["torch-lora"]["both"] / rows[4]["grouped"]["both"]
+
+
+def _targets(report: Report) -> list[float]:
+    return [figure.target.value for figure in report.figures if isinstance(figure.target, Published)]
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -35,6 +35,9 @@ def test_parts_are_measured_once_and_kept(tmp_path: Path, monkeypatch) -> None:
     assert set(kept["parts"]) == set(subject.PARTS)
     named = {figure.name: figure for figure in report.figures}
     assert named["joint: tokens a second"].ours == 36 / kept["parts"]["joint"]["device"]
+    assert named["joint over PEFT"].ours == (
+        kept["parts"]["peft"]["device"] / kept["parts"]["joint"]["device"]
+    )
     assert named["joint step"].target.value == kept["parts"]["frozen"]["device"]
 
     del kept["parts"]["peft"]
@@ -43,6 +46,15 @@ def test_parts_are_measured_once_and_kept(tmp_path: Path, monkeypatch) -> None:
     again = subject.gpu_step(SETTINGS, [], options)
     assert json.loads(file.read_text())["parts"]["joint"] == kept["parts"]["joint"]
     assert [figure.name for figure in again.figures] == list(named)
+
+
+def test_samples_of_adapters_are_packed_and_a_batch_may_be_split() -> None:
+    asked = subject.StepOptions(**OPTIONS | {"samples": 3, "capacity": 48}, file="")
+    side = subject._PlaitSide(asked, "auto", subject.torch.device("cpu"), subject.torch.float32)
+    probes = [(first, [len(own.lengths) for own in probe.segments]) for probe, first in side._probes()]
+    assert probes == [(0, [3, 1]), (1, [2, 2]), (2, [1])]
+    side.joint_step()
+    assert asked.tokens == 3 * 3 * 12
 
 
 def test_a_step_trains_every_adapter_and_leaves_the_frozen_model_alone() -> None:

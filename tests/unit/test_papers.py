@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 
 from plait.core.errors import ConfigError
 from plait.core.settings import RunSettings
 from plait_bench import papers
 from plait_bench.figures import Figure, Report
-from plait_bench.papers import PaperFile, absent, every, metrics, paper_files, read_records
+from plait_bench.inputs import GPUS, lacks
+from plait_bench.papers import PaperFile, every, metrics, paper_files, read_records
 from plait_bench.papers_page import as_html, as_markdown, result_of, summary
-from plait_bench.run import Paper, PublishedEntry, beside_published
+from plait_bench.run import Paper, PublishedEntry, beside_published, compared
 
 
 def figure(
@@ -54,11 +58,33 @@ def test_kept_results_are_used_again_unless_something_changed_or_failed(
     assert ran == ["a", "b", "c", "b", "c"]
 
 
-def test_a_file_that_needs_a_device_is_not_run_and_refuses_alone() -> None:
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_a_file_that_needs_a_device_is_not_run_and_refuses_alone(tmp_path: Path) -> None:
     needing = [file for file in paper_files(papers.sweeps_dir()) if file.paper.needs]
-    assert {papers.run_file(file)["state"] for file in needing} == {"needs"}
-    with pytest.raises(ConfigError, match="needs a GPU"):
-        absent(RunSettings(), (), {"workload": "a step", "needs": "a GPU"})
+    records = list(every(needing, tmp_path / "papers.jsonl"))
+    assert [(each["state"], each["report"]) for each in records] == [("needs", None)] * 6
+    assert not read_records(tmp_path / "papers.jsonl")  # it may be run once there is a GPU
+    command = Mock(settings=RunSettings())
+    for file in needing:
+        with pytest.raises(ConfigError, match=f"needs {file.paper.needs}"):
+            compared(command, {"bench": {}, "paper": asdict(file.paper), "mode": "bench"})
+
+
+def test_what_is_lacking_depends_on_the_device_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "NVIDIA H100 80GB HBM3")
+    assert {needs: lacks(needs, "auto") for needs in GPUS} == {"a GPU": False, "an L40S GPU": True}
+    assert lacks("a GPU", "cpu")
+    assert not lacks("", "cpu")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "NVIDIA L40S")
+    assert not lacks("an L40S GPU", "auto")
+    with pytest.raises(ConfigError, match="a GPU"):
+        Paper("P", ("1",), needs="a larger machine")
 
 
 def test_the_pages_give_results_differences_and_reasons() -> None:
