@@ -273,6 +273,10 @@ class TestWholeSearch:
             export(tracking, None, tmp_path / "none", trial=9)
         with pytest.raises(StorageError, match="does not overwrite"):
             export(tracking, "demo", tmp_path / "out")
+        (tmp_path / "file").write_text("x")
+        with pytest.raises(StorageError, match="cannot be written there") as unwritable:
+            export(tracking, "demo", tmp_path / "file" / "in" / "it")
+        assert str(tmp_path / "file" / "in" / "it") in unwritable.value.value
 
     def test_an_unknown_search_is_an_error_that_lists_the_others(self, tracking: TrackingSettings) -> None:
         with pytest.raises(SearchError, match="Start one with `plait sweep`"):

@@ -150,3 +150,19 @@ def test_the_best_trials_are_finished_and_keep_constraints_and_of_a_front_its_ow
         leading(found(1, records[0]), 3)
     both = (record(0, 1.0, 2.0, on_front=True), record(1, 3.0, 3.0), record(2, 2.0, 1.0, on_front=True))
     assert [each.trial for each in leading(found(2, *both), 3)] == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens", "said"),
+    [
+        ("", 0, "base: (no text: it ends at once)"),
+        (" \n", 3, "base: (no text: 3 tokens, all blank)"),
+        ("seven", 1, "base: seven"),
+    ],
+)
+def test_an_empty_text_says_why(
+    text: str, tokens: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"prompt": "4 + 3 =", "trial": None, "text": text, "reason": "stop", "tokens": tokens}
+    generate._show([row], as_json=False)
+    assert capsys.readouterr().out.splitlines() == ["prompt: 4 + 3 =", said, ""]

@@ -192,7 +192,10 @@ def test_a_plan_has_the_layers_that_memory_requires() -> None:
 
 def test_a_sample_that_fits_nowhere_is_named_with_the_memory() -> None:
     profile = cluster_profile(described("h100_llama31_8b"))
-    message = r"sample of 60 tokens .*: with it alone ⟨1,1⟩ takes 68.0 GiB.*\n.*80 GiB 64.0 GiB may be used"
+    message = (
+        r"sample of 60 tokens .*: with it alone ⟨1,1⟩ takes 68.0 GiB.*\n"
+        r".*At most 64.0 GiB may be used of each of 1 × H100-80GB of 80 GiB"
+    )
     with pytest.raises(CapacityError, match=message):
         fitting(on(profile), memory(1.0 * GIB), workload(), share=0.8, together=2)
     long = workload(lengths=(40, 7000))
@@ -390,7 +393,7 @@ def test_where_replicas_do_not_fit_the_sharded_base_is_planned_and_the_reason_sa
     found = planned(profile, RunSettings(), own)
     assert found.replicas[0].sharded
     assert found.replicas[0].count == 8  # for fewer, their part of 26 GiB and two layers are too much
-    assert "with it alone ⟨4,1⟩ takes 6.5 GiB" in found.candidates[0].why
+    assert "with it alone ⟨4,1⟩ takes 6.5 GiB on a device. At most " in found.candidates[0].why
 
 
 def test_what_cannot_be_sharded_is_not_weighed() -> None:

@@ -318,7 +318,8 @@ def _show(rows: Sequence[Mapping[str, Any]], *, as_json: bool) -> None:
         print(f"prompt: {rows[0]['prompt']}")
         for row in rows:
             whose = BASE if row["trial"] is None else f"trial {row['trial']}"
-            empty = f"(no text: {row['tokens']} tokens of blanks, or the end)"
+            why = f"{row['tokens']} tokens, all blank" if row["tokens"] else "it ends at once"
+            empty = f"(no text: {why})"
             print(f"{whose}: {row['text'] if row['text'].strip() else empty}")
         print()
     sys.stdout.flush()

@@ -141,7 +141,7 @@ class _Search:
     ) -> CandidateOutlook:
         if weighed is None:
             assert refused is not None
-            return CandidateOutlook(name, 0, None, None, f"{refused.value}: {refused.rule}".rstrip("."))
+            return CandidateOutlook(name, 0, None, None, f"{refused.value}. {refused.rule}".rstrip("."))
         needed = None
         if weighed.memory is not None:
             held, layers = held_together(weighed.memory, self.workload, self.together), weighed.cluster.layers
@@ -367,7 +367,7 @@ def _error_source(cluster: Cluster) -> str:
     """What the error of the predicted seconds was measured on, or why there is none."""
     if cluster.error is None:
         unknown = [each for each in cluster.kinds if each.error is None]
-        return f"none: the profile of {', '.join(each.devices.kind for each in unknown)} has {NO_ERROR}"
+        return f"the profile of {', '.join(each.devices.kind for each in unknown)} has {NO_ERROR}"
     worst = max(cluster.kinds, key=lambda each: each.error or 0.0)
     return worst.error_source
 

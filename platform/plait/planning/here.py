@@ -118,7 +118,7 @@ def plan_here(
         ),
         money=None if price is None or seconds is None else here.number * seconds / HOUR * price,
         error=None if profile is None or time is None else profile.time_error,
-        error_source=HELD_OUT if time is not None else here.unknown or f"none: {_needed(here)}",
+        error_source=HELD_OUT if time is not None else here.unknown or _needed(here),
         measure=here.measure if profile is None or profile.time is None else "",
         processes=processes,
     )

@@ -292,7 +292,7 @@ def _too_little(
     return CapacityError(
         f"job {name} has a sample of {longest} tokens ({workload.longest_is[name]}): with it alone {where} "
         f"takes {need / 2**30:.1f} GiB on a device",
-        f"Of each of {_where(profile)} {available / 2**30:.1f} GiB may be used "
+        f"At most {available / 2**30:.1f} GiB may be used of each of {_where(profile)} "
         f"(planner.memory_share={share}).",
         "Set engine.checkpointing=true if it is not set, truncate long samples (model.max_length), train "
         "fewer jobs at once (search.parallel), or describe more or larger devices.",

@@ -23,6 +23,7 @@ from plait.tracking.location import Location, locate, sqlite_in
 from plait.tracking.mlflow_store import Store, job_record, stored_leaderboard
 from plait.tracking.records import LogPoints
 from plait.tracking.ui import page_tag, search_page
+from plait.utils.files import disk_errors
 from plait.utils.paths import begun_name, cache_dir
 
 SHOWN = 20  # most searches or trials listed in a remedy
@@ -132,9 +133,13 @@ def export(
                 "Only finished jobs have an adapter.",
                 f"`{board}` shows which jobs have finished.",
             )
+    with disk_errors(
+        destination, "The adapter cannot be written there.", "Choose a folder in a writable one."
+    ):
         destination.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=destination.parent, prefix=".export-") as folder:
-            copied = store.client.download_artifacts(record.run_id, names.ADAPTER_FOLDER, folder)
+            with storage_errors(store.location):
+                copied = store.client.download_artifacts(record.run_id, names.ADAPTER_FOLDER, folder)
             if destination.exists():
                 destination.rmdir()
             shutil.move(copied, destination)
