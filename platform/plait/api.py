@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from plait.core.errors import FULL_ERROR, ConfigError, PlaitError, SearchError, StorageError
 from plait.core.lifecycle import JobState
 from plait.core.settings import ModelSettings, TrackingSettings
+from plait.utils.counts import counted
 
 # Other imports take seconds, and a notebook's completion imports this module for its names.
 if TYPE_CHECKING:
@@ -165,10 +166,10 @@ class Result:
             return Adapter(record.trial, folder, self._found, self._settings)
 
     def __repr__(self) -> str:
-        count = len(self._found.records)
+        trials = counted(len(self._found.records), "trial")
         best = self._found.best
         found = f", best trial {best.trial} with objective {best.objective:.6g}" if best else ""
-        return f"<plait.Result {self.name!r}: {self.state}, {count} trials{found}>"
+        return f"<plait.Result {self.name!r}: {self.state}, {trials}{found}>"
 
 
 @dataclass(frozen=True, slots=True)

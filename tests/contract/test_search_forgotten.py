@@ -79,8 +79,8 @@ def test_a_search_that_is_forgotten_is_nowhere_but_in_mlflows_bin(
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     monkeypatch.setattr("builtins.input", lambda _: "")
     shown = said("mine")
-    assert "1 exported adapters (--keep-adapters keeps them)" in shown
-    assert f"its study, {2 if kind == 'journal' else 1} trials" in shown
+    assert "1 exported adapter (--keep-adapters keeps them)" in shown
+    assert f"its study, {'2 trials' if kind == 'journal' else '1 trial'}\n" in shown
     assert "3 MLflow runs in" in shown
     assert "Nothing was deleted." in shown
     assert (adapter.is_dir(), runs(tmp_path), studies(tmp_path, storage)) == (True, 3, ["mine"])

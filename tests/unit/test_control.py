@@ -36,7 +36,7 @@ from plait.search.control import SearchControl, check_target
 from plait.search.identity import identify
 from plait.search.orders import ORDERS, POLL_SECONDS, Mode, Orders, StudyOrders
 from plait.search.ownership import Owner
-from plait.search.recorded import RecordedCommand, write_command
+from plait.search.recorded import FILE, RecordedCommand, write_command
 from plait.search.storage import Patience, SharedStudy, from_anywhere, open_storage
 from plait.search.stored import stored_study
 from plait.search.study import StudyTrials
@@ -83,10 +83,10 @@ def test_the_nearest_suitable_trials_are_suggested(verb: str, states: list[JobSt
     wanted = {JobState.RUNNING} if verb == "stop" else {JobState.RUNNING, JobState.FINISHED}
     good = [at for at, state in enumerate(states) if state in wanted]
     if number in good:
-        check_target(verb, number, states, "s")
+        check_target(verb, number, states, "`plait leaderboard s`")
         return
     with pytest.raises(SearchError) as caught:
-        check_target(verb, number, states, "s")
+        check_target(verb, number, states, "`plait leaderboard s`")
     named = [int(digits) for digits in re.findall(r"\d+", caught.value.remedy)]
     assert set(named) <= set(good)
     assert len(named) == min(len(good), 5)
@@ -227,7 +227,7 @@ def test_orders_are_in_the_study_and_existing_ones_are_named(
     monkeypatch.chdir(tmp_path / "another")  # the study is found from any folder
     modes = {"pause": "paused", "stop": "stopping", "cancel": "cancelling", "resume": "running"}
     for verb, mode in modes.items():
-        assert "this takes effect when `plait resume mine` resumes it" in said(verb)
+        assert f"this takes effect when `plait resume mine tracking.root={tmp_path}` resumes it" in said(verb)
         assert study.user_attrs[ORDERS]["mode"] == mode
         again = said(verb)
         if mode == "running":
@@ -305,9 +305,10 @@ def test_impossible_values_are_refused_with_value_rule_and_remedy(
 
 def test_a_trial_added_to_a_paused_search_waits_for_resume(tmp_path: Path, said: Said) -> None:
     killed(tmp_path)
-    assert "paused" not in said("add", "adapter.rank=16")
+    assert "is paused" not in said("add", "adapter.rank=16")
     said("pause")
-    assert "The search is paused: run `plait control mine resume` first." in said("add", "adapter.rank=4")
+    lift = f"`plait control mine resume tracking.root={tmp_path}`"
+    assert f"The search is paused: run {lift} first." in said("add", "adapter.rank=4")
 
 
 def test_trials_are_added_and_cloned(tmp_path: Path, said: Said) -> None:
@@ -426,12 +427,15 @@ def test_status_is_what_the_study_knows(tmp_path: Path, said: Said) -> None:
     study._storage.set_trial_intermediate_value(study.get_trials()[4]._trial_id, 20, 1.75)
     said("pause")
     first, counts, best, *trials, last = said().splitlines()
-    assert first == "mine is not running. Pending: paused. `plait control mine resume` ends the pause."
+    there = f"tracking.root={tmp_path}"
+    lift = f"`plait control mine resume {there}` ends the pause."
+    assert first == f"mine is not running. Pending: paused. {lift}"
     assert counts == "6 trials: 1 queued, 1 orphaned, 2 finished, 1 pruned, 1 running on host node7."
     assert best.startswith("Best: trial-0001, eval/loss 1.25 adapter.rank=")
     assert re.match(r"  trial-0003  running   adapter.rank=", trials[0])
     assert re.match(r"  trial-0004  orphaned  eval loss 1.75 at step 20  adapter.rank=", trials[1])
-    assert last == "`plait leaderboard mine` shows its trials, `plait resume mine` resumes it."
+    shows = f"`plait leaderboard mine {there}` shows its trials"
+    assert last == f"{shows}, `plait resume mine {there}` resumes it."
     lrs = [float(each) for each in re.findall(r"train\.lr=(\S+)", "\n".join([best, *trials]))]
     assert all(lr == float(f"{lr:.4g}") for lr in lrs)
     facts = json.loads(said("--json"))
@@ -490,6 +494,15 @@ def test_a_finished_search_takes_no_orders_and_one_that_never_trained_has_no_sta
     assert ORDERS not in study.user_attrs
 
 
+def test_a_damaged_command_is_named_with_what_writes_it_again(tmp_path: Path, said: Said) -> None:
+    killed(tmp_path)
+    file = search_folder(tmp_path, "mine") / FILE
+    file.write_text("[")
+    error = said(status=2)
+    assert f"{file}: the file is damaged" in error
+    assert "Give the `plait sweep` command again" in error
+
+
 # ---- searches that run -------------------------------------------------------------------------------------
 
 
@@ -506,19 +519,21 @@ def runs(tmp_path: Path) -> Iterator[Path]:
 def test_running_and_resumable_searches_are_listed(
     runs: Path, said: Said, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert said("pause").startswith(
-        "All trials are paused after the current step; `plait control mine resume`"
-    )
-    assert said().startswith("mine is paused. `plait control mine resume` ends the pause.")
+    there = f"tracking.root={runs}"
+    lift = f"`plait control mine resume {there}`"
+    assert said("pause").startswith(f"All trials are paused after the current step; {lift} resumes them.")
+    assert said().startswith(f"mine is paused. {lift} ends the pause.")
     assert main(["control", "--root", str(runs)]) == 0
-    assert capsys.readouterr().out == "mine\tpaused\n`plait control mine status` shows its status.\n"
+    status = f"`plait control mine status {there}`"
+    assert capsys.readouterr().out == f"mine\tpaused\n{status} shows its status.\n"
     (search_folder(runs, "killed") / "adapters" / "trial-0000").mkdir(parents=True)
     assert main(["resume", f"tracking.root={runs}"]) == 0
     assert capsys.readouterr().out == (
-        "killed\t1 adapter trained\tplait sweep model=tiny\nRunning: mine (`plait control` controls them).\n"
+        "killed\t1 adapter trained\tplait sweep model=tiny\n"
+        f"Running: mine (`plait control {there}` controls them).\n"
     )
     assert main(["control", "pause", "--root", str(runs)]) == 2
-    assert "Type `plait control mine pause`." in capsys.readouterr().err
+    assert f"Type `plait control mine pause {there}`." in capsys.readouterr().err
     assert main(["control", "kiled", "pause", "--root", str(runs)]) == 2
     assert "Did you mean killed?" in capsys.readouterr().err
     assert main(["control", "mi", f"tracking.root={runs}"]) == 0
@@ -532,7 +547,9 @@ def test_running_and_resumable_searches_are_listed(
 
 def test_control_says_that_no_search_is_running(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["control", "--root", str(tmp_path)]) == 0
-    assert "is running" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "is running" in out
+    assert f"`plait resume tracking.root={tmp_path}`" in out
     assert main(["control", "pause", "--root", str(tmp_path)]) == 2
     assert "is running" in capsys.readouterr().err
 

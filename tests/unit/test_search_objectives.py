@@ -423,7 +423,8 @@ def test_a_line_says_when_a_sampler_learns_from_an_earlier_search(
 ) -> None:
     settings = SearchSettings(sampler=sampler, sampler_options=options, prior="earlier")
     line = describe_prior(settings, known)
-    start = f"search.prior=earlier: the sampler learns from its {known} finished trials"
+    trials = "1 finished trial" if known == 1 else f"{known} finished trials"
+    start = f"search.prior=earlier: the sampler learns from its {trials}"
     if said is None:
         assert line == start
     else:

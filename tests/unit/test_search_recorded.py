@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from plait.cli.main import main
 from plait.cli.resume import main as resume
-from plait.core.errors import ConfigError, SearchError
+from plait.core.errors import ConfigError, SearchError, StorageError
 from plait.core.settings import TrackingSettings
 from plait.search.launch import another_store
 from plait.search.recorded import (
@@ -116,10 +116,27 @@ def test_an_unknown_name_lists_what_there_is(tmp_path: Path) -> None:
         known_command(tmp_path / "empty", "three")
 
 
-def test_a_file_that_was_damaged_is_as_if_it_were_not_there(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", ['{"name": "one"', "[]", '{"name": "one", "arguments": 3}', ""])
+def test_a_damaged_file_is_named_and_hides_no_other(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`plait sweep` writes it again, so to that it is as if it were not there."""
     kept(tmp_path, "one")
-    (search_folder(tmp_path, "one") / FILE).write_text('{"name": "one"')
-    assert recorded_commands(tmp_path) == []
+    other = kept(tmp_path, "two")
+    file = search_folder(tmp_path, "one") / FILE
+    file.write_text(content)
+    assert recorded_command(tmp_path, "one") is None
+    assert recorded_commands(tmp_path) == [other]
+    for name in ("one", "on"):
+        with pytest.raises(StorageError) as caught:
+            known_command(tmp_path, name)
+        assert caught.value.value == f"{file}: the file is damaged"
+        assert "`plait sweep`" in caught.value.remedy
+    with pytest.raises(SearchError) as unknown:
+        known_command(tmp_path, "three")
+    assert unknown.value.rule == f"Unfinished: two.\nCannot be read: {file}."
+    assert resume(["--root", str(tmp_path)]) == 0
+    assert f"Cannot be read: {file}" in capsys.readouterr().out
 
 
 def test_resume_without_a_name_lists_the_unfinished(

@@ -307,6 +307,9 @@ def test_the_best_half_of_a_cohort_continues_ties_by_number() -> None:
     assert actions(made, (0, 1), 8, table(second, 8)) == {0: "continue", 1: "stop"}
     reason = made.decide(3, 4, table(first, 8)).reason
     assert reason == "eval/loss 3 at rung 4: ranked 4 of 4, 2 continue (trials 0 to 3)"
+    alone = rule(kind="successive_halving", rungs=(4,), cohort=2)
+    reason = alone.decide(1, 4, table({0: {4: 1.0}, 1: {4: 2.0}}, 8)).reason
+    assert reason.endswith("ranked 2 of 2, 1 continues (trials 0 to 1)")
 
 
 @pytest.mark.parametrize("kind", ["successive_halving", "asha", "median"])

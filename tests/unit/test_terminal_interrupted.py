@@ -125,7 +125,7 @@ def test_trials_that_were_interrupted_have_not_ended() -> None:
     assert share_done(board) == 0.5
     assert (
         status_line(board, view.seconds_left)
-        == "50 % done · 1 of 4 ended, 0 running · 2 paused · 1 stopped · 100 tokens/s"
+        == "50 % done · 1 of 4 ended, 0 running · 2 paused (interrupted) · 1 stopped · 100 tokens/s"
     )
 
 

@@ -210,12 +210,12 @@ def test_the_line_on_the_whole_is_broken_where_it_does_not_fit() -> None:
     whole = status_line(board, 400.0)
     assert status_rows(board, 400.0, 200) == [whole]
     assert status_rows(board, 400.0, 80) == [
-        "67 % done, about 6 min 30 s left · 8 of 12 ended, 0 running · 1 paused",
-        "4 pruned · 4 failed · rung 2: 1 of 4 arrived",
+        "67 % done, about 6 min 30 s left · 8 of 12 ended, 0 running",
+        "1 paused (at a rung) · 4 pruned · 4 failed · rung 2: 1 of 4 arrived",
     ]
     assert status_rows(board, 400.0, 40) == [
         "67 % done, about 6 min 30 s left",
-        "8 of 12 ended, 0 running · 1 paused",
+        "8 of 12 ended, 0 running · 4 pruned",
     ]
 
 
@@ -494,7 +494,7 @@ def test_rungs_are_shown_and_what_is_waited_for() -> None:
         board.handle(JobPaused(spec(trial).name, 2, PauseReason.AT_RUNG))
     board.handle(ended("failed", None, "loss is nan", job=spec(3).name))
     line = status_line(board, None)
-    assert "3 paused" in line
+    assert "3 paused (at a rung)" in line
     assert (
         "rung 2: 4 of 4 arrived · rung 2: 1 of 3 arrived" in line
     )  # of the second cohort there are three trials
@@ -504,8 +504,9 @@ def test_rungs_are_shown_and_what_is_waited_for() -> None:
     assert " 0/2 " in rows["trial-0005"]
     board.handle(JobPaused(spec(1).name, 3, PauseReason.BY_ORDER))
     assert "rung 3" not in status_line(board, None)
+    assert "3 paused (at a rung) · 1 paused (by order)" in status_line(board, None)
     board.rungs_of = None
-    assert "rung" not in status_line(board, None)
+    assert "arrived" not in status_line(board, None)
 
 
 def test_rungs_at_shares_are_reached_after_steps_of_each_jobs_own() -> None:

@@ -16,7 +16,7 @@ from plait.cli.results import no_such_search
 from plait.core.errors import EXIT_DONE, ConfigError, StorageError, choices
 from plait.core.settings import TrackingSettings
 from plait.search.locks import trains_here
-from plait.search.recorded import RecordedCommand, known_command, quoted, recorded_command
+from plait.search.recorded import RecordedCommand, command_on, known_command, quoted, read_command
 from plait.utils.paths import as_path, begun_name, search_folder, search_names
 from plait.utils.progress import say
 from plait.utils.spelling import did_you_mean
@@ -69,20 +69,20 @@ def main(arguments: Sequence[str]) -> int:
 def _open(root: Path, name: str, verb: str, wait: float) -> SearchControl:
     """Raises:
     ConfigError: the search has never trained, or it is finished and is asked for something.
-    StorageError: its study does not answer.
+    StorageError: its study does not answer, or the file with its command cannot be read.
     """
-    recorded, quoted = recorded_command(root, name), shlex.quote(name)
+    recorded, command = read_command(root, name), f"plait control {shlex.quote(name)} {verb}"
     if recorded is None:
         raise ConfigError(
-            f"plait control {quoted} {verb}",
+            command,
             "This search ended before training started, so it has no study.",
             "Start the search again with its `plait sweep` command.",
         )
     if recorded.finished and verb != "status":
         raise ConfigError(
-            f"plait control {quoted} {verb}: {name} is finished",
+            f"{command}: {name} is finished",
             "A finished search has no trials left to control.",
-            f"`plait resume {quoted} search.trials=N` adds trials to it.",
+            f"`{command_on(root, 'resume', name, 'search.trials=N')}` adds trials to it.",
         )
     return _control(recorded, root, wait)
 
@@ -122,13 +122,17 @@ def listing(root: Path) -> str:
     """The searches that run on this machine, each with its mode, or what to do if there is none."""
     names = running(root)
     if not names:
-        return f"No search in {root} is running; `plait resume` lists those that can be resumed."
+        lists = command_on(root, "resume")
+        return f"No search in {root} is running; `{lists}` lists those that can be resumed."
     lines = [f"{name}\t{_mode(root, name)}" for name in names]
-    return "\n".join([*lines, f"`plait control {shlex.quote(names[0])} status` shows its status."])
+    return "\n".join([*lines, f"`{command_on(root, 'control', names[0], 'status')}` shows its status."])
 
 
 def _mode(root: Path, name: str) -> str:
-    recorded = recorded_command(root, name)
+    try:
+        recorded = read_command(root, name)
+    except StorageError as error:
+        return f"unknown: {error.value}"
     try:
         return "starting" if recorded is None else _control(recorded, root).mode
     except StorageError:
@@ -140,7 +144,7 @@ def _no_such_search(root: Path, words: Sequence[str]) -> ConfigError:
     name, names = words[0], running(root)
     if name in VERBS:
         said = shlex.join(words)
-        meant = [f"`plait control {shlex.quote(each)} {said}`" for each in names]
+        meant = [f"`{command_on(root, 'control', each, *words)}`" for each in names]
         return ConfigError(
             f"plait control {said}: no search is named",
             "The name of a search comes first.",

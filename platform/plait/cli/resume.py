@@ -14,14 +14,18 @@ from plait.core.errors import EXIT_DONE, ConfigError
 from plait.core.settings import TrackingSettings
 from plait.search.recorded import (
     FILE,
+    ROOT,
     URI,
     RecordedCommand,
+    command_on,
     given,
     known_command,
     quoted,
     recorded_commands,
+    unreadable_commands,
 )
 from plait.utils.addresses import redact
+from plait.utils.counts import counted
 from plait.utils.paths import search_folder, user_path
 
 USAGE = """plait resume NAME [KEY=VALUE ...]
@@ -31,7 +35,6 @@ Settings that do not change what is searched can be changed, for example
 engine.threads=4 or search.trials=64. Searches are looked up in tracking.root.
 
 `plait resume` without a name lists the searches that can be resumed."""
-ROOT = "tracking.root"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -47,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(value, "`plait resume` takes the name of one search.", USAGE.splitlines()[0])
     root = _root(overrides)
     if not names:
-        _list(root)
+        _list(Path(_typed_root(overrides)))
         return EXIT_DONE
     command = known_command(root, names[0])
     _check_owner(search_folder(root, command.name) / FILE, command)
@@ -85,9 +88,10 @@ def _check_owner(file: Path, command: RecordedCommand) -> None:
         )
 
 
-def _list(root: Path) -> None:
+def _list(typed: Path) -> None:
     """List the searches that can be resumed, each with its adapters so far and its command; then those that
-    are running."""
+    are running, and files that cannot be read."""
+    root = user_path(typed).absolute()
     unfinished = [command for command in recorded_commands(root) if not command.finished]
     now = running(root)
     waiting = [command for command in unfinished if command.name not in now]
@@ -96,9 +100,11 @@ def _list(root: Path) -> None:
     for command in waiting:
         trained = len(list(search_folder(root, command.name).glob("adapters/*")))  # without the slow study
         words = redact(shlex.join(("plait", command.verb, *command.arguments)))
-        print(f"{command.name}\t{trained} adapter{'' if trained == 1 else 's'} trained\t{words}")
+        print(f"{command.name}\t{counted(trained, 'adapter')} trained\t{words}")
     if now:
-        print(f"Running: {', '.join(now)} (`plait control` controls them).")
+        print(f"Running: {', '.join(now)} (`{command_on(typed, 'control')}` controls them).")
+    for path in unreadable_commands(root):
+        print(f"Cannot be read: {path}")
 
 
 def _resume(command: RecordedCommand, root: Path, overrides: Sequence[str]) -> int:

@@ -45,6 +45,11 @@ ENDED = frozenset(
 )
 
 
+def described_state(state: JobState, reason: str) -> str:
+    """A state, and why a paused job is paused: ``paused (at a rung)``."""
+    return f"{state} ({reason})" if reason and state == JobState.PAUSED else str(state)
+
+
 class PauseReason(StrEnum):
     """Why a job has no slot. The value is shown after the word "paused".
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from plait.utils.counts import counted
+
 WITHIN = 3600.0  # seconds
 
 
@@ -43,4 +45,4 @@ class Restarts:
         if not self.count:
             return words if checkpoints else ""
         times = f"{self.count} restart{'s' * (self.count > 1)} after lost processes"
-        return f"{words}; {times} took {self.seconds:.1f} s and repeated {self.steps} steps"
+        return f"{words}; {times} took {self.seconds:.1f} s and repeated {counted(self.steps, 'step')}"

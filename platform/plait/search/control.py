@@ -10,7 +10,6 @@ given, because Optuna is slow to import.
 
 from __future__ import annotations
 
-import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -28,7 +27,7 @@ from plait.search.locks import WORKERS, living, trains_here
 from plait.search.orders import Mode, StudyOrders
 from plait.search.ownership import process_id
 from plait.search.points import AddedPoint, outside_of, overrides_of, read_added
-from plait.search.recorded import RecordedCommand
+from plait.search.recorded import RecordedCommand, command_on
 from plait.search.storage import Patience, SharedStudy, passes, quiet
 from plait.search.stored import Standing, read_standing, stored_study
 from plait.search.suggest import read_space
@@ -42,7 +41,7 @@ SHAPE = ("adapter.rank", "adapter.target_modules", "adapter.variant")
 _MODES: Mapping[str, tuple[Mode, str]] = {
     "pause": (
         "paused",
-        "All trials are paused after the current step; `plait control {} resume` resumes them.",
+        "All trials are paused after the current step; {} resumes them.",
     ),
     "resume": ("running", "The search resumes."),
     "stop": ("stopping", "No further trials start; running trials continue to the end."),
@@ -64,13 +63,16 @@ class SearchControl:
         quiet()
         until = time.monotonic() + wait
         self._name = recorded.name
-        self._quoted = shlex.quote(recorded.name)
+        self._root = root
         self._recorded = recorded
         self._folder = search_folder(root, recorded.name)
         self._patience = Patience(stop=lambda: time.monotonic() >= until)
         self._study = self._patience(lambda: _opened(recorded, root, wait=time.monotonic() < until))
         self._shared = SharedStudy(self._study, self._patience)
         self._orders = StudyOrders(self._shared)
+
+    def _command_on(self, verb: str, *words: str) -> str:
+        return f"`{command_on(self._root, verb, self._name, *words)}`"
 
     @property
     def mode(self) -> str:
@@ -88,17 +90,18 @@ class SearchControl:
     def status(self) -> list[str]:
         """The present state of the search, as lines of text."""
         ordered, mode = self._orders.read().mode, self.mode
+        lift = f" {self._command_on('control', 'resume')} ends the pause."
         if mode == "finished":
             first = f"{self._name} is finished."
         elif mode == "not running":
             first = f"{self._name} is not running."
             first += "" if ordered == "running" else f" Pending: {ordered}."
-            first += f" `plait control {self._quoted} resume` ends the pause." if ordered == "paused" else ""
+            first += lift if ordered == "paused" else ""
         else:
             first = f"{self._name} is {mode}."
-            first += f" `plait control {self._quoted} resume` ends the pause." if mode == "paused" else ""
-        more = f"`plait leaderboard {self._quoted}` shows its trials"
-        last = f"{more}, `plait resume {self._quoted}` resumes it." if mode == "not running" else f"{more}."
+            first += lift if mode == "paused" else ""
+        more = f"{self._command_on('leaderboard')} shows its trials"
+        last = f"{more}, {self._command_on('resume')} resumes it." if mode == "not running" else f"{more}."
         rows = [f"  {row}" for row in self._processes()]
         return [first, *self.standing().describe(), *rows, last]
 
@@ -125,7 +128,7 @@ class SearchControl:
                 return f"The search is already {mode}."
             return self._when("The search is not paused.")
         self._orders.set_mode(mode)
-        return self._when(text.format(self._quoted))
+        return self._when(text.format(self._command_on("control", "resume")))
 
     def stop_trial(self, number: int) -> str:
         """End one trial; return in words what will happen.
@@ -147,7 +150,7 @@ class SearchControl:
                 f"{text} No worker of the search runs on this host; its workers are on {' and '.join(hosts)}."
             )
         return (
-            f"{text} It is not running now; this takes effect when `plait resume {self._quoted}` resumes it."
+            f"{text} It is not running now; this takes effect when {self._command_on('resume')} resumes it."
         )
 
     # ---- further trials ------------------------------------------------------------------------------------
@@ -231,7 +234,7 @@ class SearchControl:
             verb = "lie" if len(added.outside) > 1 else "lies"
             starts += f" {words} {verb} outside the search space: the sampler does not learn from this trial."
         if self._orders.read().mode == "paused":
-            starts += f" The search is paused: run `plait control {self._quoted} resume` first."
+            starts += f" The search is paused: run {self._command_on('control', 'resume')} first."
         return self._when(starts)
 
     def _read(self, overrides: Sequence[str]) -> tuple[AddedPoint, int | None]:
@@ -266,7 +269,8 @@ class SearchControl:
     # ---- which trial ---------------------------------------------------------------------------------------
 
     def _check_target(self, verb: str, number: int) -> None:
-        check_target(verb, number, [trial.state for trial in self.standing().trials], self._name)
+        states = [trial.state for trial in self.standing().trials]
+        check_target(verb, number, states, self._command_on("leaderboard"))
 
 
 def _opened(recorded: RecordedCommand, root: Path, *, wait: bool) -> Study:
@@ -283,8 +287,11 @@ def _opened(recorded: RecordedCommand, root: Path, *, wait: bool) -> Study:
         raise
 
 
-def check_target(verb: str, number: int, states: Sequence[JobState], name: str) -> None:
+def check_target(verb: str, number: int, states: Sequence[JobState], lists: str) -> None:
     """Check that a trial to be stopped has begun and not ended, and that one to be cloned has begun.
+
+    Args:
+        lists: the command that lists all trials.
 
     Raises:
         SearchError: there is no such trial, or it is not of this kind.
@@ -311,4 +318,4 @@ def check_target(verb: str, number: int, states: Sequence[JobState], name: str) 
     nearest = sorted(sorted(good, key=lambda at: abs(at - number))[:NEAREST])
     which = "The nearest ones" if len(good) > NEAREST else "Such trials"
     remedy = f"{which}: {', '.join(map(str, nearest))}."
-    raise SearchError(value, rule, f"{remedy} `plait leaderboard {shlex.quote(name)}` shows all.")
+    raise SearchError(value, rule, f"{remedy} {lists} shows all.")

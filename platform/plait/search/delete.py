@@ -27,6 +27,7 @@ from plait.search.stored import NoStudyError, hosts_of, stored_study
 from plait.tracking.location import locate, sqlite_in
 from plait.tracking.results import delete_runs, stored_runs
 from plait.tracking.search_run import left_unsent
+from plait.utils.counts import counted
 from plait.utils.files import disk_errors
 from plait.utils.paths import search_folder, user_path
 
@@ -62,22 +63,22 @@ class Remains:
         kept = self.adapters if keep_adapters else 0
         lines = [f"{self.folder} ({self.size / 2**20:.1f} MiB): checkpoints, records, command"]
         if self.adapters and not kept:
-            lines[0] += f", {self.adapters} exported adapters (--keep-adapters keeps them)"
+            lines[0] += f", {counted(self.adapters, 'exported adapter')} (--keep-adapters keeps them)"
         if self.study is not None:
-            lines.append(f"its study, {len(self.study.get_trials(deepcopy=False))} trials")
+            lines.append(f"its study, {counted(len(self.study.get_trials(deepcopy=False)), 'trial')}")
         if self.runs:
             where = locate(self.tracking)
             lines.append(
-                f"{len(self.runs)} MLflow runs in {where}: `mlflow runs restore` restores them "
+                f"{counted(len(self.runs), 'MLflow run')} in {where}, which `mlflow runs restore` restores "
                 "until `mlflow gc` is run"
             )
         lines += [f"not yet sent to MLflow, will be lost: {text}" for text in self.unsent]
         for host, number in self.elsewhere.items():
             lines.append(
-                f"{number} trials were started on host {host}; any that are still running there will fail"
+                f"{counted(number, 'trial')} started on host {host}: what still runs there will fail"
             )
         if kept:
-            lines.append(f"{kept} adapters stay in {self.folder / ADAPTERS}")
+            lines.append(f"{counted(kept, 'adapter')} kept in {self.folder / ADAPTERS}")
         return lines
 
     def remove(self, keep_adapters: bool) -> None:

@@ -7,7 +7,6 @@ the command is checked, because torch and MLflow are slow to import.
 from __future__ import annotations
 
 import math
-import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
@@ -31,7 +30,7 @@ from plait.search.checks import DTYPE, Prepared, prepare
 from plait.search.orders import Orders
 from plait.search.points import too_few_points
 from plait.search.prior import describe_prior
-from plait.search.recorded import RecordedCommand, recorded_command, write_command
+from plait.search.recorded import RecordedCommand, command_on, recorded_command, write_command
 from plait.search.results import (
     TRY_ALL,
     SearchEnd,
@@ -339,7 +338,7 @@ class Launch:
                 stopper=stopper,
                 read_orders=attend,
                 view=view,
-                lift=self._lift,
+                lift=self._command_on("control", "resume"),
                 say_dead=attend.say_dead,
             ).run()
 
@@ -385,21 +384,13 @@ class Launch:
     def _view(self, tracker: Tracker) -> str:
         """Where to see the search: an address, or the command that serves it."""
         tracking = self._settings.tracking
-        words = [*self._verb("ui"), *([f"tracking.uri={tracking.uri}"] if tracking.uri else [])]
+        words = [f"tracking.uri={tracking.uri}"] if tracking.uri else []
         if tracking.experiment != TrackingSettings().experiment:
             words.append(f"tracking.experiment={tracking.experiment}")
-        return tracker.page or redact(shlex.join(words))
+        return tracker.page or redact(self._command_on("ui", *words))
 
-    def _verb(self, verb: str, *more: str) -> list[str]:
-        """A command on this search, from the present folder."""
-        root = self._settings.tracking.root
-        own = [] if root == TrackingSettings().root else [f"tracking.root={root}"]
-        return ["plait", verb, self._source.name, *more, *own]
-
-    @property
-    def _lift(self) -> str:
-        """The command that ends a pause."""
-        return shlex.join(self._verb("control", "resume"))
+    def _command_on(self, verb: str, *words: str) -> str:
+        return command_on(self._settings.tracking.root, verb, self._source.name, *words)
 
     def _report(self, result: SearchEnd, tracker: Tracker, trouble: str, account: str) -> None:
         facts = {"tracked in": str(tracker.location), "view with": self._view(tracker)}
@@ -411,9 +402,9 @@ class Launch:
             facts["ended early"] = result.why
         if result.interrupted or result.ended_by:
             lifted = [TRY_ALL] if result.ended_by == "failing" else []
-            facts["resume with"] = shlex.join([*self._verb("resume"), *lifted])
+            facts["resume with"] = self._command_on("resume", *lifted)
         if result.ended_by == "paused":
-            facts["end the pause with"] = self._lift
+            facts["end the pause with"] = self._command_on("control", "resume")
         self._screen.summarise(tracker.board, facts)
 
     def _say(self, *lines: str) -> None:

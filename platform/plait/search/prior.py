@@ -18,6 +18,7 @@ from plait.search.identity import comparison, difference
 from plait.search.points import outside_of, read_values
 from plait.search.samplers import SAMPLERS
 from plait.search.suggest import distributions
+from plait.utils.counts import counted
 
 PRIOR = "plait.prior"  # study: name of the earlier study and its trials, as JSON
 
@@ -67,13 +68,14 @@ def _kept(study: Study) -> dict[str, Any]:
 
 def describe_prior(settings: SearchSettings, known: int) -> str:
     """Describe to the user how the sampler uses ``known`` trials of an earlier study."""
-    line = f"search.prior={settings.prior}: the sampler learns from its {known} finished trials"
+    line = f"search.prior={settings.prior}: the sampler learns from its {counted(known, 'finished trial')}"
     needed = int(settings.sampler_options.get(STARTUP, STARTUP_TRIALS))
     if SAMPLERS.get(settings.sampler).source_trials or known >= needed:
         return line
     return (
-        f"{line}; {settings.sampler} suggests at random until it has seen {needed} trials, including those "
-        f"of this search (++search.sampler_options.{STARTUP}={known} learns from these at once)"
+        f"{line}; {settings.sampler} suggests at random until it has seen {counted(needed, 'trial')}, "
+        f"including those of this search (++search.sampler_options.{STARTUP}={known} learns from these at "
+        "once)"
     )
 
 

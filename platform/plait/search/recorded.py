@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from plait.config.build import key_of
-from plait.core.errors import SearchError
+from plait.core.errors import SearchError, StorageError
+from plait.core.settings import TrackingSettings
 from plait.utils.files import OWNER_ONLY, disk_errors, write_text
-from plait.utils.paths import begun_name, search_folder
+from plait.utils.paths import begun_name, search_folder, search_names
 
 FILE = "command.json"
 URI = "tracking.uri"
+ROOT = "tracking.root"
 _PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")  # needs no quotes in Hydra or in a shell
 _WORDS = ("true", "false", "null", "nan", "inf", "infinity")  # Hydra reads these as other types
 
@@ -58,6 +62,12 @@ def given(arguments: Sequence[str], key: str) -> str:
     return values[-1].strip("'\"") if values else ""
 
 
+def command_on(root: Path, verb: str, *words: str) -> str:
+    """A command of Plait's on the searches in ``root``, from the present folder."""
+    own = [] if root == TrackingSettings().root else [f"{ROOT}={root}"]
+    return shlex.join(["plait", verb, *words, *own])
+
+
 def quoted(text: str) -> str:
     """Any text, quoted as the value of a Hydra override."""
     from hydra.core.override_parser.types import Quote, QuotedString  # takes most of a second to load
@@ -79,8 +89,31 @@ def write_command(folder: Path, command: RecordedCommand) -> None:
 
 
 def recorded_command(root: Path, name: str) -> RecordedCommand | None:
-    """The command of a search below ``root``; None if the search does not exist."""
-    return _read(search_folder(root, name) / FILE)
+    """The command of a search below ``root``; None if the search does not exist, or if its file cannot be
+    read: for those who write it again or can do without it."""
+    with suppress(StorageError):
+        return read_command(root, name)
+    return None
+
+
+def read_command(root: Path, name: str) -> RecordedCommand | None:
+    """The command of a search below ``root``; None if none was stored.
+
+    Raises:
+        StorageError: its file is damaged or may not be read.
+    """
+    path = search_folder(root, name) / FILE
+    rule = "It holds the command that started the search."
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return RecordedCommand(**content | {"arguments": tuple(content["arguments"])})
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StorageError(f"{path}: {error.strerror}", rule, "Only who started it can read it.") from error
+    except (ValueError, TypeError, KeyError) as error:
+        remedy = "Give the `plait sweep` command again: it resumes the search and writes the file again."
+        raise StorageError(f"{path}: the file is damaged", rule, remedy) from error
 
 
 def known_command(root: Path, name: str) -> RecordedCommand:
@@ -88,36 +121,37 @@ def known_command(root: Path, name: str) -> RecordedCommand:
 
     Raises:
         SearchError: the search does not exist; the message lists those that do.
+        StorageError: as :func:`read_command`.
     """
-    found = recorded_command(root, name)
-    if found is None:
-        whole = begun_name(name, (command.name for command in recorded_commands(root)))
-        found = recorded_command(root, whole)
-    if found is None:
+    whole = begun_name(name, _with_command(root))
+    if (found := read_command(root, whole)) is None:
         raise SearchError(f"{name!r}: no such search in {root}", *_what_there_is(root))
     return found
 
 
 def recorded_commands(root: Path) -> list[RecordedCommand]:
-    """The commands of all searches below ``root``, by name."""
-    read = (_read(path) for path in search_folder(root, "x").parent.glob(f"*/{FILE}"))
-    return sorted((command for command in read if command is not None), key=lambda command: command.name)
+    """The commands of all searches below ``root`` that can be read, by name."""
+    read = (recorded_command(root, name) for name in _with_command(root))
+    return [command for command in read if command is not None]
+
+
+def unreadable_commands(root: Path) -> list[Path]:
+    """The files below ``root`` that should hold a command, and are damaged or may not be read, by name."""
+    unread = (name for name in _with_command(root) if recorded_command(root, name) is None)
+    return [search_folder(root, name) / FILE for name in unread]
+
+
+def _with_command(root: Path) -> list[str]:
+    return [name for name in search_names(root) if (search_folder(root, name) / FILE).exists()]
 
 
 def _what_there_is(root: Path) -> tuple[str, str]:
-    commands = recorded_commands(root)
-    if not commands:
+    commands, unreadable = recorded_commands(root), unreadable_commands(root)
+    if not commands and not unreadable:
         return "This folder contains no searches.", "Set the folder with tracking.root=FOLDER."
     unfinished = [command.name for command in commands if not command.finished]
     lines = [f"Unfinished: {', '.join(unfinished) or 'none'}."]
     if finished := [command.name for command in commands if command.finished]:
         lines.append(f"Finished: {', '.join(finished)}.")
+    lines += [f"Cannot be read: {path}." for path in unreadable]
     return "\n".join(lines), "Use one of these names, or set the folder with tracking.root=FOLDER."
-
-
-def _read(path: Path) -> RecordedCommand | None:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        return RecordedCommand(**content | {"arguments": tuple(content["arguments"])})
-    except (OSError, ValueError, TypeError, KeyError):
-        return None

@@ -303,11 +303,12 @@ class CohortRule:
                 value = table.records[number].values.get(rung)
                 if value is None:
                     return Decision("stop", f"no {self.metric.metric} at rung {rung}")
+                go_on = "continues" if len(kept) == 1 else "continue"
                 broken = " and a broken constraint" if rung in table.records[number].violates else ""
                 return Decision(
                     "stop",
                     f"{self.metric.metric} {value:.6g}{broken} at rung {rung}: ranked "
-                    f"{1 + ranked.index(number)} of {len(members)}, {len(kept)} continue ({cohort})",
+                    f"{1 + ranked.index(number)} of {len(members)}, {len(kept)} {go_on} ({cohort})",
                 )
             members = kept
         return CONTINUE

@@ -14,7 +14,7 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
 from plait.core.errors import StorageError
-from plait.core.lifecycle import JobState
+from plait.core.lifecycle import JobState, described_state
 from plait.core.objectives import Objective
 from plait.core.rungs import Share, step_of
 from plait.core.settings import TrackingSettings
@@ -93,8 +93,7 @@ class TrialStanding:
     @property
     def described_state(self) -> str:
         """Its state, and why it is paused, as far as that is known here: ``paused (at a rung)``."""
-        why = self.now.paused if self.now is not None and self.state == JobState.PAUSED else ""
-        return f"{self.state} ({why})" if why else self.state
+        return described_state(self.state, "" if self.now is None else self.now.paused)
 
     def __str__(self) -> str:
         parts = [f"{Trial(self.number).name}  {self.described_state:<8}"]

@@ -8,7 +8,7 @@ from itertools import chain
 from statistics import median
 from typing import Any
 
-from plait.core.lifecycle import JobState
+from plait.core.lifecycle import JobState, described_state
 from plait.core.rungs import step_of
 from plait.terminal.progress import share_done
 from plait.tracking.leaderboard import JobRecord, Leaderboard
@@ -84,7 +84,9 @@ def status_parts(board: Leaderboard, left: float | None, share: float | None = N
     elif left is not None and ended < total:
         done += f", about {duration(_rough(left))} left"
     parts = [done, f"{ended} of {total} ended, {states[JobState.RUNNING]} running"]
-    parts += [f"{states[state]} {state}" for state in NAMED if states[state]]
+    named = [job for state in NAMED for job in board.jobs.values() if job.state == state]
+    counts = Counter(described_state(job.state, job.reason) for job in named)
+    parts += [f"{count} {state}" for state, count in counts.items()]
     parts += rungs_waited_for(board)
     if board.group is not None and board.group.seconds > 0:
         parts.append(f"{board.group.tokens / board.group.seconds:,.0f} tokens/s")
