@@ -90,6 +90,11 @@ class AdapterPool:
         return self.windows[key].index_select(0, offsets)
 
     @functools.cached_property
+    def addresses(self) -> tuple[int, ...]:
+        """Where each site's storage begins."""
+        return tuple(storage.data_ptr() for storage in self.storage)
+
+    @functools.cached_property
     def index(self) -> dict[str, int]:
         """The number of each site."""
         return {site.name: number for number, site in enumerate(self.sites)}
@@ -238,14 +243,13 @@ def place_vectors(pool: AdapterPool, adapter: PooledAdapter, weights: Mapping[st
     rows = []
     for name, (a, b) in weights.items():
         number, (given, features), (width, rank) = pool.index[name], a.shape, b.shape
-        alike = dtype == a.dtype == b.dtype and dtype in PLACED and a.is_contiguous() and b.is_contiguous()
-        if not (alike and adapter.rank == given == rank):
+        alike = dtype == a.dtype == b.dtype and a.is_contiguous() and b.is_contiguous()
+        if not (alike and dtype in PLACED and adapter.rank == given == rank):
             raise KernelError(
                 f"weights of {name}",
                 f"A and B are contiguous, of rank {adapter.rank}, of one dtype",
             )
-        addresses = pool.storage[number].data_ptr(), a.data_ptr(), b.data_ptr()
-        rows.append((*addresses, features, width, number))
+        rows.append((pool.addresses[number], a.data_ptr(), b.data_ptr(), features, width, number))
     sites = torch.tensor(rows, dtype=torch.int64)
     function = getattr(library, f"place_{PLACED[dtype]}_{PLACED[storage.dtype]}")
     function(sites.data_ptr(), len(rows), adapter.offsets.data_ptr(), adapter.rank)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from plait.adapters import tensor_file
 from plait.adapters import variants as adapters
-from plait.adapters.facts import CONFIG
+from plait.adapters.facts import CONFIG, WEIGHTS
 from plait.adapters.peft_folder import export_adapter, read_adapter
 from plait.adapters.tensor_file import read_tensors
 from plait.core.errors import ModelError, StorageError
@@ -167,6 +167,17 @@ def test_a_folder_is_loaded_as_it_was_exported_and_others_are_refused(tmp_path: 
         with pytest.raises((ModelError, StorageError), match=said):
             read_adapter(folder, sizes)
     (folder / CONFIG).write_text(json.dumps(config))
+    tensors = read_tensors(folder / WEIGHTS)
+    b = next(name for name in tensors if "lora_B" in name)
+    for wrong in (
+        {name: each for name, each in tensors.items() if name != b},
+        tensors | {b.replace("lora_B.weight", "lora_magnitude_vector"): torch.ones(64)},
+        tensors | {b: tensors[b].T.contiguous()},
+        tensors | {b.replace("lora_B", "lora_A"): torch.ones(3, 9)},
+    ):
+        save_file(wrong, folder / WEIGHTS)
+        with pytest.raises(ModelError, match="not those of a LoRA of rank 3"):
+            read_adapter(folder, sizes)
     other = load_model(settings_of("gpt2"), cache=tmp_path)
     with pytest.raises(ModelError, match="is not a linear layer of the base model"):
         read_adapter(folder, {site.name: (site.in_features, site.out_features) for site in other.sites})

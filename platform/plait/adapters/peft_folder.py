@@ -173,16 +173,15 @@ def read_adapter(folder: Path, sites: Mapping[str, tuple[int, int]], *, values: 
             "An adapter must belong to the base model.",
         )
     names = {module: _lora_names(module) for module in sorted(modules)}
-    shapes = {
-        name: shape
+    expected = {name for own in names.values() for name in own}
+    if stored.keys() != expected or not all(
+        stored[a].shape == (rank, sites[module][0]) and stored[b].shape == (sites[module][1], rank)
         for module, (a, b) in names.items()
-        for name, shape in ((a, (rank, sites[module][0])), (b, (sites[module][1], rank)))
-    }
-    if {name: tuple(tensor.shape) for name, tensor in stored.items()} != shapes:
+    ):
         raise ModelError(
             f"{folder}: its tensors are not those of a LoRA of rank {rank} on the base model",
             "An adapter must belong to the base model.",
         )
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    weights = {module: tuple(stored[name] for name in own) for module, own in names.items()}
+    weights = {module: (stored[a], stored[b]) for module, (a, b) in names.items()}
     return StoredAdapter(rank, scale, weights)

@@ -29,7 +29,7 @@ DTYPES = {
 }
 LENGTH = 8  # bytes at the file's beginning: the header's length
 Memory = np.ndarray[tuple[int], np.dtype[np.uint8]]
-_Entry = tuple[str, torch.dtype, tuple[int, ...], tuple[int, ...], int]
+_Entry = tuple[str, torch.dtype, tuple[int, ...], tuple[int, ...], int, int]
 SPARE_BYTES = 128 << 20  # of memory that is kept for the next files
 CACHED_BYTES = 256 << 10  # of a header that is kept; that of hundreds of sites has half of it
 
@@ -50,7 +50,7 @@ def read_tensors(path: Path, *, values: bool = True) -> dict[str, Tensor]:
         entries = (_kept_entries if len(header) <= CACHED_BYTES else _entries)(header, size - begin)
         if not values:
             return {
-                name: torch.empty(shape, dtype=dtype, device="meta") for name, dtype, shape, _, _ in entries
+                name: torch.empty(shape, dtype=dtype, device="meta") for name, dtype, shape, *_ in entries
             }
         whole = MEMORY.take(size - begin)
         into: Any = whole.numpy()
@@ -100,7 +100,7 @@ def _header(file: BufferedReader, size: int) -> tuple[bytes, int]:
 
 
 def _entries(header: bytes, size: int) -> tuple[_Entry, ...]:
-    """Each tensor's name, dtype, shape, strides and first byte of so many.
+    """Each tensor's name, dtype, shape, strides, first byte of so many, and elements.
 
     Raises:
         ValueError, TypeError, KeyError, AttributeError, RecursionError: as :func:`read_tensors`.
@@ -118,7 +118,7 @@ def _entries(header: bytes, size: int) -> tuple[_Entry, ...]:
         if prod(max(each, 1) for each in shape) * dtype.itemsize >= 1 << 63:  # though it has no elements
             raise ValueError(f"{name}: shape {shape} is too large")
         strides = tuple(prod(shape[number + 1 :]) for number in range(len(shape)))
-        found.append((name, dtype, tuple(shape), strides, first))
+        found.append((name, dtype, tuple(shape), strides, first, prod(shape)))
     return tuple(found)
 
 
@@ -131,15 +131,15 @@ def _views(whole: Tensor, entries: Sequence[_Entry]) -> dict[str, Tensor]:
     elements has no bytes there."""
     typed = {
         dtype: whole[: len(whole) // dtype.itemsize * dtype.itemsize].view(dtype)
-        for dtype in {dtype for _, dtype, shape, _, _ in entries if prod(shape)}
+        for dtype in {dtype for _, dtype, _, _, _, elements in entries if elements}
     }
     views = {}
-    for name, dtype, shape, strides, first in entries:
+    for name, dtype, shape, strides, first, elements in entries:
         number, off = divmod(first, dtype.itemsize)
-        if not prod(shape):
+        if not elements:
             views[name] = torch.empty(shape, dtype=dtype)
         elif off:
-            end = first + prod(shape) * dtype.itemsize
+            end = first + elements * dtype.itemsize
             views[name] = whole[first:end].clone().view(dtype).view(shape)
         else:
             views[name] = typed[dtype].as_strided(shape, strides, number)

@@ -330,7 +330,10 @@ class CellStore:
         if self._direct:
             sides = [side for name in sorted(weights) for side in weights[name]]
             dtypes = {side.dtype for side in sides}
-            dtype = dtypes.pop() if len(dtypes) == 1 and dtypes <= PLACED.keys() else self._pool[0].dtype
+            alike = len(dtypes) == 1 and dtypes <= PLACED.keys()
+            if alike and all(side.is_contiguous() for side in sides):  # as files have them
+                return sides
+            dtype = dtypes.pop() if alike else self._pool[0].dtype
             return [side.to(dtype).contiguous() for side in sides]
         found = self.layout.pack(adapter, weights, self._pool[0])
         pinned = self._most_bytes and self._pool[0].device.type == "cuda"
