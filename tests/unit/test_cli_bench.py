@@ -98,6 +98,13 @@ def test_an_unknown_option_is_refused_with_those_there_are(capsys: pytest.Captur
     assert "--papers; without any it lists the benchmarks" in shown
 
 
+def test_help_of_papers_says_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--papers", "--help"]) == 0
+    assert "usage: plait bench --papers [--json] [tracking.root=FOLDER]" in capsys.readouterr().out
+    assert main(["bench", "--papers", "--detail"]) == 2
+    assert "`plait bench --papers --help` explains them." in capsys.readouterr().err
+
+
 def test_sweep_files_without_a_valid_mode_are_refused(tmp_path: Path) -> None:
     assert listing(named_sweeps(tmp_path)) == "The folder sweeps/ is empty."
     (tmp_path / "a.yaml").write_text("description: x")

@@ -18,7 +18,7 @@ from plait.utils.paths import sweeps_dir
 from plait.utils.spelling import did_you_mean
 
 DETAILS, JSON, ALL_PAPERS = "--details", "--json", "--papers"
-ROOT = "tracking.root="
+ROOT, USUAL_ROOT = "tracking.root=", "plait-runs"
 FLAGS = {DETAILS: False, JSON: False}  # flag: whether a value follows
 FOOTER = (
     "Times are rough, on two otherwise idle cores; GPU: it needs one, and is not measured yet.",
@@ -27,6 +27,11 @@ FOOTER = (
     "arguments as `plait sweep`; `plait bench NAME --help` shows its file, with all its options.",
     "`plait bench --papers` runs all files for papers' figures, and resumes where it was interrupted.",
 )
+PAPERS_HELP = f"""usage: plait bench {ALL_PAPERS} [{JSON}] [{ROOT}FOLDER]
+
+Runs all files for papers' figures that this machine can run, in about 40 minutes on two cores, and writes
+papers.html and papers.md into FOLDER/papers. Interrupted, it resumes with the same command. Default of
+FOLDER: {USUAL_ROOT}."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +91,19 @@ def _run_papers(words: Sequence[str]) -> None:
     Raises:
         ConfigError: an argument other than --json and tracking.root.
     """
-    root = "plait-runs"
+    if set(words) & set(HELP):
+        print(PAPERS_HELP)
+        return
+    root = USUAL_ROOT
     for word in words:
         if word.startswith(ROOT):
             root = word.removeprefix(ROOT)
         elif word != JSON:
-            raise ConfigError(word, f"`plait bench {ALL_PAPERS}` takes {JSON} and {ROOT}FOLDER alone.")
+            raise ConfigError(
+                word,
+                f"`plait bench {ALL_PAPERS}` takes {JSON} and {ROOT}FOLDER alone.",
+                f"`plait bench {ALL_PAPERS} --help` explains them.",
+            )
     RUNNERS.get(PAPERS)(root, dict.fromkeys(words, ""))
 
 

@@ -227,7 +227,7 @@ def _validation_prompts(
         raise SearchError(
             f"--validation: {own[0]} varies from trial to trial",
             "The prompts of validation rows must be those of all trials.",
-            "Give the prompts with --prompt or --file.",
+            "Give the prompts with --prompt or --file, or one trial with the search's own data: --trial N.",
         )
     spec = job_of("generate", config).data
     rows = load_data(spec, base.tokeniser, max_length=base.max_length, cache=cache_dir()).validation
