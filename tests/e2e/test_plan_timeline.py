@@ -45,7 +45,7 @@ def test_a_figure_and_a_trace(empty: Path, short: Short) -> None:
             "'xsum' has no replica for so few devices: ⟨1,4⟩ takes 4",
         ),
         ((CLUSTER, "engine.capacity=100000"), "takes at most 6144 tokens (table 'mixed')"),
-        ((CLUSTER, "cluster.options.device.memory_gib=1"), "of 1 GiB 0.8 GiB may be used"),
+        ((CLUSTER, "cluster.options.device.memory_gib=1"), "At most 0.8 GiB may be used of each of"),
         ((CLUSTER, "cluster.options.max_tokens_tables={mixed: []}"), "most tokens] for each kind of replica"),
         ((CLUSTER, "cluster.options.max_tokens_tables={mixed: [[1, 4, 8]]}"), "8 tokens"),
         ((CLUSTER, "cluster.options.max_tokens_tables={mixed: [[1, 4, -8]]}"), "max_tokens=-8"),

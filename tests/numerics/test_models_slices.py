@@ -213,6 +213,6 @@ def test_the_memory_of_a_slice_s_loss_is_predicted(count: int) -> None:
     first, last = (HeldPart(range(at, at + 1), 0, 0, tensor=count) for at in range(2))
     by_rule = rule(part=last) - rule(part=first)
     fitted = MemoryCoefficients(logit_row=12.0 * vocabulary)
-    by_fit = fitted.head(MemoryShape.of([rows]), chunk_rows(vocabulary), count)
+    by_fit = fitted.head(MemoryShape.of([rows]), chunk_rows(most), count)
     print(count, chunk_rows(most), logits / 2**20, by_rule / 2**20, by_fit / 2**20)
     assert by_rule == by_fit == pytest.approx(logits, rel=0.03)
