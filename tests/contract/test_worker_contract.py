@@ -182,7 +182,7 @@ def assert_a_failed_job_stays_as_it_is(worker: Worker) -> None:
     worker.execute(Attach(JOBS[0]))
     run(worker, JOBS[:1], 1)
     (again,) = [each for each in run(worker, JOBS[:1], 2) if isinstance(each, StepDone)]
-    assert math.isfinite(again.grad_norm)  # one of the same name that is attached anew
+    assert math.isfinite(again.grad_norm)  # another of the same name, attached later
     worker.execute(Detach(JOBS[0].name))
 
 

@@ -15,7 +15,7 @@ PLACES = (str(ROOT / "conf"), str(ROOT), "hydra.conf")  # the root is where the 
 
 def parse_once() -> None:
     """Keep what Hydra's sources parse, of which each command gets a copy. Other folders, as tests make them,
-    are read anew."""
+    are read again."""
     Plugins.instance()  # registers the sources
     for scheme in ("file", "pkg"):
         _keep(SourcesRegistry.instance().resolve(scheme))

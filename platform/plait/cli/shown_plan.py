@@ -86,8 +86,13 @@ def _trials(outlook: Outlook) -> Table:
         ),
         left=("trial", "configuration", "trained on"),
     )
-    if len(outlook.trials) > SHOWN:
-        table.caption = f"The first {SHOWN} of {len(outlook.trials)}; --json prints all of them."
+    return _first(table, len(outlook.trials))
+
+
+def _first(table: Table, total: int) -> Table:
+    """The table, saying where the rest is if it does not show all."""
+    if total > SHOWN:
+        table.caption = f"The first {SHOWN} of {total}; --json prints all of them."
     return table
 
 
@@ -173,9 +178,7 @@ def _processes(outlook: Outlook) -> Table:
         ),
         left=("device",),
     )
-    if len(outlook.processes) > SHOWN:
-        table.caption = f"The first {SHOWN} of {len(outlook.processes)}; --json prints all of them."
-    return table
+    return _first(table, len(outlook.processes))
 
 
 def _groups(outlook: Outlook) -> Table:
