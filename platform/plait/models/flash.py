@@ -89,10 +89,12 @@ class _Flash(torch.autograd.Function):
 def forward_kernel(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The output, the logarithms of its rows' sums and the generator's state.
 
-    The operator of torch's ``varlen_attn``, which returns the first alone.
+    The operator of torch's ``varlen_attn``, which returns the first alone. Before torch 2.13 its last
+    argument is the window: shared heads need no flag there, and keys are not split.
     """
     operators: Any = torch.ops.torch_attn
-    found: tuple[Tensor, Tensor, Tensor] = operators._varlen_attn(*arguments)
+    operator = operators._varlen_attn.default
+    found: tuple[Tensor, Tensor, Tensor] = operator(*arguments[: len(operator._schema.arguments)])
     return found
 
 
