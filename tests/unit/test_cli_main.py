@@ -71,7 +71,7 @@ def test_other_packages_add_verbs_by_entry_point(
 def test_a_verb_of_another_package_does_not_hide_plaits_own(monkeypatch: pytest.MonkeyPatch) -> None:
     point = EntryPoint("sweep", "elsewhere:main", "plait.verbs")
     monkeypatch.setattr(verb_module, "entry_points", lambda **_: [point])
-    assert find("sweep").target == "plait.cli.main:sweep"
+    assert find("sweep").describe() == "search hyperparameters, training all adapters together"
 
 
 def test_an_error_is_three_parts_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,10 +101,10 @@ def test_the_traceback_can_be_asked_for(
 def test_errors_of_the_system_or_a_library_show_no_traceback(
     error: Exception, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fails(_: Sequence[str]) -> int:
+    def fails(*_: object) -> int:
         raise error
 
-    monkeypatch.setattr("plait.cli.main.train", fails)
+    monkeypatch.setattr("plait.cli.app.run_sweep", fails)
     assert main(["train"]) == 2
     printed = capsys.readouterr().err
     assert said in printed
@@ -113,10 +113,10 @@ def test_errors_of_the_system_or_a_library_show_no_traceback(
 
 
 def test_a_fault_of_the_program_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(_: Sequence[str]) -> int:
+    def fails(*_: object) -> int:
         raise RuntimeError("shapes do not match")
 
-    monkeypatch.setattr("plait.cli.main.train", fails)
+    monkeypatch.setattr("plait.cli.app.run_sweep", fails)
     with pytest.raises(RuntimeError, match="shapes"):
         main(["train"])
 
@@ -133,20 +133,20 @@ def test_an_output_of_ascii_ends_nothing() -> None:
 def test_an_interrupt_while_nothing_trains(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted(_: Sequence[str]) -> int:
+    def interrupted(*_: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("plait.cli.main.train", interrupted)
+    monkeypatch.setattr("plait.cli.app.run_sweep", interrupted)
     monkeypatch.setattr("plait.cli.resume.main", interrupted)
     assert main(["resume", "mine", "engine.threads=1"]) == 130
     assert "Interrupted. `plait resume mine engine.threads=1` resumes it." in capsys.readouterr().err
     assert main(["train"]) == 130
     assert "Interrupted before training began: start the same command again." in capsys.readouterr().err
 
-    def recorded(_: Sequence[str]) -> int:
+    def recorded(*_: object) -> int:
         raise KeyboardInterrupt("my search")
 
-    monkeypatch.setattr("plait.cli.main.train", recorded)
+    monkeypatch.setattr("plait.cli.app.run_sweep", recorded)
     assert main(["train", "tracking.root=my runs"]) == 130
     assert "`plait resume 'my search' 'tracking.root=my runs'` resumes it." in capsys.readouterr().err
     assert main(["train", "tracking.root=plait-runs"]) == 130  # as `plait resume` names the usual one
@@ -355,12 +355,12 @@ def test_ctrl_c_that_python_drops_comes_again(
         def __del__(self) -> None:  # as a library's callback, from which nothing is raised
             signal.raise_signal(signal.SIGINT)
 
-    def interrupted(_: Sequence[str]) -> int:
+    def interrupted(*_: object) -> int:
         Dropping()
         time.sleep(60)
         return 0
 
-    monkeypatch.setattr("plait.cli.main.train", interrupted)
+    monkeypatch.setattr("plait.cli.app.run_sweep", interrupted)
     began = time.monotonic()
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests may ignore it
     try:

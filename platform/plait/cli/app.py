@@ -147,7 +147,7 @@ def explained(application: Application, arguments: Sequence[str]) -> Iterator[No
         raise application.error
 
 
-def run_sweep(verb: str, arguments: Sequence[str], own: Mapping[str, bool] | None = None) -> int:
+def run_sweep(verb: str, own: Mapping[str, bool], arguments: Sequence[str]) -> int:
     """Run the application under multirun: a search, one job ("train"), or a plan or profile of a search.
 
     Args:
@@ -157,7 +157,7 @@ def run_sweep(verb: str, arguments: Sequence[str], own: Mapping[str, bool] | Non
     Raises:
         PlaitError: as for :func:`run`.
     """
-    given, flags = split_flags(arguments, own or {})
+    given, flags = split_flags(arguments, own)
     if shows_only(given):
         shown = given if verb == "train" else show_space(given)
         return _help(f"plait {verb}", shown) if set(given) & set(HELP) else run(f"plait {verb}", shown)
@@ -166,6 +166,14 @@ def run_sweep(verb: str, arguments: Sequence[str], own: Mapping[str, bool] | Non
     if any(word.startswith("-") or word.startswith("hydra.mode=") for word in given):
         return run(f"plait {verb}", ["--multirun", *words], flags)
     return _multirun(f"plait {verb}", words, flags)
+
+
+def run_bench(arguments: Sequence[str]) -> int:
+    """List the named searches and benchmarks, or run one."""
+    from plait.cli.bench import FLAGS, sweep_arguments
+
+    words = sweep_arguments(arguments)
+    return run_sweep("sweep", FLAGS, words) if words else EXIT_DONE
 
 
 def _multirun(program: str, overrides: Sequence[str], flags: Mapping[str, str]) -> int:

@@ -1,4 +1,4 @@
-"""The command `plait`, and its verbs that are Hydra applications."""
+"""The command `plait`."""
 
 from __future__ import annotations
 
@@ -205,47 +205,3 @@ def _short(text: str) -> str:
     if left_out <= 0:
         return text
     return f"{text[:SHOWN_FIRST]} … ({left_out:,} characters) … {text[-SHOWN_LAST:]}"
-
-
-def sweep(arguments: Sequence[str]) -> int:
-    """Search hyperparameters: Hydra's multirun with Plait's sweeper."""
-    from plait.cli.app import run_sweep
-
-    return run_sweep("sweep", arguments)
-
-
-def plan(arguments: Sequence[str]) -> int:
-    """Predict what a search would take, without training."""
-    from plait.cli.app import run_sweep
-
-    return run_sweep("plan", arguments, {"--json": False, "--timeline": True, "--devices": True})
-
-
-def profile(arguments: Sequence[str]) -> int:
-    """Measure a model's memory and time here."""
-    from plait.cli.app import run_sweep
-
-    return run_sweep("profile", arguments, {"--json": False, "--without-weights": False})
-
-
-def data(arguments: Sequence[str]) -> int:
-    """Show the text that a search would train on, and what of it counts in the loss."""
-    from plait.cli.app import run_sweep
-
-    return run_sweep("data", arguments, {"--json": False})
-
-
-def bench(arguments: Sequence[str]) -> int:
-    """List the named searches and benchmarks, or run one."""
-    from plait.cli.app import run_sweep
-    from plait.cli.bench import FLAGS, sweep_arguments
-
-    words = sweep_arguments(arguments)
-    return run_sweep("sweep", words, FLAGS) if words else EXIT_DONE
-
-
-def train(arguments: Sequence[str]) -> int:
-    """Train one adapter: a search with one trial."""
-    from plait.cli.app import run_sweep
-
-    return run_sweep("train", arguments)

@@ -7,8 +7,9 @@ is plain text, so that nothing is composed or imported for it; `plait sweep --he
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import entry_points
 
 from plait.core.errors import ConfigError, choices
@@ -42,6 +43,8 @@ class Verb:
         summary: one line for the list of verbs; "" means the first line of the function's docstring.
         hydra: whether its arguments are Hydra's, for shell completion.
         text: text of --help; "" if the verb or Hydra has its own.
+        flags: of a verb that composes a search, its own flags and whether a value follows each; the function
+            takes the verb's name and these first.
     """
 
     name: str
@@ -49,12 +52,13 @@ class Verb:
     summary: str = ""
     hydra: bool = False
     text: str = ""
+    flags: Mapping[str, bool] | None = None
 
     def load(self) -> Main:
         """Import the function."""
         module, _, function = self.target.partition(":")
-        main: Main = getattr(importlib.import_module(module), function)
-        return main
+        main: Callable[..., int] = getattr(importlib.import_module(module), function)
+        return main if self.flags is None else partial(main, self.name, self.flags)
 
     def describe(self) -> str:
         """The summary, or the first line of the function's docstring."""
@@ -69,15 +73,17 @@ class Verb:
 OWN = (
     Verb(
         "sweep",
-        "plait.cli.main:sweep",
+        "plait.cli.app:run_sweep",
         "search hyperparameters, training all adapters together",
         hydra=True,
+        flags={},
     ),
     Verb(
         "plan",
-        "plait.cli.main:plan",
+        "plait.cli.app:run_sweep",
         "predict what a search would need, without training",
         hydra=True,
+        flags={"--json": False, "--timeline": True, "--devices": True},
         text=f"""plait plan [--json] [--devices 1,2,4] [--timeline FILE] [KEY=VALUE ...]
 
 Predict what a search would need, without training: which adapters train together, in how
@@ -104,9 +110,10 @@ Examples
     ),
     Verb(
         "profile",
-        "plait.cli.main:profile",
+        "plait.cli.app:run_sweep",
         "measure a model's memory and time, for predictions",
         hydra=True,
+        flags={"--json": False, "--without-weights": False},
         text=f"""plait profile [--json] [--without-weights] [KEY=VALUE ...]
 
 Measure the model's memory and time on this machine over a small grid of microbatches, fit
@@ -124,9 +131,10 @@ Examples
     ),
     Verb(
         "data",
-        "plait.cli.main:data",
+        "plait.cli.app:run_sweep",
         "show the text that a search would train on",
         hydra=True,
+        flags={"--json": False},
         text=f"""plait data [--json] [KEY=VALUE ...]
 
 Show what would be trained on: the text of the first three rows as the model gets it, with
@@ -144,9 +152,10 @@ Examples
     ),
     Verb(
         "train",
-        "plait.cli.main:train",
+        "plait.cli.app:run_sweep",
         "train one adapter",
         hydra=True,
+        flags={},
         text=f"""plait train [KEY=VALUE ...]
 
 Train one adapter and record its weights, losses and cost in MLflow. The same command resumes
@@ -162,7 +171,7 @@ Examples
     Verb("resume", "plait.cli.resume:main", "resume a search that was killed or interrupted"),
     Verb(
         "bench",
-        "plait.cli.main:bench",
+        "plait.cli.app:run_bench",
         "list the named searches and benchmarks, or run one",
         hydra=True,
         text=f"""plait bench [NAME [--details] [--json] [KEY=VALUE ...]]
