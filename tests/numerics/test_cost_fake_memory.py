@@ -122,6 +122,10 @@ def test_only_results_of_the_same_form_are_known() -> None:
     for size in (5, 2, 5):
         assert known.run(torch.ops.aten.resize_.default, (grown, [size]), {}) is grown
         assert grown.shape == (size,)
+    for _ in range(3):  # each one shares another one's storage
+        own, another = torch.empty(2, device="meta"), torch.empty(2, device="meta")
+        known.run(torch.ops.aten.set_.source_Tensor, (own, another), {})
+        assert own.untyped_storage()._cdata == another.untyped_storage()._cdata
 
 
 def test_counter_counts_each_storage_once_and_forgets_it() -> None:

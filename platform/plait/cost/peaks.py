@@ -93,7 +93,8 @@ class KnownResults:
     """Runs operations; those on meta tensors whose result's sizes are known from one alike are not computed
     again, since torch computes them in Python: layer after layer does the same.
 
-    Known are a single new contiguous tensor and the first argument as it was, of operations in place.
+    Known are a single new contiguous tensor and the first argument as it was, of operations in place; but not
+    ``set_``, which gives that argument another one's storage.
     """
 
     def __init__(self) -> None:
@@ -117,7 +118,10 @@ class KnownResults:
 
 
 def _key(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
-    """What the sizes of an operation's result depend on; None if it is not one on meta tensors only."""
+    """What the sizes of an operation's result depend on; None if it is not one on meta tensors only, or
+    depends on more than sizes."""
+    if getattr(func, "overloadpacket", None) is torch.ops.aten.set_:
+        return None
     found: list[Hashable] = [func]
     for each in args:
         if isinstance(each, torch.Tensor):
