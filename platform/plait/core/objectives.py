@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -102,14 +102,17 @@ AnEntry = TypeVar("AnEntry", bound=Entry)
 
 def best_of(entries: Iterable[AnEntry], objective: Objective) -> AnEntry | None:
     """The first of :func:`best_first`; None if there is none."""
-    return next(iter(best_first(entries, objective)), None)
+    return min((each for each in entries if _complete(each, 1)), key=_order(objective), default=None)
 
 
 def best_first(entries: Iterable[AnEntry], objective: Objective) -> list[AnEntry]:
-    """Finished trials that keep every constraint, that with the best objective first, ties by number. The one
-    rule for what is called best."""
-    complete = [each for each in entries if _complete(each, 1)]
-    return sorted(complete, key=lambda each: (objective.badness(each.values[0]), each.trial))
+    """Finished trials that keep every constraint, that with the best objective first, ties by number."""
+    return sorted((each for each in entries if _complete(each, 1)), key=_order(objective))
+
+
+def _order(objective: Objective) -> Callable[[Entry], tuple[float, int]]:
+    """The one rule for what is called best: the least of these is."""
+    return lambda each: (objective.badness(each.values[0]), each.trial)
 
 
 def front_of(entries: Iterable[AnEntry], objectives: Sequence[Objective]) -> list[AnEntry]:
