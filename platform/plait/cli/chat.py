@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from plait.cli.generate import POOL_TOKENS, fetched_adapters, load_base
+from plait.cli.generate import BASE, POOL_TOKENS, fetched_adapters, load_base
 from plait.cli.results import READING, store_parser, store_settings
 from plait.core.errors import EXIT_DONE, ConfigError, PlaitError, SearchError, choices
-from plait.core.lifecycle import JobState
 from plait.utils.progress import say
 
 if TYPE_CHECKING:
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from plait.serve.engine import Engine
     from plait.serve.requests import Sampling
 
-BASE = "base"
 HELP = "/use NAME switches the adapter, /models lists them, /new begins a new conversation, /quit ends."
 
 
@@ -37,15 +35,13 @@ def main(arguments: Sequence[str]) -> int:
     say(READING)
     from plait.serve.engine import Engine
     from plait.serve.requests import Sampling
-    from plait.tracking.results import chosen, load_search
+    from plait.tracking.results import chosen, load_search, trained
     from plait.tracking.trained import base_model
 
     sampling = Sampling(known.max_new_tokens, known.temperature, known.top_p, known.seed)
     settings = store_settings(known)
     search = load_search(settings, known.name)
-    records = [record for record in search.records if record.state == JobState.FINISHED]
-    if not records:
-        raise SearchError(f"search {search.name!r} has no finished trial", "Only these have an adapter.")
+    records = trained(search)
     first = chosen(search, known.trial) if known.trial is not None else search.best or records[0]
     if first not in records:
         shown = f"{first.name} of search {search.name!r} has not finished"

@@ -10,10 +10,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from plait.cli.generate import BASE, POOL_TOKENS, add_adapters, fetched_adapters, load_base
-from plait.cli.parser import Parser
+from plait.cli.parser import Parser, check_least
 from plait.cli.results import store_parser, store_settings
-from plait.core.errors import EXIT_DONE, EXIT_FAILED_JOBS, ConfigError, PlaitError, SearchError, StorageError
-from plait.core.lifecycle import JobState
+from plait.core.errors import EXIT_DONE, EXIT_FAILED_JOBS, ConfigError, PlaitError, StorageError
 from plait.utils.paths import as_path
 from plait.utils.progress import say
 
@@ -30,23 +29,17 @@ def main(arguments: Sequence[str]) -> int:
     """Run lm-eval's tasks for a search's adapters, all together."""
     known = _parser().parse_args(arguments)
     tasks = [name for name in known.tasks.split(",") if name]
-    for name, value, least in (
-        ("limit", known.limit, 1),
-        ("shots", known.shots, 0),
-        ("pool-tokens", known.pool_tokens, 2),
-    ):
-        if value is not None and value < least:
-            raise ConfigError(f"--{name} {value}", f"It is {least} or more.")
+    check_least(known, limit=1, shots=0, pool_tokens=2)
     if not tasks:
         raise ConfigError(f"--tasks {known.tasks!r}", "It names tasks of lm-eval, separated by commas.")
     settings = store_settings(known)
     say("Loading torch, lm-eval and MLflow ...")
     from plait.serve.harness import evaluate, load_tasks
-    from plait.tracking.results import load_search
+    from plait.tracking.results import load_search, trained
     from plait.tracking.trained import base_model
 
     search = load_search(settings, known.name)
-    records = _chosen(search, known.trial)
+    records = trained(search, known.trial)
     loaded = load_tasks(tasks, known.include, shots=known.shots, limit=known.limit, chat=known.chat)
     folders = fetched_adapters(search, records, settings)
     model = base_model(search, settings)
@@ -97,22 +90,6 @@ def _parser() -> Parser:
     )
     add("--json", action="store_true", help="one line of JSON for each adapter")
     return parser
-
-
-def _chosen(search: SearchResult, trials: Sequence[int] | None) -> list[JobRecord]:
-    """The finished trials, or those that are named.
-
-    Raises:
-        SearchError: there is none.
-    """
-    from plait.tracking.results import chosen
-
-    if trials:
-        return [chosen(search, trial) for trial in dict.fromkeys(trials)]
-    finished = [record for record in search.records if record.state == JobState.FINISHED]
-    if not finished:
-        raise SearchError(f"search {search.name!r} has no finished trial", "Only these have an adapter.")
-    return finished
 
 
 def _recorded(

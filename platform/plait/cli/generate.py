@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from plait.cli.parser import Parser
+from plait.cli.parser import Parser, check_least
 from plait.cli.results import READING, store_parser, store_settings
 from plait.core.errors import EXIT_DONE, EXIT_FAILED_JOBS, ConfigError, InputError, PlaitError, SearchError
 from plait.utils.paths import as_path, user_path
@@ -49,14 +49,11 @@ def main(arguments: Sequence[str]) -> int:
         known.max_new_tokens, known.temperature, known.top_p, known.seed, stop=tuple(known.stop)
     )
     prompts = [Prompt(text) for text in [*known.prompt, *(_file_prompts(known.file) if known.file else ())]]
-    if known.validation < 0:
-        raise ConfigError(f"--validation {known.validation}", "It is a number of rows, 0 or more.")
+    check_least(known, validation=0, best=1)
     if not prompts and not known.validation:
         raise ConfigError(
             "plait generate", "There is no prompt.", "Give --prompt TEXT, --file FILE or --validation N."
         )
-    if known.best < 1:
-        raise ConfigError(f"--best {known.best}", "It is a number of trials, 1 or more.")
     settings = store_settings(known)
     say(READING)
     from plait.tracking.results import chosen, leading, load_search

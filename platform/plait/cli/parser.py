@@ -31,3 +31,15 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise it, with the usage as the rule."""
         raise ConfigError(message, self.format_usage().strip(), f"`{self.prog} --help` explains them.")
+
+
+def check_least(known: argparse.Namespace, **least: int) -> None:
+    """Check options that are numbers, where they are given.
+
+    Raises:
+        ConfigError: one is less than its least value.
+    """
+    for name, lowest in least.items():
+        value = getattr(known, name)
+        if value is not None and not value >= lowest:  # NaN is not
+            raise ConfigError(f"--{name.replace('_', '-')} {value}", f"It must be at least {lowest}.")

@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from plait.cli.generate import POOL_TOKENS, fetched_adapters, load_base
-from plait.cli.parser import Parser
+from plait.cli.generate import BASE, POOL_TOKENS, fetched_adapters, load_base
+from plait.cli.parser import Parser, check_least
 from plait.cli.results import READING, store_parser, store_settings
-from plait.core.errors import EXIT_DONE, ConfigError, SearchError, StorageError, choices
-from plait.core.lifecycle import JobState
+from plait.core.errors import EXIT_DONE, ConfigError, StorageError, choices
 from plait.core.settings import WHOLE
 from plait.utils.paths import as_path
 from plait.utils.progress import say
@@ -26,10 +25,10 @@ if TYPE_CHECKING:
 Found = TypeVar("Found")
 KEY = "PLAIT_SERVE_KEY"  # not an argument, which every user of the machine could read
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-BASE = "base"
 CONFIG = "adapter_config.json"  # of an adapter's folder
 SHOWN = 20  # names that are printed
 BEST = "best"
+MOST_PORT = 65535
 
 
 @dataclass(slots=True)
@@ -183,16 +182,12 @@ def _readable(read: Callable[[Path], Found], folder: Path) -> Found | None:
 def _of_search(known: argparse.Namespace) -> _Served:
     """The finished trials of a search, or those that are named."""
     say(READING)
-    from plait.tracking.results import chosen, load_search
+    from plait.tracking.results import load_search, trained
     from plait.tracking.trained import base_model
 
     settings = store_settings(known)
     search = load_search(settings, known.names[0] if known.names else None)
-    records = [record for record in search.records if record.state == JobState.FINISHED]
-    if known.trial:
-        records = [chosen(search, trial) for trial in dict.fromkeys(known.trial)]
-    if not records:
-        raise SearchError(f"search {search.name!r} has no finished trial", "Only these have an adapter.")
+    records = trained(search, known.trial)
     served = _Served(base_model(search, settings))
     served.folders |= fetched_adapters(search, records, settings)
     if search.best is not None and search.best.name in served.folders:
@@ -254,15 +249,6 @@ def _check(known: argparse.Namespace, key: str | None) -> None:
             "An address that other machines reach needs an API key.",
             f"Set {KEY}, or leave --host out.",
         )
-    for name, least, most in (
-        ("port", 1, 65535),
-        ("max_new_tokens", 1, None),
-        ("max_adapters", 1, None),
-        ("queue", 1, None),
-        ("pool_tokens", 1, None),
-        ("wait", 0, None),
-    ):
-        value = getattr(known, name)
-        if not value >= least or (most is not None and value > most):  # NaN is neither
-            rule = f"It must be at least {least}" + (f" and at most {most}." if most else ".")
-            raise ConfigError(f"--{name.replace('_', '-')} {value}", rule)
+    check_least(known, port=1, max_new_tokens=1, max_adapters=1, queue=1, pool_tokens=1, wait=0)
+    if known.port > MOST_PORT:
+        raise ConfigError(f"--port {known.port}", f"It must be at most {MOST_PORT}.")

@@ -194,6 +194,20 @@ def chosen(result: SearchResult, trial: int | None) -> JobRecord:
     return found
 
 
+def trained(result: SearchResult, trials: Sequence[int] | None = None) -> list[JobRecord]:
+    """The jobs of these trials or, if none is named, all that have finished.
+
+    Raises:
+        SearchError: there is none.
+    """
+    if trials:
+        return [chosen(result, trial) for trial in dict.fromkeys(trials)]
+    finished = [record for record in result.records if record.state == JobState.FINISHED]
+    if not finished:
+        raise SearchError(f"search {result.name!r} has no finished trial", "Only these have an adapter.")
+    return finished
+
+
 def leading(result: SearchResult, count: int) -> list[JobRecord]:
     """So many of the best jobs, the best first, or all if there are fewer; of several objectives, of their
     front.
