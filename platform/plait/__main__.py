@@ -1,5 +1,5 @@
-"""``python -m plait VERB``: as `plait VERB`. Without a verb it is a Hydra application: one adapter, or a
-search with ``-m``."""
+"""``python -m plait``: as `plait`, with its verbs. With overrides alone it is a Hydra application: it trains
+one adapter, or a search with ``-m``, and says so."""
 
 import sys
 from collections.abc import Sequence
@@ -7,16 +7,20 @@ from collections.abc import Sequence
 from plait.cli.main import ALONE, main
 from plait.cli.verbs import verbs
 from plait.utils.program import Ending
+from plait.utils.progress import say
 
 MULTIRUN = ("-m", "--multirun")
 
 
 def words(arguments: Sequence[str]) -> list[str]:
     """The arguments of `plait` that these stand for."""
-    if arguments and (arguments[0] in verbs() or arguments[0] in ALONE or _is_word(arguments[0])):
+    if not arguments or arguments[0] in verbs() or arguments[0] in ALONE or _is_word(arguments[0]):
         return list(arguments)
     rest = [argument for argument in arguments if argument not in MULTIRUN]
-    return ["sweep" if len(rest) < len(arguments) else "train", *rest]
+    verb = "sweep" if len(rest) < len(arguments) else "train"
+    if all("=" in argument for argument in rest):  # it trains
+        say(f"No verb is given: this is `plait {verb}`.")
+    return [verb, *rest]
 
 
 def _is_word(argument: str) -> bool:

@@ -276,14 +276,19 @@ def bubble_ratio(settings: RunSettings, jobs: Sequence[JobSpec], options: Mappin
         some = {job: trace[job] for job in list(trace)[:count]}
         plan = ours[0].ours if count == len(trace) else None
         figures.append(replace(_idle(_named(count), _lorafusion(some, even, asked)), plait=plan))
-    part("without merging, and under other assumptions")
-    for count in range(3, len(trace) + 1):
+    counts, ways = range(3, len(trace) + 1), ((WHOLE, True), ("without merging", False))
+    piece = part(
+        "without merging, and under other assumptions", len(counts) * len(ways) + len(asked.alternatives)
+    )
+    for count in counts:
         some = {job: trace[job] for job in list(trace)[:count]}
-        for how, merging in ((WHOLE, True), ("without merging", False)):
+        for how, merging in ways:
+            piece(f"{_named(count)}, {how}")
             pipeline = _lorafusion(some, even, asked, merging=merging, filling=False)
             figures.append(_idle(f"{_named(count)}, {how}", pipeline))
     figures += ours
     for alternative in asked.alternatives:
+        piece(alternative.label)
         figures += _under(alternative, profile, asked)
     notes = (*asked.assumptions(), f"Cluster {profile.name}: {profile.source}")
     return Report("lorafusion/bubble_ratio", tuple(figures), notes)

@@ -104,6 +104,21 @@ def test_a_search_that_is_forgotten_is_nowhere_but_in_mlflows_bin(
     assert not folder.exists()
 
 
+def test_a_damaged_command_hides_where_the_study_is_and_that_is_said(
+    made: Path, tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = str(tmp_path / "study.db")
+    make(made, tmp_path, storage)
+    file = search_folder(tmp_path, "mine") / "command.json"
+    file.write_text("garbage")
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", lambda _: "")
+    shown = said("mine")
+    assert f"{file}: the file is damaged, so it is not known whether the search had a search.storage" in shown
+    assert "first give the search's `plait sweep` command again" in shown
+    assert studies(tmp_path, storage) == ["mine"]
+
+
 def test_a_search_in_training_cannot_be_forgotten(tmp_path: Path, said: Said) -> None:
     folder = search_folder(tmp_path, "mine")
     taking = "from plait.search.locks import LifeLock; lock = LifeLock(path)"

@@ -18,11 +18,13 @@ from pathlib import Path
 import pytest
 import study_process
 from forked import Talking
+from mlflow.exceptions import MlflowException
+from sqlalchemy.exc import OperationalError
 
 from plait.core.errors import StorageError
 from plait.core.settings import TrackingSettings
 from plait.tracking import connection
-from plait.tracking.connection import AwayError, check_tracking, open_store
+from plait.tracking.connection import AwayError, check_tracking, open_store, storage_errors
 from plait.tracking.location import locate
 from plait.utils.addresses import redact
 
@@ -147,7 +149,20 @@ def test_a_database_without_a_driver_is_named_without_its_password(tmp_path: Pat
 
 def test_a_file_that_is_no_database(tmp_path: Path) -> None:
     (tmp_path / "mlflow.db").write_text("hello, this is a text and surely no database\n" * 100)
-    refuse(TrackingSettings(root=tmp_path), "mlflow.db", "not a database")
+    refuse(TrackingSettings(root=tmp_path), "mlflow.db: the file is damaged", "not a database")
+
+
+@pytest.mark.parametrize("name", ["SQLITE_FULL", "SQLITE_IOERR_WRITE"])
+def test_a_database_file_without_space_is_no_matter_of_addresses(name: str, tmp_path: Path) -> None:
+    cause = sqlite3.OperationalError("database or disk is full")
+    cause.sqlite_errorname = name
+    location, error = locate(TrackingSettings(root=tmp_path)), OperationalError("INSERT", {}, cause)
+    with (
+        pytest.raises(StorageError, match=r"(?s)database or disk is full.*Free some space") as caught,
+        storage_errors(location),
+    ):
+        raise MlflowException("no") from error
+    assert "db upgrade" not in str(caught.value)
 
 
 def test_a_root_that_cannot_be_made(tmp_path: Path) -> None:

@@ -74,6 +74,21 @@ def test_a_search_trains_records_and_resumes_as_the_same_search(
     assert len(leaderboard()) == 5
 
 
+def test_a_search_whose_study_is_lost_says_that_it_begins_again(
+    folder: Path, short: Short, trials: Trials, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["sweep", *short, "adapter.rank=2,4", "search.name=mine", "search.trials=1"]
+    assert main(command) == 0
+    journal = folder / "plait-runs" / "optuna.journal"
+    journal.rename(folder / "moved")
+    assert main(command) == 0
+    said = f"mine has trained before, but its study is not in {journal.relative_to(folder)}: it begins again."
+    assert said in capsys.readouterr().out
+    assert len(trials(folder)) == 1
+    assert main(command) == 0
+    assert "it begins again" not in capsys.readouterr().out
+
+
 @pytest.mark.usefixtures("no_model")
 def test_a_finished_search_prints_its_result(
     finished_search: tuple[Path, list[str]],
@@ -90,6 +105,10 @@ def test_a_finished_search_prints_its_result(
     assert "search.fresh=true" in out
     assert f"{min(value for value in before if value is not None):.6g}" in out
     assert [item.value for item in trials(folder)] == before
+    for _ in range(2):
+        assert main(["resume", "mine", "cluster.processes=2", "cluster.per_host=1"]) == 0
+        said = "No trial is left to train, so cluster.processes=2 cluster.per_host=1 changes nothing.\n"
+        assert capsys.readouterr().out.endswith(said)
     files = set(folder.rglob("*"))
     for changed in ("++search.prior=none", "train.steps=4"):
         assert main(["resume", "mine", changed]) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from plait.core.settings import ClusterSettings, RunSettings
 from plait.utils.paths import conf_dir, sweeps_dir
 from plait_bench.figures import Report
 from plait_bench.lorafusion import Options, bubble_ratio, read_options
+from plait_bench.progress import shown
 
 RECORDED = Path(__file__).with_name("lorafusion_bubble_ratio.json")
 PUBLISHED = Path(__file__).with_name("lorafusion_h100.json")
@@ -33,7 +35,13 @@ def options() -> Options:
 def report() -> Report:
     cluster = yaml.safe_load((conf_dir() / "cluster" / "h100_llama31_70b.yaml").read_text(encoding="utf-8"))
     settings = RunSettings(cluster=ClusterSettings(**cluster))
-    return bubble_ratio(settings, (), file()["bench"]["options"] | {"alternatives": []})
+    with shown("bubble_ratio", out := StringIO(), heartbeat=3600):
+        report = bubble_ratio(settings, (), file()["bench"]["options"] | {"alternatives": []})
+    last = out.getvalue().splitlines()[-1]
+    assert "under other assumptions: 4 of 4 (LoRAFusion, 4 adapters, without merging)" in last, (
+        "it takes longest"
+    )
+    return report
 
 
 def test_the_trace_is_what_its_assumptions_draw(options: Options) -> None:

@@ -127,6 +127,18 @@ def test_a_search_resumes_with_its_original_capacity(settle) -> None:  # type: i
     assert settle(fresh) == (USUAL_CAPACITY, ())
 
 
+def test_microbatches_that_are_recorded_otherwise_are_said(
+    settle,  # type: ignore[no-untyped-def]
+    tmp_path: Path,
+) -> None:
+    """A search that began with CUDA graphs, whose microbatches are filled up, and goes on without."""
+    choices = {"capacity": 512, "kernels": "grouped", "graph_tokens": "1024"}
+    engine.write_plan(tmp_path, Plan((Replica(),), (Group(("a",), 512),), choices=choices))
+    said = "engine.graph_tokens=0; this search was started with 1024, so rounding may differ."
+    assert settle(OPEN) == (512, (said,))
+    assert settle(replace(OPEN, engine=EngineSettings(graph_tokens=1024))) == (512, ())
+
+
 @pytest.mark.parametrize(
     ("dtype", "cuda", "fast", "said"),
     [

@@ -11,6 +11,7 @@ from plait.core.errors import CheckpointError
 from plait.core.jobs import AdapterSpec, JobSpec, TrainSpec
 from plait.core.messages import Cursor
 from plait.engine.checkpoint_files import (
+    TENSORS,
     Origin,
     OriginError,
     _seal,
@@ -53,3 +54,19 @@ def test_a_checkpoint_of_another_version_is_not_read_however_whole_it_is(tmp_pat
     with pytest.raises(CheckpointError, match="version 99"):
         read_checkpoint(directory, ORIGIN)
     assert newest_checkpoint(tmp_path, ORIGIN).directory is None
+
+
+@pytest.mark.parametrize("text", ["", '{"version": 3, "cur', '{"a": 1}', "[]", "\x00" * 90])
+def test_a_damaged_header_is_named_and_not_the_error_of_the_program(text: str, tmp_path: Path) -> None:
+    directory = save(tmp_path, 2)
+    (directory / HEADER).write_text(text)
+    with pytest.raises(CheckpointError, match=rf"{checkpoint_name(2)}: {HEADER} is not as it was written\n"):
+        read_checkpoint(directory, ORIGIN)
+
+
+@pytest.mark.parametrize("name", [HEADER, TENSORS])
+def test_a_file_that_is_missing_is_named(name: str, tmp_path: Path) -> None:
+    directory = save(tmp_path, 2)
+    (directory / name).unlink()
+    with pytest.raises(CheckpointError, match=rf"{checkpoint_name(2)}: {name}: No such file"):
+        read_checkpoint(directory, ORIGIN)

@@ -444,7 +444,8 @@ def test_help_of_one_benchmark_is_its_file(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("given", "meant"),
     [
-        ("", "train"),
+        ("", ""),
+        ("adapter.rank=3", "train adapter.rank=3"),
         ("adapter.rank=3 --cfg job", "train adapter.rank=3 --cfg job"),
         ("-m adapter.rank=3,4", "sweep adapter.rank=3,4"),
         ("adapter.rank=3,4 --multirun", "sweep adapter.rank=3,4"),
@@ -456,8 +457,13 @@ def test_help_of_one_benchmark_is_its_file(capsys: pytest.CaptureFixture[str]) -
         ("--hydra-help", "train --hydra-help"),
     ],
 )
-def test_the_module_accepts_verbs_or_hydra_arguments(given: str, meant: str) -> None:
+def test_the_module_accepts_verbs_or_hydra_arguments(
+    given: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert words(given.split()) == meant.split()
+    trains = given != meant and "--" not in given.replace("--multirun", "")
+    said = f"No verb is given: this is `plait {meant.split()[0]}`.\n" if trains else ""
+    assert capsys.readouterr().err == said, "nobody trains for minutes without having asked for it"
 
 
 def test_all_objects_are_gone_through_less_often_while_a_command_runs(

@@ -545,6 +545,20 @@ def test_running_and_resumable_searches_are_listed(
     assert "plait trace killed" in capsys.readouterr().err
 
 
+def test_a_pause_that_is_not_carried_out_yet_is_said(runs: Path, said: Said) -> None:
+    study = stored_study(None, runs, "mine")
+    for number in (3, 4):
+        trial = study.get_trials()[number]
+        lock = search_folder(runs, "mine") / "workers" / "1-worker"
+        owner = trial.user_attrs["plait.owner"] | {"file": str(lock)}
+        study._storage.set_trial_user_attr(trial._trial_id, "plait.owner", owner)
+    said("pause")
+    lift = f"`plait control mine resume tracking.root={runs}` ends the pause."
+    first, counts, *_ = said().splitlines()
+    assert first == f"mine is being paused: 2 trials still running, to the end of the step. {lift}"
+    assert "2 running" in counts
+
+
 def test_control_says_that_no_search_is_running(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["control", "--root", str(tmp_path)]) == 0
     out = capsys.readouterr().out

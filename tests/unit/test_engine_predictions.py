@@ -228,7 +228,7 @@ def test_a_replica_without_microbatches_takes_no_bytes(tmp_path: Path) -> None:
 
 def test_a_spoilt_file_of_peaks_is_named(tmp_path: Path) -> None:
     (tmp_path / PEAKS_FILE).write_text('{"of"')
-    with pytest.raises(StorageError, match=r"peaks\.json"):
+    with pytest.raises(StorageError, match=r"peaks\.json: the file is damaged\n"):
         Predictions(facts(), admission(), None, tmp_path)
 
 

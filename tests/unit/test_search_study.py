@@ -261,7 +261,7 @@ def test_a_killed_search_takes_up_its_running_trials(
     killed.pause(asked[3], tmp_path / "gone")  # type: ignore[arg-type]
 
     again = source(storage=opener(), trials=5)
-    assert again.claims.to_resume() == 3
+    assert (again.claims.to_resume(), again.claims.unsaved()) == (3, 2)
     taken = [again.ask() for _ in range(5)]
     assert [trial.number for trial in taken if trial] == [1, 2, 3, 4]
     assert [trial.resume_from for trial in taken if trial] == [None, saved, None, None]
@@ -360,6 +360,49 @@ def test_the_database_of_another_program_is_refused_as_it_is(tmp_path: Path) -> 
     assert (tmp_path / "other.db").read_bytes() == before
     open_storage(str(tmp_path / "own.db"), tmp_path)
     open_storage(str(tmp_path / "own.db"), tmp_path)
+
+
+def damage_header(file: Path) -> None:
+    file.write_bytes(b"garbage " * 1000)
+
+
+def damage_pages(file: Path) -> None:
+    """All but the first page, as where a disk has lost blocks."""
+    content = file.read_bytes()
+    file.write_bytes(content[:4096] + b"garbage " * ((len(content) - 4096) // 8))
+
+
+@pytest.mark.parametrize("damage", [damage_header, damage_pages])
+def test_a_damaged_database_is_named_as_a_file_with_what_to_do(
+    damage: Callable[[Path], None], tmp_path: Path
+) -> None:
+    file = tmp_path / "s.db"
+    source(storage=open_storage(str(file), tmp_path)).ask()
+    damage(file)
+    with pytest.raises(StorageError) as caught:
+        open_storage(str(file), tmp_path)
+    assert caught.value.value.startswith(f"search.storage={file}: the file is damaged (")
+    assert "move it away" in caught.value.remedy
+    assert "server" not in str(caught.value)
+    file.unlink()
+    source(storage=open_storage(str(file), tmp_path)).ask()  # the remedy
+
+
+def test_a_database_file_that_cannot_be_made_is_no_server(tmp_path: Path) -> None:
+    (tmp_path / "s.db").mkdir()
+    with pytest.raises(
+        StorageError, match=r"unable to open database file\n.*\n.*name another: search"
+    ) as caught:
+        open_storage(str(tmp_path / "s.db"), tmp_path)
+    assert "server" not in str(caught.value)
+
+
+def test_a_database_that_is_damaged_while_a_search_trains_is_not_waited_for(tmp_path: Path) -> None:
+    file = tmp_path / "s.db"
+    trials = source(storage=open_storage(str(file), tmp_path))
+    damage_pages(file)
+    with pytest.raises(StorageError, match=r"the file is damaged \(database disk image is malformed\)"):
+        trials.ask()
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

@@ -389,6 +389,21 @@ def test_a_killed_holder_releases_its_lock(tmp_path: Path) -> None:
         pass
 
 
+def test_a_life_lock_that_cannot_be_removed_hides_no_other_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a folder became read-only: then something else has failed before, which is to be told."""
+    lock = LifeLock(tmp_path / "own")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "own"))
+
+    with monkeypatch.context() as here:
+        here.setattr(Path, "unlink", refuse)
+        lock.release()
+    assert not holder_lives(tmp_path / "own")
+
+
 @pytest.mark.parametrize("replaced", [False, True])
 def test_a_file_removed_before_it_is_locked_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: bool

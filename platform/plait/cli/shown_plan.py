@@ -283,4 +283,5 @@ def _money(value: float | None) -> str:
 
 
 def _seconds(value: float | None) -> str:
-    return UNKNOWN if value is None else f"{value:,.1f} s"
+    """Seconds with a decimal; below ten with three digits, because steps may take a fraction of one."""
+    return UNKNOWN if value is None else f"{value:,.1f} s" if value >= 10 else f"{value:.3g} s"

@@ -218,6 +218,7 @@ def settle_engine(
         "engine.capacity": capacity,
         "engine.kernels": settings.engine.kernels,
         "engine.threads": str(settings.engine.threads or AUTO),
+        "engine.graph_tokens": str(settings.engine.graph_tokens),
         "cluster.processes": settings.cluster.processes,
     }
     said = tuple(

@@ -101,8 +101,10 @@ def read_checkpoint(directory: Path, origin: Origin) -> tuple[Cursor, dict[str, 
         ):
             if not is_right:
                 raise _damaged(directory, f"{name} is not as it was written")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _damaged(directory, f"{type(error).__name__}: {error}") from error
+    except OSError as error:
+        raise _damaged(directory, f"{Path(error.filename or HEADER).name}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(directory, f"{HEADER} is not as it was written") from error
     if found != origin:
         raise OriginError(
             f"{directory}: {_difference(found, origin)}",

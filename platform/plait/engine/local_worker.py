@@ -106,7 +106,7 @@ class LocalWorker:
         self._model = model
         self._data = data
         self._checkpointing = settings.checkpointing
-        self._capacity = settings.capacity_or_usual
+        self._capacity, self._graph_tokens = settings.capacity_or_usual, settings.graph_tokens
         self._clock = clock
         self._recorder = recorder or SpanRecorder()
         self._peers = peers
@@ -158,7 +158,8 @@ class LocalWorker:
                 "dtype": str(model.dtype).removeprefix("torch."),
             }
             | ({"threads": str(torch.get_num_threads())} if model.device.type == "cpu" else {})
-            | ({"tiles": self._tiles} if self._tiles else {}),
+            | ({"tiles": self._tiles} if self._tiles else {})
+            | {"graph_tokens": str(self._graph_tokens)},
             inputs=model.inputs,
             outside=model.outside,
             devices=(str(model.device),),

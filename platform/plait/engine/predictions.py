@@ -494,7 +494,7 @@ def _read_peaks(path: Path, of: str, layers: int) -> dict[Portion, list[MemoryOb
         return {}
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise StorageError(
-            f"{path}: {error!r}",
+            f"{path}: {getattr(error, 'strerror', None) or 'the file is damaged'}",
             "Plait reads the observed memory peaks from this file.",
             "Remove the file; the peaks will be measured again.",
         ) from error

@@ -32,6 +32,7 @@ from plait.search.storage import Patience, SharedStudy, passes, quiet
 from plait.search.stored import Standing, read_standing, stored_study
 from plait.search.suggest import read_space
 from plait.tracking.processes import ProcessRow, read_jobs, read_processes
+from plait.utils.counts import counted
 from plait.utils.paths import search_folder
 
 Check = Callable[[Sequence[str]], None]  # of the overrides of a trial that is added
@@ -89,7 +90,7 @@ class SearchControl:
 
     def status(self) -> list[str]:
         """The present state of the search, as lines of text."""
-        ordered, mode = self._orders.read().mode, self.mode
+        ordered, mode, standing = self._orders.read().mode, self.mode, self.standing()
         lift = f" {self._command_on('control', 'resume')} ends the pause."
         if mode == "finished":
             first = f"{self._name} is finished."
@@ -97,13 +98,16 @@ class SearchControl:
             first = f"{self._name} is not running."
             first += "" if ordered == "running" else f" Pending: {ordered}."
             first += lift if ordered == "paused" else ""
+        elif mode == "paused":
+            left = sum(each.state == JobState.RUNNING for each in standing.trials)
+            still = f"is being paused: {counted(left, 'trial')} still running, to the end of the step"
+            first = f"{self._name} {still if left else 'is paused'}.{lift}"
         else:
             first = f"{self._name} is {mode}."
-            first += lift if mode == "paused" else ""
         more = f"{self._command_on('leaderboard')} shows its trials"
         last = f"{more}, {self._command_on('resume')} resumes it." if mode == "not running" else f"{more}."
         rows = [f"  {row}" for row in self._processes()]
-        return [first, *self.standing().describe(), *rows, last]
+        return [first, *standing.describe(), *rows, last]
 
     def facts(self) -> dict[str, object]:
         """The same as plain data for programs."""

@@ -16,12 +16,12 @@ from pathlib import Path
 import optuna
 from optuna.study import Study
 
-from plait.core.errors import SearchError
+from plait.core.errors import SearchError, StorageError
 from plait.core.settings import TrackingSettings
 from plait.search.attributes import TRACKED
 from plait.search.locks import WORKERS, living
 from plait.search.ownership import process_id
-from plait.search.recorded import RecordedCommand, given, recorded_command
+from plait.search.recorded import RecordedCommand, given, read_command
 from plait.search.storage import quiet, study_lock
 from plait.search.stored import NoStudyError, hosts_of, stored_study
 from plait.tracking.location import locate, sqlite_in
@@ -46,6 +46,7 @@ class Remains:
         runs: MLflow ids of its runs, the jobs' first.
         unsent: records in the folder that were not sent to the store, in words.
         elsewhere: number of unfinished trials that were begun on other hosts, by host.
+        unread: why it is not known where its study and its runs are; "" if it is.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Remains:
     runs: tuple[str, ...]
     unsent: tuple[str, ...]
     elsewhere: Mapping[str, int]
+    unread: str = ""
 
     def describe(self, keep_adapters: bool) -> list[str]:
         """What is deleted and what is kept, in a few lines."""
@@ -64,6 +66,8 @@ class Remains:
         lines = [f"{self.folder} ({self.size / 2**20:.1f} MiB): checkpoints, records, command"]
         if self.adapters and not kept:
             lines[0] += f", {counted(self.adapters, 'exported adapter')} (--keep-adapters keeps them)"
+        if self.unread:
+            lines.append(self.unread)
         if self.study is not None:
             lines.append(f"its study, {counted(len(self.study.get_trials(deepcopy=False)), 'trial')}")
         if self.runs:
@@ -110,7 +114,7 @@ def find_remains(root: Path, name: str) -> Remains:
     quiet()
     root, folder = user_path(root).absolute(), search_folder(root, name)
     _check_nobody(folder, name)
-    recorded = recorded_command(root, name) or RecordedCommand(name, "sweep", (), str(root))
+    recorded, unread = _command(root, name)
     study = None
     with suppress(NoStudyError):
         study = stored_study(recorded.storage, root, name)
@@ -130,7 +134,21 @@ def find_remains(root: Path, name: str) -> Remains:
         tuple(stored_runs(tracking, name, run_id)),
         tuple(left_unsent(tracking, name)),
         {} if study is None else Counter(filter(None, hosts_of(study.get_trials(deepcopy=False)))),
+        unread,
     )
+
+
+def _command(root: Path, name: str) -> tuple[RecordedCommand, str]:
+    """The search's command, or a usual one in its place and what is not known then, in words."""
+    usual = RecordedCommand(name, "sweep", (), str(root))
+    try:
+        return read_command(root, name) or usual, ""
+    except StorageError as error:
+        return usual, (
+            f"{error.value}, so it is not known whether the search had a search.storage or tracking.uri of "
+            "its own: what is kept there stays. To delete that, too, first give the search's `plait sweep` "
+            "command again, which writes the file"
+        )
 
 
 def _check_nobody(folder: Path, name: str) -> None:

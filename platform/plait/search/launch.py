@@ -15,12 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from plait.config.build import key_of
 from plait.core.errors import StorageError
 from plait.core.jobs import DataSpec
 from plait.core.lifecycle import JobResult, JobState
 from plait.core.messages import Notice
 from plait.core.plans import Plan
-from plait.core.settings import AUTO, RunSettings, TrackingSettings
+from plait.core.settings import AUTO, EngineSettings, RunSettings, TrackingSettings
 from plait.core.space import as_written
 from plait.engine.build import PLAN_FILE, build_coordinator, write_plan
 from plait.engine.catalogue import DataCatalogue
@@ -43,7 +44,7 @@ from plait.search.run import Interrupts, SearchLoop, View
 from plait.search.rungs import describe_rungs, rung_metric
 from plait.search.stopper import Stopper, budgets_of, make_stopper
 from plait.search.stopping import rungs_within
-from plait.search.storage import from_anywhere
+from plait.search.storage import JOURNAL, from_anywhere
 from plait.search.study import StudyTrials
 from plait.search.trials import SearchCommand, Trial
 from plait.tracking.connection import AwayError
@@ -61,6 +62,8 @@ from plait.utils.paths import search_folder, user_path
 if TYPE_CHECKING:
     from plait.distributed.launch import Launcher
 
+INTERVALS = ("checkpoint_minutes", "checkpoint_steps")  # of engine: when a job is saved
+HOW = ("cluster", "engine", "planner")  # settings of how a search is trained
 LOOK_SECONDS = 5.0  # interval of checks for what other processes added to the search
 
 
@@ -107,6 +110,14 @@ def another_store(recorded: RecordedCommand, tracking: TrackingSettings) -> list
         f"This search has been recorded in {before} so far and will be recorded in {after} from now on; the "
         f"first part of each curve stays in the old store. Use tracking.uri={before} to keep it in one place."
     ]
+
+
+def without_effect(overrides: Sequence[str], recorded: RecordedCommand | None) -> str:
+    """What to say of settings of how to train that are new in a command for a finished search; "" if there
+    are none."""
+    before = () if recorded is None else recorded.arguments
+    new = [each for each in overrides if each not in before and key_of(each).startswith(HOW)]
+    return f"No trial is left to train, so {' '.join(new)} changes nothing." if new else ""
 
 
 def without_store(away: AwayError, settings: RunSettings, name: str) -> str:
@@ -172,6 +183,7 @@ class Launch:
         self._screen = screen
         self._run_id, self._away = run_id, away
         self._interrupts = interrupts
+        self._recorded = recorded_command(command.settings.tracking.root, source.name)
 
     def go(self, prepared: Prepared | None) -> SearchEnd:
         """Train the remaining trials.
@@ -180,16 +192,18 @@ class Launch:
             prepared: what was prepared for a search that has not begun.
         """
         source, settings = self._source, self._settings
-        recorded = recorded_command(settings.tracking.root, source.name)
+        recorded = self._recorded
         if recorded is None and prepared is not None:
             _remember(self._command, source.name)  # from here on it can be resumed
         elif recorded is not None and not settings.search.fresh:
             self._say(*another_store(recorded, settings.tracking))
+        self._say(self._study_lost())
         total, over = source.total, source.over
         to_resume, others = source.claims.to_resume(), source.claims.others
         line = f"Search {source.name}, tracked in {locate(settings.tracking)}"
         if to_resume or 0 < over < total:
             line += f"; {over} of {total} trials ended; resuming {to_resume}"
+            line += _from_the_start(source.claims.unsaved(), settings.engine)
         if others:
             line += f"; other workers train {others}, this one the rest"
         few = too_few_points(settings.search, self._command.space)
@@ -200,6 +214,18 @@ class Launch:
         if self._away is not None:
             self._say(without_store(self._away, settings, source.name))
         return self._train_all(prepared or prepare_search(self._as_begun(), source.name, self._screen))
+
+    def _study_lost(self) -> str:
+        """What to say if the search has trained, and its study is a new one; "" if it is not so."""
+        settings, name = self._settings, self._source.name
+        trained = (search_folder(settings.tracking.root, name) / PLAN_FILE).exists()
+        if not trained or settings.search.fresh or self._source.material:
+            return ""
+        where = redact(settings.search.storage or str(user_path(settings.tracking.root) / JOURNAL))
+        return (
+            f"{name} has trained before, but its study is not in {where}: it begins again. Its former runs "
+            "stay in MLflow."
+        )
 
     def _as_begun(self) -> SearchCommand:
         """The command with the model's dtype that the search began with, on any host, if the command leaves
@@ -215,7 +241,11 @@ class Launch:
         source, search = self._source, self._settings.search
         notices, concluded = catch_up(self._settings, source, done.finished)
         self._say(*notices)
-        _remember(self._command, source.name, finished=not done.why, concluded=concluded)
+        if self._recorded is None:
+            _remember(self._command, source.name, finished=not done.why, concluded=concluded)
+        else:  # the command that trained it
+            last = replace(self._recorded, finished=not done.why, concluded=concluded)
+            write_command(search_folder(self._settings.tracking.root, source.name), last)
         if not done.why:
             source.withdraw_orders()  # orders that came just before its last process was killed
         write_result(done, search, self._command.directory)
@@ -223,6 +253,7 @@ class Launch:
             self._say(describe_given_up(done.why, source.name))
         else:
             self._say(*describe_result(done, search, source.name, exhausted=source.exhausted))
+            self._say(without_effect(self._command.overrides, self._recorded))
         return done
 
     def _train_all(self, prepared: Prepared) -> SearchEnd:
@@ -410,6 +441,15 @@ class Launch:
     def _say(self, *lines: str) -> None:
         for line in filter(None, lines):
             self._screen.say(line)
+
+
+def _from_the_start(unsaved: int, engine: EngineSettings) -> str:
+    """What to say of trials that are resumed without a checkpoint; "" if there are none."""
+    if not unsaved:
+        return ""
+    keys = [f"{key}={getattr(engine, key):g}" for key in INTERVALS if getattr(engine, key) is not None]
+    set_by = " and ".join(f"engine.{each}" for each in keys) or "engine.checkpoint_minutes"
+    return f", {unsaved} of them from step 0, without a checkpoint ({set_by}: how often one is written)"
 
 
 def _loading(settings: RunSettings) -> str:

@@ -33,9 +33,11 @@ class LifeLock:
             self._lock.acquire()  # made again if another process took it for a dead one's file and removed it
 
     def release(self) -> None:
-        """Release the lock: this process no longer takes part."""
+        """Release the lock: this process no longer takes part. A file that cannot be removed stays, as a dead
+        process's does."""
         if self._lock.is_locked:
-            self.path.unlink(missing_ok=True)
+            with suppress(OSError):  # what ended the process is reported instead
+                self.path.unlink()
             self._lock.release()
 
 

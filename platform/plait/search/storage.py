@@ -26,7 +26,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, Operationa
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from plait.core.errors import StorageError
-from plait.utils.addresses import check_login, foreign_tables, redact, with_driver
+from plait.utils.addresses import DAMAGED, check_login, foreign_tables, redact, sqlite_says, with_driver
 from plait.utils.file_locks import NOT_OURS, file_lock
 from plait.utils.files import disk_errors
 from plait.utils.line_log import LineLog, check_kind
@@ -208,11 +208,28 @@ def _database(url: str) -> BaseStorage:
             else "Give search.storage=postgresql://..., a path that ends in .db, or leave it out.",
         ) from error
     except Exception as error:  # SQLAlchemy, the driver and Optuna each raise their own
+        if damage := sqlite_says(error, DAMAGED):
+            raise _damaged(f"search.storage={file or redact(url)}", damage) from error
+        if file is not None:
+            raise StorageError(
+                f"search.storage={file}: {_first_line(error)}",
+                "The study is kept in this SQLite file, with journals beside it.",
+                "Free some space and make file and folder writable, or name another: search.storage=PATH.",
+            ) from error
         raise StorageError(
             f"search.storage={redact(url)}",
             f"The database does not answer: {_first_line(error)}",
             "Check the URL and that the server runs; leave search.storage out to use a local file.",
         ) from error
+
+
+def _damaged(storage: str, damage: str) -> StorageError:
+    return StorageError(
+        f"{storage}: the file is damaged ({damage})",
+        "It is the SQLite database of the study: which trials there are, their values and results.",
+        "Put back a copy of it. Without one, move it away: the search's `plait sweep` command then begins it "
+        "again. What is in MLflow and in the folder of the runs is not in this file.",
+    )
 
 
 def _make_folder(folder: Path) -> None:
@@ -276,6 +293,8 @@ def lasts(error: BaseException | None) -> bool:
     match error:
         case OSError():
             return error.errno in NOT_OURS  # waiting does not cure it
+        case DBAPIError() if sqlite_says(error, DAMAGED):
+            return True
         case OperationalError():
             return getattr(error.orig, "sqlite_errorname", "").startswith("SQLITE_READONLY")
         case StorageInternalError() | PendingRollbackError():
@@ -303,6 +322,8 @@ def passes(error: BaseException | None) -> bool:
 
 
 def _not_ours(error: Exception) -> StorageError:
+    if damage := sqlite_says(error, DAMAGED):
+        return _damaged("search.storage", damage)
     what = (error.filename, error.strerror) if isinstance(error, OSError) else (None, None)
     return StorageError(
         f"{what[0] or 'search.storage'}: {what[1] or _first_line(error)}",

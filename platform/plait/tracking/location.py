@@ -112,7 +112,7 @@ def check_folder(folder: Path, key: str, *, make: bool = True) -> None:
         StorageError: it cannot be made or written, or its disk is full.
     """
     rule = "Plait writes its database, artifacts and adapters there."
-    with disk_errors(f"{key}={folder}", rule, f"Set {key} to a writable folder."):
+    with disk_errors(f"{key}={folder}", rule, f"Free some space, or set {key} to a writable folder."):
         if make:
             folder.mkdir(parents=True, exist_ok=True)
         there = next(each for each in (folder, *folder.parents) if each.exists())

@@ -59,6 +59,20 @@ def foreign_tables(file: Path, *own: str) -> str:
     return "" if found & {*own} else ", ".join(sorted(found)[:SHOWN_TABLES])
 
 
+DAMAGED = ("SQLITE_NOTADB", "SQLITE_CORRUPT")
+DISK = ("SQLITE_FULL", "SQLITE_IOERR", "SQLITE_CANTOPEN", "SQLITE_READONLY")
+
+
+def sqlite_says(error: BaseException | None, kinds: tuple[str, ...]) -> str:
+    """What SQLite says in an error of these kinds, which libraries wrap in theirs; "" for other errors."""
+    if error is None:
+        return ""
+    inner = error if isinstance(error, sqlite3.Error) else getattr(error, "orig", None)
+    if getattr(inner, "sqlite_errorname", "").startswith(kinds):
+        return str(inner)
+    return sqlite_says(error.__cause__ or error.__context__, kinds)
+
+
 def check_login(key: str, url: str) -> None:
     """Refuse an address, the value of ``key``, if a client would take part of its password for the host and
     show it.
