@@ -34,6 +34,8 @@ from plait_kernels.tiles import (
     CANDIDATES,
     DEFAULT,
     DEFAULT_MEMORY,
+    EXACT,
+    EXACT_CANDIDATES,
     SMALL,
     SMALL_CANDIDATES,
     Candidates,
@@ -99,7 +101,11 @@ def taking(chosen: Choice) -> Iterator[None]:
 
 def usual(device: torch.device, dtype: torch.dtype) -> tuple[Choice, Candidates]:
     """The tiles that are taken before any are measured, and their candidates."""
-    small = device.type == "cuda" and (dtype == torch.float32 or _shared_memory(device) < DEFAULT_MEMORY)
+    if device.type != "cuda":
+        return DEFAULT, CANDIDATES
+    if dtype == torch.float32:
+        return EXACT, EXACT_CANDIDATES
+    small = _shared_memory(device) < DEFAULT_MEMORY
     return (SMALL, SMALL_CANDIDATES) if small else (DEFAULT, CANDIDATES)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +45,12 @@ class Choice:
 
 
 DEFAULT = Choice()
-# For float32, whose exact products need no tensor cores but twice the memory, and for small devices. One
-# program sums 128 rows: the longer a sum, the less exact it is in float32.
+# For small devices, and for float32, whose exact products need no tensor cores but twice the memory.
 SMALL = Choice(
     down=Tiles(rows=32, depth=32, splits=2, stages=2),
     up=Tiles(rows=32, columns=64, stages=2),
     up_gradient=Tiles(rows=32, columns=32, splits=4, stages=2),
-    down_gradient=Tiles(rows=32, columns=32, splits=4, stages=2),
+    down_gradient=Tiles(rows=32, columns=32, splits=16, stages=2),
     dx=Tiles(rows=32, columns=64, stages=2),
 )
 SMALL_MEMORY = 99 * 1024  # bytes of shared memory that SMALL stays below; DEFAULT needs up to 160 KiB
@@ -98,9 +97,12 @@ SMALL_CANDIDATES: Candidates = {
         ("fused_forward", Tiles(rows=64, columns=64, depth=32, stages=2)),
     ),
     "up_gradient": (("up_gradient", Tiles(rows=32, columns=32, splits=8, stages=2)),),
-    "down_gradient": (("down_gradient", Tiles(rows=32, columns=64, splits=4, stages=2)),),
+    "down_gradient": (("down_gradient", Tiles(rows=32, columns=32, splits=32, stages=2)),),
     "dx": (("fused_backward", Tiles(rows=64, columns=32, depth=64, stages=2)),),
 }
+# In float32 one program sums 32 rows for dA, as for dB: a longer sum is less exact than torch's.
+EXACT = replace(SMALL, down_gradient=Tiles(rows=32, columns=32, splits=1, stages=2))
+EXACT_CANDIDATES = {stage: found for stage, found in SMALL_CANDIDATES.items() if stage != "down_gradient"}
 
 
 def load(path: Path) -> dict[str, Choice]:
