@@ -148,24 +148,27 @@ enum { MOST_ROWS = 8, FOUR = 4 };
         return failed;                                                                                          \
     }
 
-/* Write an adapter's vectors into the pool, rounded once if its type is the smaller. sites (m, 6): addresses of the
- * layer's pages, of A (rank, in) and of B (out, rank), in, out, and the site's index in the table (sites, 2, rank).
- * B's columns are copied in blocks of its rows, which then lie in the cache. */
+/* Write an adapter's vectors into the pool, rounded once if its type is the smaller. tensors (m, 4): twice the number
+ * of the site in the table (sites, 2, rank), plus 1 for B; addresses of A (rank, in) or B (out, rank), and of the
+ * layer's pages; in or out. B's columns are copied in blocks of its rows, which then lie in the cache. */
 #define DEFINE_PLACE(FROM, GIVEN, TO, TYPE)                                                                     \
-    void place_##FROM##_##TO(const int64_t *sites, int64_t m, const int64_t *table, int64_t rank) {             \
-        for (const int64_t *site = sites; site < sites + 6 * m; site += 6) {                                    \
-            TYPE *pool = (TYPE *)site[0];                                                                       \
-            const GIVEN *a = (const GIVEN *)site[1], *b = (const GIVEN *)site[2];                               \
-            const int64_t in = site[3], out = site[4], *at = table + 2 * rank * site[5];                        \
-            for (int64_t k = 0; k < rank; k++) {                                                                \
-                TYPE *restrict to = pool + at[k];                                                               \
-                for (int64_t i = 0; i < in; i++) to[i] = store_##TO(one_##FROM(a[k * in + i]));                 \
-            }                                                                                                   \
-            for (int64_t first = 0; first < out; first += LANES) {                                              \
-                int64_t count = out - first < LANES ? out - first : LANES;                                      \
+    void place_##FROM##_##TO(const int64_t *tensors, int64_t m, const int64_t *table, int64_t rank) {           \
+        for (const int64_t *own = tensors; own < tensors + 4 * m; own += 4) {                                   \
+            const int64_t *at = table + rank * own[0], size = own[3];                                           \
+            const GIVEN *given = (const GIVEN *)own[1];                                                         \
+            TYPE *pool = (TYPE *)own[2];                                                                        \
+            if (own[0] % 2 == 0) {                                                                              \
                 for (int64_t k = 0; k < rank; k++) {                                                            \
-                    TYPE *restrict to = pool + at[rank + k] + first;                                            \
-                    const GIVEN *from = b + first * rank + k;                                                   \
+                    TYPE *restrict to = pool + at[k];                                                           \
+                    for (int64_t i = 0; i < size; i++) to[i] = store_##TO(one_##FROM(given[k * size + i]));     \
+                }                                                                                               \
+                continue;                                                                                       \
+            }                                                                                                   \
+            for (int64_t first = 0; first < size; first += LANES) {                                             \
+                int64_t count = size - first < LANES ? size - first : LANES;                                    \
+                for (int64_t k = 0; k < rank; k++) {                                                            \
+                    TYPE *restrict to = pool + at[k] + first;                                                   \
+                    const GIVEN *from = given + first * rank + k;                                               \
                     for (int64_t i = 0; i < count; i++) to[i] = store_##TO(one_##FROM(from[i * rank]));         \
                 }                                                                                               \
             }                                                                                                   \

@@ -90,9 +90,16 @@ class AdapterPool:
         return self.windows[key].index_select(0, offsets)
 
     @functools.cached_property
-    def addresses(self) -> tuple[int, ...]:
-        """Where each site's storage begins."""
-        return tuple(storage.data_ptr() for storage in self.storage)
+    def ends(self) -> Tensor:
+        """(2 · sites, 2) int64: of A at the first site, of B there, and so on, where the site's storage
+        begins in memory, and in or out."""
+        placed = zip(self.storage, self.sites, strict=True)
+        ends = [
+            (storage.data_ptr(), size)
+            for storage, site in placed
+            for size in (site.in_features, site.out_features)
+        ]
+        return torch.tensor(ends, dtype=torch.int64)
 
     @functools.cached_property
     def index(self) -> dict[str, int]:
@@ -235,24 +242,35 @@ def place_vectors(pool: AdapterPool, adapter: PooledAdapter, weights: Mapping[st
     Args:
         weights: by site, contiguous and all of one dtype of ``PLACED``; they are rounded to the storage's.
     """
-    library = pooled_library()
-    storage = pool.storage[0]
-    if library is None or not places(storage):
-        raise KernelError("place_vectors", "it needs compiled code, a CPU, and float32 or bfloat16")
-    dtype = next((a.dtype for a, _ in weights.values()), storage.dtype)
-    rows = []
+    dtype = next((a.dtype for a, _ in weights.values()), torch.float32)
+    tensors = []
     for name, (a, b) in weights.items():
-        number, (given, features), (width, rank) = pool.index[name], a.shape, b.shape
+        number, site = pool.index[name], pool.sites[pool.index[name]]
         alike = dtype == a.dtype == b.dtype and a.is_contiguous() and b.is_contiguous()
-        if not (alike and dtype in PLACED and adapter.rank == given == rank):
+        shapes = (adapter.rank, site.in_features), (site.out_features, adapter.rank)
+        if not alike or (a.shape, b.shape) != shapes:
             raise KernelError(
                 f"weights of {name}",
                 f"A and B are contiguous, of rank {adapter.rank}, of one dtype",
             )
-        rows.append((pool.addresses[number], a.data_ptr(), b.data_ptr(), features, width, number))
-    sites = torch.tensor(rows, dtype=torch.int64)
+        tensors += [(2 * number, a.data_ptr()), (2 * number + 1, b.data_ptr())]
+    place_tensors(pool, adapter, torch.tensor(tensors, dtype=torch.int64).view(-1, 2), dtype)
+
+
+def place_tensors(pool: AdapterPool, adapter: PooledAdapter, tensors: Tensor, dtype: torch.dtype) -> None:
+    """:func:`place_vectors` of tensors by their addresses, which are read as they are.
+
+    Args:
+        tensors: (tensors, 2) int64: twice the number of its site, plus 1 for B; where A (rank, in) or
+            B (out, rank) begins in memory, contiguous.
+    """
+    library = pooled_library()
+    storage = pool.storage[0]
+    if library is None or not places(storage) or dtype not in PLACED:
+        raise KernelError("place_vectors", "it needs compiled code, a CPU, and float32 or bfloat16")
+    rows = torch.cat((tensors, pool.ends.index_select(0, tensors[:, 0])), dim=1)
     function = getattr(library, f"place_{PLACED[dtype]}_{PLACED[storage.dtype]}")
-    function(sites.data_ptr(), len(rows), adapter.offsets.data_ptr(), adapter.rank)
+    function(rows.data_ptr(), len(rows), adapter.offsets.data_ptr(), adapter.rank)
 
 
 def places(storage: Tensor) -> bool:

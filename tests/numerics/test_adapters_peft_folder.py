@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from plait.adapters import tensor_file
 from plait.adapters import variants as adapters
 from plait.adapters.facts import CONFIG, WEIGHTS
 from plait.adapters.peft_folder import export_adapter, read_adapter
-from plait.adapters.tensor_file import read_tensors
+from plait.adapters.tensor_file import locate_tensors, read_parts, read_tensors
 from plait.core.errors import ModelError, StorageError
 from plait.core.jobs import AdapterSpec
 from plait.core.settings import ModelSettings
@@ -257,6 +258,43 @@ def test_a_file_s_tensors_are_the_library_s_and_what_is_not_its_format_is_refuse
         for values in (True, False):
             with pytest.raises((ValueError, TypeError, KeyError, AttributeError)):
                 read_tensors(path, values=values)
+
+
+@pytest.mark.parametrize("most", [1, 100, 1 << 20])
+def test_parts_of_a_file_are_its_tensors(tmp_path: Path, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_file, "PART_BYTES", most)
+    path = tmp_path / "tensors"
+    made = {f"t{size}": torch.randn(size, 3) for size in (4, 1, 30, 2, 2000, 7)} | {"none": torch.zeros(0, 2)}
+    save_file(made, path)
+    located = locate_tensors(path)
+    assert located is not None
+    assert located.dtype == torch.float32
+    assert set(located.names) == made.keys() - {"none"}
+    order = []
+    for some, addresses in read_parts(path, located.bounds):
+        order += located.names[some]
+        for name, address in zip(located.names[some], addresses, strict=True):
+            wanted = made[name].numpy().tobytes()
+            assert ctypes.string_at(int(address), len(wanted)) == wanted
+    assert tuple(order) == located.names
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="shorter"):
+        list(read_parts(path, located.bounds))
+
+
+def test_tensors_that_overlap_or_have_several_dtypes_are_not_read_in_parts(tmp_path: Path) -> None:
+    path = tmp_path / "tensors"
+    entry = {"dtype": "F32", "shape": [4]}
+    for second, told in ((16, True), (8, False)):
+        header = {
+            "a": entry | {"data_offsets": [0, 16]},
+            "b": entry | {"data_offsets": [second, second + 16]},
+        }
+        text = json.dumps(header).ljust(160).encode()
+        path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(32))
+        assert (locate_tensors(path) is not None) == told
+    save_file({"a": torch.ones(2), "b": torch.ones(2).half()}, path)
+    assert locate_tensors(path) is None
 
 
 @pytest.mark.parametrize("more", [{}, {"b": torch.ones(1, dtype=torch.uint8).view(torch.float8_e5m2)}])

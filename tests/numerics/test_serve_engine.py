@@ -275,7 +275,10 @@ def test_an_adapter_that_cannot_be_read_any_more_ends_its_own_requests(
         updates += engine.step()
     errors = {update.request: update.error for update in updates if update.error is not None}
     assert set(errors) == set(numbers[1:])
-    assert all(isinstance(error, StorageError) for error in errors.values())
+    assert isinstance(errors[numbers[1]], StorageError)
+    assert "has changed" in str(errors[numbers[2]]), (
+        "what it was is known, so its settings are not read again"
+    )
     adapters.remove("rank2")
     adapters.add("rank2", served.folder / "rank1")  # a name may be used again
     for name in ("rank1", "rank2"):
@@ -297,7 +300,8 @@ def test_an_adapter_that_cannot_be_read_any_more_ends_its_own_requests(
         adapters.find("rank1").weights()
 
 
-def test_what_was_removed_is_not_kept_in_memory(served: Served) -> None:
+def test_what_was_removed_is_not_kept_in_memory(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("plait.serve.cells.places", lambda _: False)  # as on a GPU
     adapters = FolderAdapters(served.base, {"rank1": served.folder / "rank1"})
     engine = Engine(served.base, adapters, pool_tokens=1000, host_bytes=1 << 30)
     kept = []
@@ -397,7 +401,10 @@ def test_requests_that_never_fit_and_unknown_adapters_are_refused(served: Served
         served.engine().add(Request((5,), "nobody"))
 
 
-def test_adapters_of_waiting_requests_are_read_before_they_have_room(served: Served, tmp_path: Path) -> None:
+def test_adapters_of_waiting_requests_are_read_before_they_have_room(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("plait.serve.cells.places", lambda _: False)  # as on a GPU
     folders = {name: tmp_path / name for name in ("rank1", "rank2", "rank5")}
     for name, folder in folders.items():
         shutil.copytree(served.folder / name, folder)
@@ -417,6 +424,56 @@ def test_adapters_of_waiting_requests_are_read_before_they_have_room(served: Ser
     for number, request in zip(numbers[:2], requests, strict=False):
         assert found[number].tokens == served.alone(request).tokens
     assert not engine.store._coming, "what nobody waits for is forgotten"
+
+
+def test_on_a_cpu_the_system_is_told_which_files_are_needed_soon(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Path] = []
+    monkeypatch.setattr("plait.serve.folders.expect_file", told.append)
+    names = ("rank1", "rank2", "rank5")
+    adapters = FolderAdapters(served.base, {name: served.folder / name for name in names})
+    engine = Engine(served.base, adapters, pool_tokens=1000, most=1, host_bytes=1)
+    for name in names:
+        engine.add(Request((5, 6, 7), name, FREE))
+    list(engine.run())
+    assert [file.parent.name for file in told] == ["rank2", "rank5"], "each once, though many iterations ran"
+    assert not engine.store._coming
+    assert engine.store.bytes == 0
+
+
+@pytest.mark.parametrize("form", ["float32", "bfloat16", "float16", "mixed", "unaligned"])
+def test_a_file_of_any_dtype_comes_into_its_pages_as_it_is_packed(
+    served: Served, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("plait.adapters.tensor_file.PART_BYTES", 3000)  # some tensors are larger
+    folder = shutil.copytree(served.folder / "rank5", tmp_path / "rank5")
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    if form in ("bfloat16", "float16"):
+        tensors = {name: each.to(getattr(torch, form)) for name, each in tensors.items()}
+    if form == "mixed":
+        first = next(iter(tensors))
+        tensors[first] = tensors[first].bfloat16()
+    save_file(tensors, file)
+    if form == "unaligned":
+        whole = file.read_bytes()
+        length = int.from_bytes(whole[:8], "little") + 1
+        file.write_bytes(length.to_bytes(8, "little") + whole[8 : 7 + length] + b" " + whole[7 + length :])
+    found = []
+    for direct in (True, False):
+        if not direct:
+            monkeypatch.setattr("plait.serve.cells.places", lambda _: False)
+        adapters = FolderAdapters(served.base, {"rank5": folder})
+        store = Engine(served.base, adapters, pool_tokens=1000).store
+        adapter = adapters.find("rank5")
+        in_parts = form in ("float32", "bfloat16")
+        assert (adapter.parts() is not None) == in_parts
+        placed = store.place(adapter, range(3, 3 + store.layout.placement(adapter).pages))
+        found.append([storage.clone() for storage in store._sites.storage])
+        assert placed.offsets.shape[2] == 5
+    assert any(each.any() for each in found[0])
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize(

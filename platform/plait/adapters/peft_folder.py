@@ -9,17 +9,20 @@ from __future__ import annotations
 import functools
 import json
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from plait.adapters.facts import CONFIG, WEIGHTS
-from plait.adapters.tensor_file import read_tensors
+from plait.adapters.tensor_file import Bounds, locate_tensors, read_tensors
 from plait.adapters.variants import PREFIX, VARIANTS, AdapterVariant
 from plait.core.errors import ModelError, StorageError
 from plait.core.jobs import AdapterSpec
@@ -154,10 +157,7 @@ def read_adapter(folder: Path, sites: Mapping[str, tuple[int, int]], *, values: 
         if rank < 1 or not abs(alpha) < MOST_ALPHA:
             raise ValueError(f"r={rank}, lora_alpha={alpha:g}")
     except (OSError, ValueError, OverflowError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise StorageError(
-            f"{folder}: {type(error).__name__}: {error}",
-            f"An adapter is a folder of PEFT with {CONFIG} and {WEIGHTS}.",
-        ) from error
+        raise unreadable(folder, error) from error
     given = {key: config.get(key) for key, values in _LEFT_OUT.items() if config.get(key) not in values}
     if config.get("peft_type") != "LORA" or given:
         named = ", ".join(f"{key}={value!r}" for key, value in given.items())
@@ -185,3 +185,52 @@ def read_adapter(folder: Path, sites: Mapping[str, tuple[int, int]], *, values: 
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     weights = {module: (stored[a], stored[b]) for module, (a, b) in names.items()}
     return StoredAdapter(rank, scale, weights)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocatedAdapter:
+    """Where the tensors of an adapter lie in its file.
+
+    Attributes:
+        dtype: of all of them.
+        numbers: of each tensor (int64), twice the number of its module among all sites, plus 1 for B.
+        bounds: its bytes, as :class:`~plait.adapters.tensor_file.Located` has them.
+    """
+
+    dtype: torch.dtype
+    numbers: Bounds
+    bounds: Bounds
+
+
+def locate_adapter(folder: Path, sites: Sequence[str]) -> LocatedAdapter | None:
+    """Where the tensors lie in a folder that :func:`read_adapter` has accepted; None if they must be read as
+    a whole.
+
+    Args:
+        sites: the base model's linear layers, in their order.
+
+    Raises:
+        StorageError: the folder cannot be read.
+    """
+    try:
+        found = locate_tensors(folder / WEIGHTS)
+        if found is None:
+            return None
+        numbers = operator.itemgetter(*found.names)(_lora_numbers(tuple(sites)))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise unreadable(folder, error) from error
+    return LocatedAdapter(found.dtype, np.array(numbers, dtype=np.int64), found.bounds)
+
+
+@functools.lru_cache(maxsize=2)
+def _lora_numbers(sites: tuple[str, ...]) -> dict[str, int]:
+    names = (name for site in sites for name in _lora_names(site))
+    return {name: number for number, name in enumerate(names)}
+
+
+def unreadable(folder: Path, error: Exception) -> StorageError:
+    """That an adapter's folder cannot be read."""
+    return StorageError(
+        f"{folder}: {type(error).__name__}: {error}",
+        f"An adapter is a folder of PEFT with {CONFIG} and {WEIGHTS}.",
+    )

@@ -1,15 +1,19 @@
-"""The tensors of a file in safetensors' format, as views of its bytes.
+"""The tensors of a file in safetensors' format, as views of its bytes, or part by part in the same memory.
 
 A seam: the library copies each of hundreds of tensors twice, which a server that reads adapters for its
-requests feels. A map of the file would copy nothing, but if the file is cut off meanwhile, the process ends.
+requests feels; it feels new pages of memory even more. A map of the file would copy nothing, but if the file
+is cut off meanwhile, the process ends.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from io import BufferedReader
 from math import prod
 from pathlib import Path
@@ -29,9 +33,11 @@ DTYPES = {
 }
 LENGTH = 8  # bytes at the file's beginning: the header's length
 Memory = np.ndarray[tuple[int], np.dtype[np.uint8]]
+Bounds = np.ndarray[Any, np.dtype[np.int64]]
 _Entry = tuple[str, torch.dtype, tuple[int, ...], tuple[int, ...], int, int]
 SPARE_BYTES = 128 << 20  # of memory that is kept for the next files
 CACHED_BYTES = 256 << 10  # of a header that is kept; that of hundreds of sites has half of it
+PART_BYTES = 1 << 20  # of a file that are read at once, so that they are still in a core's cache when used
 
 
 def read_tensors(path: Path, *, values: bool = True) -> dict[str, Tensor]:
@@ -46,8 +52,7 @@ def read_tensors(path: Path, *, values: bool = True) -> dict[str, Tensor]:
     """
     with path.open("rb") as file:
         size = path.stat().st_size
-        header, begin = _header(file, size)
-        entries = (_kept_entries if len(header) <= CACHED_BYTES else _entries)(header, size - begin)
+        entries, begin = _found(file, size)
         if not values:
             return {
                 name: torch.empty(shape, dtype=dtype, device="meta") for name, dtype, shape, *_ in entries
@@ -57,6 +62,74 @@ def read_tensors(path: Path, *, values: bool = True) -> dict[str, Tensor]:
         if file.readinto(into) != len(whole):
             raise ValueError("the file is shorter than it was")
         return _views(whole, entries)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Located:
+    """Where the tensors of a file lie.
+
+    Attributes:
+        dtype: of all of them.
+        names: in their order in the file.
+        bounds: (tensors, 2) int64, the first byte of each in the file, and the one after its last.
+    """
+
+    dtype: torch.dtype
+    names: tuple[str, ...]
+    bounds: Bounds
+
+
+def locate_tensors(path: Path) -> Located | None:
+    """Where a file's tensors lie; None if they have several dtypes, overlap, or begin where a dtype may not.
+
+    Raises:
+        As :func:`read_tensors`.
+    """
+    with path.open("rb") as file:
+        entries, begin = _found(file, path.stat().st_size)
+    own = sorted((entry for entry in entries if entry[-1]), key=lambda entry: entry[4])
+    dtypes = {dtype for _, dtype, *_ in own}
+    if len(dtypes) != 1:
+        return None
+    (dtype,) = dtypes
+    firsts = np.array([begin + entry[4] for entry in own], dtype=np.int64)
+    ends = firsts + np.array([entry[-1] * dtype.itemsize for entry in own], dtype=np.int64)
+    if (firsts[1:] < ends[:-1]).any() or (firsts % dtype.itemsize).any():
+        return None
+    return Located(dtype, tuple(entry[0] for entry in own), np.stack((firsts, ends), axis=1))
+
+
+def read_parts(path: Path, bounds: Bounds) -> Iterator[tuple[slice, Bounds]]:
+    """Read tensors, some at a time, into the same memory: which ones, and their addresses there.
+
+    Args:
+        bounds: see :class:`Located`.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is shorter than it was.
+    """
+    firsts, ends = bounds.T
+    memory = MEMORY.take(max(PART_BYTES, int((ends - firsts).max())))
+    into: Any = memory.numpy()
+    view, address = memoryview(into), memory.data_ptr()
+    with path.open("rb", buffering=0) as file:
+        start = 0
+        while start < len(bounds):
+            begin = int(firsts[start])
+            stop = int(np.searchsorted(ends, begin + len(memory), "right"))
+            size = int(ends[stop - 1]) - begin
+            if os.preadv(file.fileno(), [view[:size]], begin) != size:
+                raise ValueError("the file is shorter than it was")
+            yield slice(start, stop), firsts[start:stop] + (address - begin)
+            start = stop
+
+
+def expect_file(path: Path) -> None:
+    """Have the system read a file that is needed soon, without waiting; it may not."""
+    if hasattr(os, "posix_fadvise"):
+        with suppress(OSError), path.open("rb", buffering=0) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
 
 class _Memory:
@@ -92,11 +165,14 @@ class _Memory:
 MEMORY = _Memory()
 
 
-def _header(file: BufferedReader, size: int) -> tuple[bytes, int]:
+def _found(file: BufferedReader, size: int) -> tuple[tuple[_Entry, ...], int]:
+    """The entries of an open file of so many bytes, and where its tensors begin."""
     length = int.from_bytes(file.read(LENGTH), "little")
-    if length > size - LENGTH:
+    begin = LENGTH + length
+    if begin > size:
         raise ValueError(f"a header of {length} bytes in a file of {size}")
-    return file.read(length), LENGTH + length
+    header = file.read(length)
+    return (_kept_entries if length <= CACHED_BYTES else _entries)(header, size - begin), begin
 
 
 def _entries(header: bytes, size: int) -> tuple[_Entry, ...]:

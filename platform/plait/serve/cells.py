@@ -6,10 +6,11 @@ sites' vectors, and each piece is laid out like a cell.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,10 +18,18 @@ from torch import Tensor
 from plait.core.errors import InputError, PlaitError, StorageError
 from plait_kernels import Bank, Site
 from plait_kernels.bank import WEIGHTS
-from plait_kernels.pooled import PLACED, AdapterPool, PooledAdapter, place_vectors, places
+from plait_kernels.pooled import (
+    PLACED,
+    AdapterPool,
+    PooledAdapter,
+    place_tensors,
+    place_vectors,
+    places,
+)
 
 LEAST_PAGE, MOST_PAGE = 16, 64  # tokens of a page
 Weights = Mapping[str, tuple[Tensor, ...]]
+Part = tuple[Tensor, torch.dtype]  # tensors as ``place_tensors`` takes them, and their dtype
 AdapterKey = tuple[str, int]  # its name, and a number that changes with its weights
 
 
@@ -58,6 +67,13 @@ class Adapter(Protocol):
         Raises:
             StorageError: they cannot be read.
         """
+
+    def expect(self) -> None:
+        """Prepare for being read soon."""
+
+    def parts(self) -> Iterator[Part] | None:
+        """The weights part by part, each in the memory of the one before; None: only :meth:`weights` has
+        them."""
 
 
 class AdapterSource(Protocol):
@@ -106,6 +122,12 @@ class _BankAdapter:
         block = self.bank.blocks[self.name]
         sites = self.bank.sites
         return {name: block.at(sites[self.bank.site_index[name]], WEIGHTS) for name in block.layout.specs}
+
+    def expect(self) -> None:
+        """It is in memory."""
+
+    def parts(self) -> None:
+        """It is in memory as a whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +297,11 @@ def page_tokens(token_elements: int, cells: Sequence[tuple[int, int]], least: in
 
 
 class CellStore:
-    """Adapters in host memory: loaded when first needed, kept up to a limit.
+    """Brings adapters into their pages.
+
+    On a CPU they are read from their files into the pool, part by part: the system keeps files in its memory,
+    and a copy of our own would cost new pages, which take longer than reading. For another device they are
+    packed, and kept in host memory up to a limit.
 
     Args:
         layout: where cells lie.
@@ -301,12 +327,12 @@ class CellStore:
         self.layout = layout
         self._pool = pool
         self._sites = sites
-        self._direct = places(pool[0])  # the file's tensors are kept, and written into their pages at once
+        self._direct = places(pool[0])
         self._most_bytes = most_bytes
         self._known = known
         self._kept: dict[AdapterKey, list[Tensor]] = {}
         self.bytes = 0
-        self._coming: dict[AdapterKey, Future[list[Tensor]]] = {}
+        self._coming: dict[AdapterKey, Future[Any]] = {}
         self._reader = ThreadPoolExecutor(1, "adapters") if most_bytes else None
         self.loads = 0
 
@@ -323,18 +349,12 @@ class CellStore:
                 del self._coming[key]
         for key, each in soon.items():
             if key not in self._coming:
-                self._coming[key] = self._reader.submit(self._loaded, each)
+                read = (each.expect,) if self._direct else (self._loaded, each)
+                self._coming[key] = self._reader.submit(*read)
 
     def _loaded(self, adapter: Adapter) -> list[Tensor]:
-        weights = _read(adapter)
-        if self._direct:
-            sides = [side for name in sorted(weights) for side in weights[name]]
-            dtypes = {side.dtype for side in sides}
-            alike = len(dtypes) == 1 and dtypes <= PLACED.keys()
-            if alike and all(side.is_contiguous() for side in sides):  # as files have them
-                return sides
-            dtype = dtypes.pop() if alike else self._pool[0].dtype
-            return [side.to(dtype).contiguous() for side in sides]
+        with _own_errors(adapter):
+            weights = adapter.weights()
         found = self.layout.pack(adapter, weights, self._pool[0])
         pinned = self._most_bytes and self._pool[0].device.type == "cuda"
         return [each.cpu().pin_memory() for each in found] if pinned else found
@@ -345,18 +365,27 @@ class CellStore:
         Raises:
             StorageError: its weights cannot be read.
         """
-        found = self._found(adapter)
         placement = self.layout.placement(adapter)
         page, inside = placement.page, placement.inside
         at = torch.tensor(pages)[page.clamp(min=0)] * self.layout.elements + inside
         offsets = torch.where(page < 0, -1, at).to(self._pool[0].device)
         placed = PooledAdapter(adapter.rank, adapter.scale, adapter.sites, offsets)
         if self._direct:
-            sides = zip(found[::2], found[1::2], strict=True)
-            place_vectors(self._sites, placed, dict(zip(sorted(adapter.sites), sides, strict=True)))
+            self._place_directly(adapter, placed)
         else:
-            self._place_packed(found, placement, pages)
+            self._place_packed(self._found(adapter), placement, pages)
         return placed
+
+    def _place_directly(self, adapter: Adapter, placed: PooledAdapter) -> None:
+        self._coming.pop(adapter.key, None)
+        self.loads += 1
+        with _own_errors(adapter):
+            parts = adapter.parts()
+            if parts is None:
+                place_vectors(self._sites, placed, _placeable(adapter.weights(), self._pool[0].dtype))
+                return
+            for tensors, dtype in parts:
+                place_tensors(self._sites, placed, tensors, dtype)
 
     def _place_packed(self, packed: Sequence[Tensor], placement: Placement, pages: Sequence[int]) -> None:
         device = self._pool[0].device
@@ -387,14 +416,23 @@ class CellStore:
         self.bytes -= _bytes(self._kept.pop(key))
 
 
-def _read(adapter: Adapter) -> Weights:
-    """Its weights; any error is this adapter's own, and no other request's.
+def _placeable(weights: Weights, dtype: torch.dtype) -> Weights:
+    """Weights as ``place_vectors`` takes them: contiguous, and of one dtype, theirs or else this one."""
+    dtypes = {side.dtype for own in weights.values() for side in own}
+    if len(dtypes) == 1 and dtypes <= PLACED.keys():
+        (dtype,) = dtypes
+    return {name: tuple(side.to(dtype).contiguous() for side in own) for name, own in weights.items()}
+
+
+@contextmanager
+def _own_errors(adapter: Adapter) -> Iterator[None]:
+    """Any error in here is this adapter's own, and no other request's.
 
     Raises:
-        StorageError: they cannot be read.
+        StorageError: instead of it.
     """
     try:
-        return adapter.weights()
+        yield
     except (PlaitError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:

@@ -5,21 +5,26 @@ A seam: the engine does not know where adapters are kept.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from types import MappingProxyType
 
+import numpy as np
+import torch
+
 from plait.adapters.facts import CONFIG, WEIGHTS, quantised_base
-from plait.adapters.peft_folder import read_adapter
+from plait.adapters.peft_folder import LocatedAdapter, locate_adapter, read_adapter, unreadable
+from plait.adapters.tensor_file import expect_file, read_parts
 from plait.core.errors import InputError, ModelError, StorageError
 from plait.core.settings import WHOLE
 from plait.models.base import BaseModel
-from plait.serve.cells import Adapter, AdapterKey, Weights
+from plait.serve.cells import Adapter, AdapterKey, Part, Weights
 from plait.utils.progress import say
+from plait_kernels.pooled import PLACED
 
-HOST_BYTES = 1 << 30  # of adapters that are kept in memory beside the pool
+HOST_BYTES = 1 << 30  # of adapters that are kept in memory beside a GPU's pool
 Sizes = Mapping[str, tuple[int, int]]
 Stamp = tuple[tuple[int, int, int], ...]  # of each file: its number, bytes, and when it changed
 
@@ -36,6 +41,7 @@ class FolderAdapter:
     sites: frozenset[str]
     sizes: Sizes
     stamp: Stamp
+    located: LocatedAdapter | None
     pooled: bool = True
 
     @property
@@ -50,13 +56,39 @@ class FolderAdapter:
             StorageError, ModelError: it is not what it was.
         """
         stored = read_adapter(self.folder, self.sizes)
+        self._check_unchanged()
+        return stored.weights
+
+    def expect(self) -> None:
+        """Have the system read the file."""
+        expect_file(self.folder / WEIGHTS)
+
+    def parts(self) -> Iterator[Part] | None:
+        """Read the file part by part; None if it must be read as a whole.
+
+        Raises:
+            StorageError: the file cannot be read.
+            InputError: it is not what it was.
+        """
+        located = self.located
+        return None if located is None or located.dtype not in PLACED else self._parts(located)
+
+    def _parts(self, located: LocatedAdapter) -> Iterator[Part]:
+        try:
+            for some, addresses in read_parts(self.folder / WEIGHTS, located.bounds):
+                yield torch.from_numpy(np.stack((located.numbers[some], addresses), axis=1)), located.dtype
+        except (OSError, ValueError) as error:
+            self._check_unchanged()  # which says more
+            raise unreadable(self.folder, error) from error
+        self._check_unchanged()
+
+    def _check_unchanged(self) -> None:
         if _stamp(self.folder) != self.stamp:  # keys and values in the pool are those of the old weights
             raise InputError(
                 f"{self.folder} has changed",
                 "An adapter is the one that was in its folder when it was added.",
                 "Remove the adapter, and add it again.",
             )
-        return stored.weights
 
 
 def _stamp(folder: Path) -> Stamp:
@@ -121,6 +153,7 @@ class FolderAdapters:
         """
         stamp = _stamp(folder)
         stored = read_adapter(folder, self._sizes, values=False)
+        located = locate_adapter(folder, tuple(self._sizes))
         self._check_base(folder, quantised_base(folder))
         with self._lock:
             if name in self._adapters:
@@ -143,6 +176,7 @@ class FolderAdapters:
                 frozenset(stored.weights),
                 self._sizes,
                 stamp,
+                located,
             )
             self._keys.add(self._adapters[name].key)
 
