@@ -238,14 +238,14 @@ def _on_device(shape: Shape, device: torch.device, dtype: torch.dtype) -> Measur
     def measure(chosen: Choice, stage: str) -> float:
         try:
             run = Launcher(own, plain, made.weight, chosen)
-            s = run.down(own, plain)
+            s, bits = run.down(own, plain)
             ds = s if stage in ("down", "up") else run.up_gradient(own, made.grad, s)
             stages: dict[str, Callable[[], object]] = {
                 "down": lambda: run.down(own, plain),
                 "up": lambda: run.up(own, plain, s, made.weight, None),
                 "up_gradient": lambda: run.up_gradient(own, made.grad, s),
-                "down_gradient": lambda: run.down_gradient(own, plain, ds),
-                "dx": lambda: run.dx(own, made.grad, ds, made.weight),
+                "down_gradient": lambda: run.down_gradient(own, plain, ds, bits),
+                "dx": lambda: run.dx(own, made.grad, ds, bits, made.weight),
             }
             return median_seconds(stages[stage], device)
         except torch.OutOfMemoryError:

@@ -60,10 +60,9 @@ Candidates = dict[str, tuple[tuple[str, Tiles], ...]]
 # compute capability 9.0 all have enough registers; those that need too much shared memory are left out.
 CANDIDATES: Candidates = {
     "down": tuple(
-        ("down", Tiles(rows=rows, depth=depth, splits=splits, warps=8 if rows == 128 else 4))
+        ("down", Tiles(rows=rows, depth=64, splits=splits, warps=8 if rows == 128 else 4))
         for rows in (32, 64, 128)
-        for depth in (64, 128)
-        for splits in (1, 4)
+        for splits in (1, 4, 8)
     ),
     "up": (
         ("up", Tiles(rows=128, columns=128, warps=8)),

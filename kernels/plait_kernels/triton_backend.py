@@ -55,11 +55,11 @@ def _launches(device: torch.device) -> bool:
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, call: LayerCall) -> tuple[Tensor, list[Tensor]]:
-    """Output (tokens, out) and S, packed."""
+    """Output (tokens, out); S, packed, and the bits of which features are dropped."""
     x = x if x.stride(1) == 1 else x.contiguous()
     run = launcher(call, x, weight, choice(call, x))
-    s = run.down(call, x)
-    return run.up(call, x, s, weight, None if bias is None else bias.contiguous()), [s]
+    s, bits = run.down(call, x)
+    return run.up(call, x, s, weight, None if bias is None else bias.contiguous()), [s, bits]
 
 
 def backward(
@@ -69,9 +69,10 @@ def backward(
     x = x if x.stride(1) == 1 else x.contiguous()
     grad = grad.contiguous()
     run = launcher(call, x, weight, choice(call, x))
-    ds = run.up_gradient(call, grad, saved[0])
-    run.down_gradient(call, x, ds)
-    return run.dx(call, grad, ds, weight) if need_dx else None
+    s, bits = saved
+    ds = run.up_gradient(call, grad, s)
+    run.down_gradient(call, x, ds, bits)
+    return run.dx(call, grad, ds, bits, weight) if need_dx else None
 
 
 TRITON = register(

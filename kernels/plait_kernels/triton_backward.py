@@ -16,7 +16,7 @@ from plait_kernels.triton_common import (
     A,
     B,
     add_low_rank,
-    drop_tile,
+    drop_again,
     keep_factor,
     load_offset,
     load_site,
@@ -24,7 +24,6 @@ from plait_kernels.triton_common import (
     load_tile,
     load_work,
     row_stride,
-    row_words,
     swizzle,
 )
 from plait_kernels.triton_forward import product_of_rows
@@ -87,32 +86,32 @@ def up_gradient(
 @triton.jit(do_not_specialize=["begin", "bank_sites"])
 def wide_ds(
     grad, grad_stride, ds, packed, split_stride, origin, work, begin, spans, scales, sites, addresses,
-    bank_sites, counters, split_columns,
+    bank_sites, split_columns,
     ALIGN: tl.constexpr, RANKS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dS = s dh B of an adapter of many ranks, over one split of the columns."""
     site = tl.program_id(0)
     first, count, span, _slot, first_rank = load_work(work, begin + tl.program_id(1))
-    bank_site, module, column_first, width = load_site(sites, site, ALIGN)
+    bank_site, _, column_first, width = load_site(sites, site, ALIGN)
     b_offset = load_offset(addresses, span, bank_sites, bank_site, B)
     if b_offset < ABSENT:
         return
-    rank, threshold, seed, s_start = load_span(spans, span, RANKS)
+    rank, _, _, s_start = load_span(spans, span, RANKS)
     stride = row_stride(rank)
     split = tl.program_id(2).to(tl.int64)
     start = tl.program_id(2) * split_columns
     ds += split * split_stride + site.to(tl.int64) * packed + s_start + first * stride + first_rank
     product_of_rows(
         grad + first * grad_stride + column_first, grad_stride, ds, stride, origin + b_offset + first_rank,
-        rank, 1, counters, count, rank - first_rank, start, tl.minimum(start + split_columns, width), seed,
-        module, threshold, tl.load(scales + span), False, BM, BK, BR, PRECISION,
+        rank, 1, ds, 0, ds, count, rank - first_rank, start, tl.minimum(start + split_columns, width), 0, 0,
+        0, 0, tl.load(scales + span), False, BM, BK, BR, PRECISION,
     )  # fmt: skip
 
 
 @triton.jit
 def _sum_over_rows(
-    x, x_stride, ds, stride, target, r_stride, m_stride, counters, count, left, slot, k, end, seed, module,
+    x, x_stride, ds, stride, target, r_stride, m_stride, bits, bits_stride, count, left, slot, k, end,
     threshold, factor,
     DROPOUT: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -130,8 +129,7 @@ def _sum_over_rows(
         mask = row_mask[:, None] & column_mask[None, :]
         values = tl.load(x + rows[:, None] * x_stride + columns[None, :], mask=mask, other=0.0)
         if DROPOUT:
-            words = row_words(counters, rows, row_mask, seed, module)
-            values = drop_tile(values, words, k, seed, module, threshold, BM, BK)
+            values = drop_again(values, bits, bits_stride, count - row, k, threshold, BM, BK)
         own_ds = tl.load(
             ds + rows[None, :] * stride + ranks[:, None],
             mask=(ranks < row_stride(left))[:, None] & row_mask[None, :],
@@ -140,7 +138,7 @@ def _sum_over_rows(
         total = tl.dot(own_ds, values, total, input_precision=PRECISION)
         x += BM * x_stride
         ds += BM * stride
-        counters += BM * 3
+        bits += BM * bits_stride
     total *= factor
     where = target + ranks[:, None] * r_stride + columns[None, :] * m_stride
     mask = (ranks < left)[:, None] & column_mask[None, :]
@@ -152,19 +150,19 @@ def _sum_over_rows(
 @triton.jit(do_not_specialize=["begin", "bank_sites", "slots"])
 def wide_db(
     grad, grad_stride, s, packed, gradient_origin, partial, work, begin, spans, scales, sites, gradients,
-    bank_sites, slots, counters,
+    bank_sites, slots,
     ALIGN: tl.constexpr, RANKS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dB = s dhᵀ S of an adapter of many ranks, over one chunk of its rows."""
     site = tl.program_id(0)
     first, count, span, slot, first_rank = load_work(work, begin + tl.program_id(2))
-    bank_site, module, column_first, width = load_site(sites, site, ALIGN)
+    bank_site, _, column_first, width = load_site(sites, site, ALIGN)
     b_offset = load_offset(gradients, span, bank_sites, bank_site, B)
     k = tl.program_id(1) * BK
     if (b_offset < ABSENT) | (k >= width):
         return
-    rank, threshold, seed, s_start = load_span(spans, span, RANKS)
+    rank, _, _, s_start = load_span(spans, span, RANKS)
     stride = row_stride(rank)
     target = gradient_origin + b_offset
     if slot >= 0:
@@ -172,26 +170,26 @@ def wide_db(
     s += site.to(tl.int64) * packed + s_start + first * stride + first_rank
     _sum_over_rows(
         grad + first * grad_stride + column_first, grad_stride, s, stride, target + first_rank, 1, rank,
-        counters, count, rank - first_rank, slot, k, width, seed, module, threshold, tl.load(scales + span),
+        s, 0, count, rank - first_rank, slot, k, width, 0, tl.load(scales + span),
         False, BM, BK, BR, PRECISION,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["begin", "bank_sites", "slots"])
 def down_gradient(
-    x, x_stride, ds, packed, gradient_origin, partial, work, begin, spans, sites, gradients, bank_sites,
-    slots, counters, features,
+    x, x_stride, ds, packed, bits, bits_stride, bits_site, gradient_origin, partial, work, begin,
+    spans, sites, gradients, bank_sites, slots, features,
     DROPOUT: tl.constexpr, RANKS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dA = dSᵀ (D ∘ x) over one chunk of an adapter's rows."""
     site = tl.program_id(0)
     first, count, span, slot, first_rank = load_work(work, begin + tl.program_id(2))
-    bank_site, module, _, _ = load_site(sites, site, 1)
+    bank_site, _module, _first, _columns = load_site(sites, site, 1)
     a_offset = load_offset(gradients, span, bank_sites, bank_site, A)
     if a_offset < ABSENT:
         return
-    rank, threshold, seed, s_start = load_span(spans, span, RANKS)
+    rank, threshold, _seed, s_start = load_span(spans, span, RANKS)
     stride = row_stride(rank)
     target = gradient_origin + a_offset
     if slot >= 0:
@@ -202,9 +200,9 @@ def down_gradient(
         factor *= keep_factor(threshold)
     ds += site.to(tl.int64) * packed + s_start + first * stride + first_rank
     _sum_over_rows(
-        x + first * x_stride, x_stride, ds, stride, target, features, 1, counters + 3 * first, count,
-        rank - first_rank, slot, tl.program_id(1) * BK, features, seed, module, threshold, factor,
-        DROPOUT, BM, BK, BR, PRECISION,
+        x + first * x_stride, x_stride, ds, stride, target, features, 1,
+        bits + site.to(tl.int64) * bits_site + first * bits_stride, bits_stride, count, rank - first_rank,
+        slot, tl.program_id(1) * BK, features, threshold, factor, DROPOUT, BM, BK, BR, PRECISION,
     )  # fmt: skip
 
 
@@ -246,16 +244,17 @@ def sum_partials(
 
 @triton.jit
 def _low_rank_dx(
-    ds, packed, origin, spans, sites, site_count, addresses, bank_sites, counters, span, first, rows,
-    row_mask, k, columns, column_mask, features,
+    ds, packed, bits, bits_stride, bits_site, origin, spans, sites, site_count, addresses, bank_sites,
+    span, first, count, rows, row_mask, k, columns, column_mask, features,
     DROPOUT: tl.constexpr, RANKS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Σ over sites of D ∘ (dS A) of a tile in the features that begin at `k`; zero without an adapter."""
     total = tl.zeros((BM, BK), tl.float32)
-    rank, threshold, seed, s_start = load_span(spans, tl.maximum(span, 0), RANKS)
+    rank, threshold, _seed, s_start = load_span(spans, tl.maximum(span, 0), RANKS)
     ds += s_start + first * row_stride(rank)
+    bits += first * bits_stride
     for site in range(0, site_count):
-        bank_site, module, _, _ = load_site(sites, site, 1)
+        bank_site, _module, _first, _columns = load_site(sites, site, 1)
         a_offset = load_offset(addresses, span, bank_sites, bank_site, A)
         if a_offset >= ABSENT:
             low = tl.zeros((BM, BK), tl.float32)
@@ -264,10 +263,10 @@ def _low_rank_dx(
                 PRECISION,
             )  # fmt: skip
             if DROPOUT:
-                words = row_words(counters + 3 * first, rows, row_mask, seed, module)
-                low = drop_tile(low, words, k, seed, module, threshold, BM, BK)
+                low = drop_again(low, bits, bits_stride, count, k, threshold, BM, BK)
             total += low
         ds += packed
+        bits += bits_site
     if DROPOUT:
         total *= keep_factor(threshold)
     return total
@@ -275,8 +274,8 @@ def _low_rank_dx(
 
 @triton.jit(do_not_specialize=["site_count", "bank_sites"])
 def dx_low_rank(
-    dx, dx_stride, ds, packed, origin, tiles, spans, sites, site_count, addresses, bank_sites, counters,
-    features,
+    dx, dx_stride, ds, packed, bits, bits_stride, bits_site, origin, tiles, spans, sites, site_count,
+    addresses, bank_sites, features,
     DROPOUT: tl.constexpr, RANKS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dx = Σ over sites of D ∘ (dS A), to which the vendor's product is added; nothing of `dx` is read."""
@@ -285,8 +284,9 @@ def dx_low_rank(
     k = tl.program_id(0) * BK
     row_mask, column_mask = rows < count, columns < features - k
     total = _low_rank_dx(
-        ds, packed, origin, spans, sites, site_count, addresses, bank_sites, counters, span, first, rows,
-        row_mask, k, columns, column_mask, features, DROPOUT, RANKS, BM, BK, PRECISION,
+        ds, packed, bits, bits_stride, bits_site, origin, spans, sites, site_count, addresses, bank_sites,
+        span, first, count, rows, row_mask, k, columns, column_mask, features,
+        DROPOUT, RANKS, BM, BK, PRECISION,
     )  # fmt: skip
     target = dx + first * dx_stride + k + rows[:, None] * dx_stride + columns[None, :]
     tl.store(target, total.to(dx.dtype.element_ty), mask=row_mask[:, None] & column_mask[None, :])
@@ -294,8 +294,9 @@ def dx_low_rank(
 
 @triton.jit(do_not_specialize=["site_count", "bank_sites", "tile_count", "block_count"])
 def dx_linear(
-    grad, grad_stride, w, w_out_stride, w_in_stride, dx, dx_stride, ds, packed, origin, tiles, tile_count,
-    spans, sites, site_count, addresses, bank_sites, counters, features, out_features, block_count,
+    grad, grad_stride, w, w_out_stride, w_in_stride, dx, dx_stride, ds, packed, bits, bits_stride,
+    bits_site, origin, tiles, tile_count, spans, sites, site_count, addresses, bank_sites, features,
+    out_features, block_count,
     DROPOUT: tl.constexpr, RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -306,8 +307,9 @@ def dx_linear(
     k = block_index * BK
     row_mask, column_mask = rows < count, columns < features - k
     total = _low_rank_dx(
-        ds, packed, origin, spans, sites, site_count, addresses, bank_sites, counters, span, first, rows,
-        row_mask, k, columns, column_mask, features, DROPOUT, RANKS, BM, BK, PRECISION,
+        ds, packed, bits, bits_stride, bits_site, origin, spans, sites, site_count, addresses, bank_sites,
+        span, first, count, rows, row_mask, k, columns, column_mask, features,
+        DROPOUT, RANKS, BM, BK, PRECISION,
     )  # fmt: skip
     grad += first * grad_stride
     w += k.to(tl.int64) * w_in_stride

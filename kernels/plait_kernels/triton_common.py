@@ -66,10 +66,12 @@ def row_words(counters, rows, row_mask, seed, module):
 
 
 @triton.jit
-def keep_tile(words, first, seed, module, threshold, BM: tl.constexpr, BK: tl.constexpr):
-    """Which of features [first, first + BK) are kept, (BM, BK); one Philox call serves 8 of them.
+def drop_tile(values, words, first, seed, module, threshold, BM: tl.constexpr, BK: tl.constexpr):
+    """Zero those of features [first, first + BK) that are dropped; with which these are, (BM, BK / 8) bytes.
 
-    Above the 32 bits of `module`: how many times 8 features of the layer come before the first one here.
+    One Philox call serves 8 features, and so a byte, whose lowest bit is the first one's. Above the 32 bits
+    of `module`: how many times 8 features of the layer come before the first one here. What is kept is not
+    yet multiplied by `keep_factor`.
     """
     c3 = ((module >> 32).to(tl.int32) + first // 8 + tl.arange(0, BK // 8)).to(tl.uint32)[None, :]
     q_high, c1 = _turned(words[0] ^ c3, M1)  # the second round
@@ -83,20 +85,44 @@ def keep_tile(words, first, seed, module, threshold, BM: tl.constexpr, BK: tl.co
         p_high, p_low = _turned(c0, M0)
         q_high, q_low = _turned(c2, M1)
         c0, c1, c2, c3 = q_high ^ c1 ^ k0, q_low, p_high ^ c3 ^ k1, p_low
-    low = tl.join(tl.join(c0.to(tl.uint16), c2.to(tl.uint16)), tl.join(c1.to(tl.uint16), c3.to(tl.uint16)))
-    high = tl.join(
-        tl.join((c0 >> 16).to(tl.uint16), (c2 >> 16).to(tl.uint16)),
-        tl.join((c1 >> 16).to(tl.uint16), (c3 >> 16).to(tl.uint16)),
-    )
-    return tl.reshape(tl.join(low, high), (BM, BK)) >= threshold.to(tl.uint16)
+    low0, high0 = _beyond(c0, threshold)
+    low1, high1 = _beyond(c1, threshold)
+    low2, high2 = _beyond(c2, threshold)
+    low3, high3 = _beyond(c3, threshold)
+    low = tl.join(tl.join(low0, low2), tl.join(low1, low3))
+    high = tl.join(tl.join(high0, high2), tl.join(high1, high3))
+    beyond = tl.reshape(tl.join(low, high), (BM, BK))
+    bits = _with_sign(_with_sign(_with_sign(_with_sign(0, high3), low3), high2), low2)
+    bits = _with_sign(_with_sign(_with_sign(_with_sign(bits, high1), low1), high0), low0)
+    return tl.where(beyond < 0, 0.0, values), bits.to(tl.uint8)
 
 
 @triton.jit
-def drop_tile(values, words, first, seed, module, threshold, BM: tl.constexpr, BK: tl.constexpr):
-    """Zero the values that are dropped; what is kept is not yet multiplied by `keep_factor`."""
-    if threshold > 0:
-        values = tl.where(keep_tile(words, first, seed, module, threshold, BM, BK), values, 0.0)
-    return values
+def _beyond(word, threshold):
+    """By how much a word's lower and upper half exceed the threshold: below 0, a feature is dropped."""
+    least = threshold.to(tl.int32)
+    return (word & 0xFFFF).to(tl.int32) - least, (word >> 16).to(tl.int32) - least
+
+
+@triton.jit
+def _with_sign(bits, number):
+    """The bits with a number's sign behind them: one instruction, to compare and to select would be two."""
+    return (bits << 1) | (number.to(tl.uint32, bitcast=True) >> 31)
+
+
+@triton.jit
+def drop_again(values, bits, stride, count, first, threshold, BM: tl.constexpr, BK: tl.constexpr):
+    """Zero those of features [first, first + BK) of a tile's rows that `down` noted as dropped.
+
+    `bits` points to those of the tile's first row; rows have room for whole blocks of BK features, of which
+    `first` is a multiple. Of what drops nothing there are none.
+    """
+    rows, noted = tl.arange(0, BM), tl.where(threshold > 0, count, 0)
+    byte = tl.multiple_of(first // 8, BK // 8) + tl.arange(0, BK // 8)
+    place = bits + rows[:, None] * stride + byte[None, :]
+    own = tl.load(place, mask=(rows < noted)[:, None], other=0).to(tl.int32)
+    lost = tl.reshape((own[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1, (BM, BK)) != 0
+    return tl.where(lost, 0.0, values)
 
 
 @triton.jit

@@ -30,14 +30,15 @@ from plait_kernels.triton_common import (
 
 @triton.jit
 def product_of_rows(
-    x, x_stride, out, stride, m, m_stride, r_stride, counters, count, left, start, end, seed, module,
-    threshold, factor,
+    x, x_stride, out, stride, m, m_stride, r_stride, bits, bits_stride, counters, count, left, start,
+    end, seed, module, threshold, noted, factor,
     DROPOUT: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """BR ranks of factor · (D ∘ x) Mᵀ of one tile, over columns [start, end).
 
     The pointers are those of the tile's first row and rank; M is addressed by m + column·m_stride +
-    rank·r_stride.
+    rank·r_stride. Which columns of the first `noted` rows are dropped is written to `bits`, in whole blocks
+    of BK columns.
     """
     rows, ranks = tl.arange(0, BM), tl.arange(0, BR)
     row_mask = rows < count
@@ -51,7 +52,10 @@ def product_of_rows(
         mask = row_mask[:, None] & column_mask[None, :]
         values = tl.load(x + rows[:, None] * x_stride + columns[None, :], mask=mask, other=0.0)
         if DROPOUT:
-            values = drop_tile(values, words, k, seed, module, threshold, BM, BK)
+            values, own_bits = drop_tile(values, words, k, seed, module, threshold, BM, BK)
+            byte = tl.multiple_of(k // 8, BK // 8) + tl.arange(0, BK // 8)
+            place = bits + rows[:, None] * bits_stride + byte[None, :]
+            tl.store(place, own_bits, mask=(rows < noted)[:, None])
         own_mask = column_mask[:, None] & (ranks < left)[None, :]
         own = tl.load(m + ranks[None, :] * r_stride + columns[:, None] * m_stride, mask=own_mask, other=0.0)
         total = tl.dot(values, own, total, input_precision=PRECISION)
@@ -62,14 +66,15 @@ def product_of_rows(
 
 @triton.jit(do_not_specialize=["begin", "bank_sites"])
 def down(
-    x, x_stride, s, packed, split_stride, origin, work, begin, spans, sites, addresses, bank_sites, counters,
-    features, split_features,
+    x, x_stride, s, packed, split_stride, bits, bits_stride, bits_site, origin, work, begin, spans,
+    sites, addresses, bank_sites, counters, features, split_features,
     DROPOUT: tl.constexpr, RANKS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """S = (D ∘ x) Aᵀ of each tile's own adapter, over one split of the features.
 
-    Sites and blocks of ranks are the fastest axes, so that those who read the same x run together.
+    Sites and blocks of ranks are the fastest axes, so that those who read the same x run together. Which
+    features are dropped is written as bits with an adapter's first block of ranks, for backward.
     """
     site = tl.program_id(0)
     first, count, span, _slot, first_rank = load_work(work, begin + tl.program_id(1))
@@ -83,11 +88,20 @@ def down(
     start = tl.program_id(2) * split_features
     s += split * split_stride + site.to(tl.int64) * packed + s_start + first * stride + first_rank
     a = origin + a_offset + first_rank.to(tl.int64) * features
-    product_of_rows(
-        x + first * x_stride, x_stride, s, stride, a, 1, features, counters + 3 * first, count,
-        rank - first_rank, start, tl.minimum(start + split_features, features), seed, module, threshold, 1.0,
-        DROPOUT, BM, BK, BR, PRECISION,
-    )  # fmt: skip
+    x += first * x_stride
+    end = tl.minimum(start + split_features, features)
+    bits += site.to(tl.int64) * bits_site + first * bits_stride
+    noted = tl.where(first_rank == 0, count, 0)
+    if DROPOUT and threshold > 0:
+        product_of_rows(
+            x, x_stride, s, stride, a, 1, features, bits, bits_stride, counters + 3 * first, count,
+            rank - first_rank, start, end, seed, module, threshold, noted, 1.0, True, BM, BK, BR, PRECISION,
+        )  # fmt: skip
+    else:
+        product_of_rows(
+            x, x_stride, s, stride, a, 1, features, bits, bits_stride, counters, count, rank - first_rank,
+            start, end, seed, module, threshold, noted, 1.0, False, BM, BK, BR, PRECISION,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -2,9 +2,10 @@
 
 The graph is split at S, which is small: (1) dropout and down-projection of each row's owner only; (2) base
 product plus up-projection; (3) dS and dB, from one read of dh if the ranks are few: with many, the partial
-sums would outgrow dh; (4) dA; (5) base dx plus low-rank dx with the mask recomputed. (2) and (5) are one
-Triton product, or the low-rank part is written first and the vendor's product added to it, whichever was
-measured to be faster (`autotuning`).
+sums would outgrow dh; (4) dA; (5) base dx plus low-rank dx. (1) also writes which features are bits, a bit
+each, for (4) and (5), which to compute it again costs more than their products do. (2) and (5) are one Triton
+product, or the low-rank part is written first and the vendor's product added to it, whichever was measured to
+be faster (`autotuning`).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from plait_kernels.tables import (
 from plait_kernels.tiles import Choice, Tiles
 
 _SUM_BLOCK = 1024
+_BITS_STEP = 128  # features that a row of bits has room for a multiple of, so that whole vectors are moved
 _Made = TypeVar("_Made")
 _EVERY_RANK, _FEW, _MANY = range(1, 2**31), range(1, FEW_RANKS + 1), range(FEW_RANKS + 1, 2**31)
 
@@ -71,7 +73,8 @@ class Launcher:
         self.chosen = chosen
         self.table = span_table(call.routing)
         self.site_count = len(call.placed)
-        self.features, self.x_stride = x.shape[1], x.stride(0)
+        self.tokens, self.features, self.x_stride = x.shape[0], x.shape[1], x.stride(0)
+        self.bits_stride = self._bits_stride()
         self.outputs, self.weight_strides = weight.shape[0], weight.stride()
         self.bank_sites = len(call.bank.sites)
         self.precision = "ieee" if x.dtype == torch.float32 else "tf32"
@@ -104,6 +107,22 @@ class Launcher:
         if splits == 1:
             return self._scratch(name, shape, self.like.dtype) if name else room(self.like, shape)
         return self._scratch("parts", (splits, *shape), torch.float32)
+
+    def _bits_stride(self) -> int:
+        """Bytes of a row of bits, with room for whole blocks of all kernels that write and read them."""
+        chosen = self.chosen
+        dx = chosen.dx.columns if chosen.fused_backward is None else chosen.fused_backward.depth
+        step = max(_BITS_STEP, chosen.down.depth, chosen.down_gradient.columns, dx)
+        return _blocks(self.features, step) * step // 8
+
+    def _bits(self) -> Tensor:
+        """Room for a bit of each feature of each site's rows, 8 in a byte; none if nothing is dropped."""
+        shape = (self.site_count, self.tokens, self.bits_stride) if self.table.dropout else (0,)
+        return room(self.like, shape, torch.uint8)
+
+    def _bits_at(self) -> tuple[object, int, int]:
+        """The arguments of a launch about these bits."""
+        return GIVEN, self.bits_stride, self.tokens * self.bits_stride
 
     def _scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory that the calls of a microbatch use one after the other; the largest stays."""
@@ -143,25 +162,25 @@ class Launcher:
             Launch(
                 self.forward.down,
                 (self.site_count, each.count, tiles.splits),
-                *(GIVEN, self.x_stride, GIVEN, table.packed, self.site_count * table.packed, table.origin),
-                *(work.work, each.begin, table.spans, GIVEN, table.addresses, self.bank_sites),
-                *(self.counters, self.features, depth),
+                *(GIVEN, self.x_stride, GIVEN, table.packed, self.site_count * table.packed),
+                *(*self._bits_at(), table.origin, work.work, each.begin, table.spans, GIVEN),
+                *(table.addresses, self.bank_sites, self.counters, self.features, depth),
                 **{"DROPOUT": table.dropout, "RANKS": each.factor, "BR": each.width},
                 **{"BM": tiles.rows, "BK": tiles.depth, **self.common(tiles)},
             )
             for each in work.classes
         ]
 
-    def down(self, call: LayerCall, x: Tensor) -> Tensor:
-        """S, packed."""
+    def down(self, call: LayerCall, x: Tensor) -> tuple[Tensor, Tensor]:
+        """S, packed, and the bits of which features are dropped."""
         splits, sites = self.chosen.down.splits, site_table(call)
-        s = self.packed()
+        s, bits = self.packed(), self._bits()
         parts = s if splits == 1 else self.packed(splits)
         for each in self._once(self._down, call):
-            each(x, parts, sites)
+            each(x, parts, bits, sites)
         if splits > 1:
             self._once(self._summing, call, splits)(parts, s)
-        return s
+        return s, bits
 
     def _up(self, call: LayerCall, biased: bool) -> Launch:
         tiles, table = self.chosen.fused_forward or self.chosen.up, self.table
@@ -266,7 +285,7 @@ class Launcher:
                 (self.site_count, each.count, splits),
                 *(GIVEN, self.outputs, GIVEN, table.packed, self.site_count * table.packed, table.origin),
                 *(work.work, each.begin, table.spans, table.scales, GIVEN, table.addresses),
-                *(self.bank_sites, self.counters, width),
+                *(self.bank_sites, width),
                 **self._by_width(each, tiles),
                 **{"BM": tiles.rows, "BK": tiles.depth},
             )
@@ -283,7 +302,7 @@ class Launcher:
                 (self.site_count, _blocks(self.widest, tiles.columns), each.count),
                 *(GIVEN, self.outputs, GIVEN, table.packed, table.gradient_origin, GIVEN, work.work),
                 *(each.begin, table.spans, table.scales, GIVEN, table.gradients, self.bank_sites),
-                *(work.slots, self.counters),
+                *(work.slots,),
                 **self._by_width(each, tiles),
                 **{"BM": tiles.rows, "BK": tiles.columns},
             )
@@ -298,9 +317,9 @@ class Launcher:
             Launch(
                 self.backward.down_gradient,
                 (self.site_count, _blocks(self.features, tiles.columns), each.count),
-                *(GIVEN, self.x_stride, GIVEN, table.packed, table.gradient_origin, GIVEN, work.work),
-                *(each.begin, table.spans, GIVEN, table.gradients, self.bank_sites, work.slots),
-                *(self.counters, self.features),
+                *(GIVEN, self.x_stride, GIVEN, table.packed, *self._bits_at(), table.gradient_origin),
+                *(GIVEN, work.work, each.begin, table.spans, GIVEN, table.gradients, self.bank_sites),
+                *(work.slots, self.features),
                 **{"DROPOUT": table.dropout, "RANKS": each.factor, "BR": each.width},
                 **{"BM": tiles.rows, "BK": tiles.columns, **self.common(tiles)},
             )
@@ -308,16 +327,16 @@ class Launcher:
         ]
         return self._summed(launches, work, self.features, self.features * self.site_count, is_b=0)
 
-    def down_gradient(self, call: LayerCall, x: Tensor, ds: Tensor) -> None:
+    def down_gradient(self, call: LayerCall, x: Tensor, ds: Tensor, bits: Tensor) -> None:
         """Add dA to the bank."""
-        self._run(self._once(self._down_gradient, call), site_table(call), x, ds)
+        self._run(self._once(self._down_gradient, call), site_table(call), x, ds, bits)
 
     def _dx(self, call: LayerCall) -> Launch:
         table = self.table
         tiles = self.chosen.fused_backward or self.chosen.dx
         rows = tile_table(call.routing, tiles.rows)
-        low_rank = (GIVEN, table.packed, table.origin, rows.tiles)
-        tail = (GIVEN, self.site_count, table.addresses, self.bank_sites, self.counters, self.features)
+        low_rank = (GIVEN, table.packed, *self._bits_at(), table.origin, rows.tiles)
+        tail = (GIVEN, self.site_count, table.addresses, self.bank_sites, self.features)
         constants = {"DROPOUT": table.dropout, "RANKS": table.rank_factor, "BM": tiles.rows}
         constants |= self.common(tiles)
         if self.chosen.fused_backward is None:
@@ -336,14 +355,14 @@ class Launcher:
             **{"BN": tiles.columns, "BK": tiles.depth, "GROUP": 8, **constants},
         )
 
-    def dx(self, call: LayerCall, grad: Tensor, ds: Tensor, weight: Tensor) -> Tensor:
+    def dx(self, call: LayerCall, grad: Tensor, ds: Tensor, bits: Tensor, weight: Tensor) -> Tensor:
         """The gradient of x: base product and low-rank part."""
         run, sites = self._once(self._dx, call), site_table(call)
         dx = room(grad, (grad.shape[0], self.features))
         if self.chosen.fused_backward is None:
-            run(dx, ds, sites)
+            run(dx, ds, bits, sites)
             return add_product(dx, grad, weight)
-        run(grad, weight, dx, ds, sites)
+        run(grad, weight, dx, ds, bits, sites)
         return dx
 
 

@@ -98,13 +98,13 @@ def launch(case: dict[str, object], every: bool) -> None:
         case["tiles"] = name
         x, weight, grad = made.x.detach(), made.weight, made.grad
         own = Launcher(call, x, weight, chosen)
-        s = own.packed()
+        s, kept = own.down(call, x)
         run = {
             "down": partial(own.down, call, x),
             "up": partial(own.up, call, x, s, weight, bias),
             "up_gradient": partial(own.up_gradient, call, grad, s),
-            "down_gradient": partial(own.down_gradient, call, x, s),
-            "dx": partial(own.dx, call, grad, s, weight),
+            "down_gradient": partial(own.down_gradient, call, x, s, kept),
+            "dx": partial(own.dx, call, grad, s, kept, weight),
         }
         for own_stage, own_run in run.items():
             if stage in ("all", own_stage):

@@ -55,11 +55,11 @@ def layers(dtype: torch.dtype, ranks: tuple[int, ...], dropout: float) -> None:
         for bias in (None, torch.zeros(made.weight.shape[0], dtype=dtype)) * 2:
             x = made.x.detach().clone()
             run = launcher(call, x, made.weight, chosen)
-            s = run.down(call, x)
+            s, kept = run.down(call, x)
             run.up(call, x, s, made.weight, bias)
             ds = run.up_gradient(call, made.grad, s)
-            run.down_gradient(call, x, ds)
-            run.dx(call, made.grad, ds, made.weight)
+            run.down_gradient(call, x, ds, kept)
+            run.dx(call, made.grad, ds, kept, made.weight)
 
 
 def every_pass(rows: int, shift: int) -> None:
