@@ -3,11 +3,13 @@
 import base64
 import http.client
 import json
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -277,6 +279,15 @@ class TestWholeSearch:
         with pytest.raises(StorageError, match="cannot be written there") as unwritable:
             export(tracking, "demo", tmp_path / "file" / "in" / "it")
         assert str(tmp_path / "file" / "in" / "it") in unwritable.value.value
+
+    def test_an_adapter_that_a_disk_has_no_room_for_is_not_fetched(
+        self, tracking: TrackingSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        whole_search(tracking)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=200))
+        with pytest.raises(StorageError, match=r"out: 200 bytes are free on its disk\nThe adapter has 264\."):
+            export(tracking, "demo", tmp_path / "out")
+        assert not (tmp_path / "out").exists()
 
     def test_an_unknown_search_is_an_error_that_lists_the_others(self, tracking: TrackingSettings) -> None:
         with pytest.raises(SearchError, match="Start one with `plait sweep`"):

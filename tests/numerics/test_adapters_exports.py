@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import resource
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -15,7 +17,7 @@ from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor
 from plait.adapters.exports import gguf_tensors, read_for, write_gguf, write_merged
 from plait.adapters.facts import GGUF_FILE, model_card
 from plait.adapters.peft_folder import export_adapter
-from plait.core.errors import ModelError
+from plait.core.errors import ModelError, StorageError
 from plait.core.jobs import AdapterSpec
 from plait.core.settings import ModelSettings
 from plait.models.load import inspect_model, model_config, transformers_model
@@ -88,6 +90,27 @@ def test_llama_cpps_tensors_are_the_adapters(tmp_path: Path) -> None:
                 assert not torch.equal(read, b)
                 read = torch.as_tensor(processor._reverse_permute_weights(read.numpy(), count, count))
             assert torch.equal(read, b)
+
+
+@pytest.mark.parametrize("write", [write_merged, write_gguf])
+def test_a_full_disk_and_a_folder_that_cannot_be_made_are_reported_with_the_users_own_name(
+    write: Callable[..., None], tmp_path: Path
+) -> None:
+    model = made(tmp_path, "llama")
+    target = tmp_path / "to"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, before[1]))
+    try:
+        with pytest.raises(StorageError) as full:
+            write(model, tmp_path / "adapter", target, "the card")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert full.value.value.startswith(f"{target}: ")
+    assert "File too large" in full.value.value
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "adapter"]
+    target.touch()
+    with pytest.raises(StorageError, match=re.escape(f"{target / 'in'}: File exists\nThe folder must be")):
+        write(model, tmp_path / "adapter", target / "in", "the card")
 
 
 def test_a_model_that_llama_cpp_s_names_do_not_cover_is_refused(tmp_path: Path) -> None:

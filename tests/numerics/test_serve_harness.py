@@ -235,6 +235,19 @@ def test_an_unknown_task_is_refused(
         load_tasks(["choices", name], laboratory.tasks, shots=None, limit=None, chat=False)
 
 
+def test_data_out_of_reach_is_told_from_an_unknown_task(
+    laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreached(*_: Any) -> Any:
+        raise ConnectionError("Couldn't reach 'openai/gsm8k' on the Hub")
+
+    monkeypatch.setattr(TaskManager, "load", unreached)
+    with pytest.raises(ConfigError, match="Couldn't reach 'openai/gsm8k'") as raised:
+        load_tasks(["choices"], laboratory.tasks, shots=None, limit=None, chat=False)
+    assert "its data could not be fetched" in raised.value.rule
+    assert "lm-eval ls tasks" not in str(raised.value)
+
+
 def test_options_that_would_change_the_text_and_are_not_supported_are_refused(laboratory: Laboratory) -> None:
     model = JointModel(laboratory.base, laboratory.engine(), [None])
     with pytest.raises(ConfigError, match="num_beams"):

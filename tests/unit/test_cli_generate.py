@@ -11,7 +11,7 @@ import pytest
 from plait.cli import generate
 from plait.cli.main import main
 from plait.cli.serve import _bound
-from plait.core.errors import ConfigError, SearchError
+from plait.core.errors import ConfigError, SearchError, StorageError
 from plait.core.lifecycle import JobState
 from plait.core.objectives import Objective
 from plait.tracking.results import SearchResult, leading
@@ -150,6 +150,39 @@ def test_the_best_trials_are_finished_and_keep_constraints_and_of_a_front_its_ow
         leading(found(1, records[0]), 3)
     both = (record(0, 1.0, 2.0, on_front=True), record(1, 3.0, 3.0), record(2, 2.0, 1.0, on_front=True))
     assert [each.trial for each in leading(found(2, *both), 3)] == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [([], 0), (["--best", "3"], 3), (["--trial", "0", "--trial", "1", "--trial", "2"], 3)],
+)
+def test_a_default_trial_that_cannot_be_fetched_is_left_out(
+    arguments: list[str], status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = [SimpleNamespace(name=f"trial-{number}", trial=number) for number in range(3)]
+    search = SimpleNamespace(name="mine")
+
+    def fetch(_: Any, one: Any, __: Any) -> Path:
+        if one.trial == 1:
+            raise StorageError("the store has no file")
+        return Path(one.name)
+
+    def answers(_: Any, __: Any, prompts: Any, adapters: Any, ___: Any) -> Any:
+        for _prompt in prompts:
+            yield {name: SimpleNamespace(text=f"by {name}", tokens=(1,), reason="stop") for name in adapters}
+
+    monkeypatch.setattr("plait.tracking.results.load_search", lambda *_: search)
+    monkeypatch.setattr("plait.tracking.results.leading", lambda _, count: records[:count])
+    monkeypatch.setattr("plait.tracking.results.chosen", lambda _, trial: records[trial])
+    monkeypatch.setattr("plait.tracking.trained.recorded_config", lambda *_: {})
+    monkeypatch.setattr("plait.tracking.trained.base_model", lambda *_: None)
+    monkeypatch.setattr("plait.tracking.trained.adapter_folder", fetch)
+    monkeypatch.setattr(generate, "load_base", lambda _, folders: (None, SimpleNamespace(names=[*folders])))
+    monkeypatch.setattr(generate, "_answers", answers)
+    assert main(["generate", "--prompt", "a", *arguments]) == status
+    told = capsys.readouterr()
+    assert "trial-1: the store has no file" in told.err
+    assert [line.partition(":")[0] for line in told.out.splitlines()[1:4]] == ["base", "trial 0", "trial 2"]
 
 
 @pytest.mark.parametrize(

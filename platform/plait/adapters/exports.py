@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from plait.adapters.facts import GGUF_FILE
-from plait.adapters.peft_folder import StoredAdapter, read_adapter
-from plait.core.errors import ModelError, StorageError
+from plait.adapters.peft_folder import StoredAdapter, exported_folder, read_adapter
+from plait.core.errors import ModelError
 from plait.core.settings import ModelSettings
 from plait.models.load import inspect_model, load_tokeniser, model_config, transformers_model
 from plait.models.quiet import quiet
-from plait.utils.files import new_folder
 from plait.utils.paths import cache_dir
 
 # Models whose tensors llama.cpp names; of LLAMA, it interleaves the halves of each head of q and k.
@@ -57,13 +56,10 @@ def write_merged(model: ModelSettings, folder: Path, target: Path, card: str) ->
         weight = cast(Tensor, whole.get_submodule(name).weight)
         change = stored.scale * (b.float() @ a.float())
         weight.copy_(weight.float() + (change.T if transposed[name] else change))
-    try:
-        with new_folder(target) as draft, quiet():
-            cast(Any, whole).save_pretrained(draft)
-            load_tokeniser(model, cache=cache_dir()).save_pretrained(draft)
-            (draft / "README.md").write_text(card, encoding="utf-8")
-    except OSError as error:
-        raise _unwritable(target, error) from error
+    with exported_folder(target) as draft, quiet():
+        cast(Any, whole).save_pretrained(draft)
+        load_tokeniser(model, cache=cache_dir()).save_pretrained(draft)
+        (draft / "README.md").write_text(card, encoding="utf-8")
 
 
 def write_gguf(model: ModelSettings, folder: Path, target: Path, card: str) -> None:
@@ -76,23 +72,18 @@ def write_gguf(model: ModelSettings, folder: Path, target: Path, card: str) -> N
     stored = read_for(model, folder)
     config = model_config(model, cache=cache_dir())
     tensors = gguf_tensors(stored, config)
-    try:
-        with new_folder(target) as draft:
-            writer = gguf.GGUFWriter(
-                draft / GGUF_FILE, gguf.MODEL_ARCH_NAMES[ARCHITECTURES[config.model_type]]
-            )
-            writer.add_type("adapter")
-            writer.add_string("adapter.type", "lora")
-            writer.add_float32("adapter.lora.alpha", stored.scale * stored.rank)
-            for name, tensor in tensors.items():
-                writer.add_tensor(name, tensor.float().contiguous().numpy())
-            writer.write_header_to_file()
-            writer.write_kv_data_to_file()
-            writer.write_tensors_to_file()
-            writer.close()
-            (draft / "README.md").write_text(card, encoding="utf-8")
-    except OSError as error:
-        raise _unwritable(target, error) from error
+    with exported_folder(target) as draft:
+        writer = gguf.GGUFWriter(draft / GGUF_FILE, gguf.MODEL_ARCH_NAMES[ARCHITECTURES[config.model_type]])
+        writer.add_type("adapter")
+        writer.add_string("adapter.type", "lora")
+        writer.add_float32("adapter.lora.alpha", stored.scale * stored.rank)
+        for name, tensor in tensors.items():
+            writer.add_tensor(name, tensor.float().contiguous().numpy())
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        (draft / "README.md").write_text(card, encoding="utf-8")
 
 
 def gguf_tensors(stored: StoredAdapter, config: Any) -> dict[str, Tensor]:
@@ -124,7 +115,3 @@ def gguf_tensors(stored: StoredAdapter, config: Any) -> dict[str, Tensor]:
 def interleaved(rows: Tensor, heads: int) -> Tensor:
     """Rows (heads · size, …) with the two halves of each head interleaved, as llama.cpp rotates them."""
     return rows.view(heads, 2, -1, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
-
-
-def _unwritable(target: Path, error: OSError) -> StorageError:
-    return StorageError(f"{target}: {error}", "The folder must be writable, on a disk that is not full.")

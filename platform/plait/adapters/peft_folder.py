@@ -10,7 +10,8 @@ import functools
 import json
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from plait.adapters.variants import PREFIX, VARIANTS, AdapterVariant
 from plait.core.errors import ModelError, StorageError
 from plait.core.jobs import AdapterSpec
 from plait.models.targets import LinearInfo, resolve_targets
-from plait.utils.files import new_folder
+from plait.utils.files import disk_errors, new_folder
 
 MOST_ALPHA = 1e30  # with more, or NaN, products would fail, and with them all requests of a batch
 Tensors = tuple[Tensor, ...]
@@ -77,14 +78,24 @@ def export_adapter(
     }
     config = adapter_config(spec, tuple(weights), base=base, linears=linears, revision=revision)
     training = {"quantise": quantise} | ({} if kept_step is None else {"step": str(kept_step)})
+    with exported_folder(directory) as folder:
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"} | training)
+        (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+@contextmanager
+def exported_folder(target: Path) -> Iterator[Path]:
+    """A new folder to fill; see ``new_folder``.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    rule = "The folder must be writable, on a disk that is not full."
     try:
-        with new_folder(directory) as folder:
-            save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"} | training)
-            (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    except (OSError, SafetensorError) as error:
-        raise StorageError(
-            f"{directory}: {error}", "The adapter's folder must be writable, on a disk that is not full."
-        ) from error
+        with disk_errors(target, rule), new_folder(target) as folder:
+            yield folder
+    except SafetensorError as error:
+        raise StorageError(f"{target}: {error}", rule) from error
 
 
 def adapter_config(

@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
 
     search = load_search(settings, known.name)
     named = [chosen(search, trial) for trial in dict.fromkeys(known.trial or ())]
-    records = named or leading(search, known.best)
+    records = named or leading(search, known.best or SHOWN)
     config = recorded_config(search, settings)
     folders = fetched_adapters(search, records, settings)
     base, loaded = load_base(base_model(search, settings), folders)
@@ -81,7 +81,8 @@ def main(arguments: Sequence[str]) -> int:
         from plait.tracking.results import record_texts
 
         record_texts(settings, search, rows)
-    return EXIT_DONE if len(loaded.names) == len(records) else EXIT_FAILED_JOBS
+    asked = bool(named) or known.best is not None  # else those that there are will do
+    return EXIT_FAILED_JOBS if asked and len(loaded.names) < len(records) else EXIT_DONE
 
 
 def _parser() -> Parser:
@@ -94,7 +95,10 @@ def _parser() -> Parser:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--trial", type=int, action="append", metavar="N", help="a trial; may be repeated")
     which.add_argument(
-        "--best", type=int, default=SHOWN, metavar="N", help=f"the N best trials; default: {SHOWN}"
+        "--best",
+        type=int,
+        metavar="N",
+        help=f"the N best trials; default: {SHOWN}, or those that can be used",
     )
     add("--no-base", action="store_true", help="without the base model's own text")
     add("--max-new-tokens", type=int, default=128, metavar="N", help="most tokens of a text; default: 128")

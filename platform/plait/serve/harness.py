@@ -70,21 +70,34 @@ def load_tasks(
     Raises:
         ConfigError: one is unknown, or its rows cannot be read.
     """
+    manager = None
     try:
         with redirect_stdout(sys.stderr):
             asked = [_file_or_name(name) for name in names]
-            loaded = _manager([each for each in asked if isinstance(each, str)], folder).load(asked)
+            manager = _manager([each for each in asked if isinstance(each, str)], folder)
+            loaded = manager.load(asked)
     except Exception as error:  # lm-eval, `datasets` and a task's own code raise anything
-        said = next(iter(str(error).strip().splitlines()), "")[:300]
-        raise ConfigError(
-            f"--tasks {','.join(names)}: {type(error).__name__}: {said}",
-            "lm-eval must know each task, and its rows must be on this machine or within reach.",
-            "`lm-eval ls tasks` lists its own; --include FOLDER adds others.",
-        ) from error
+        raise _not_loaded(names, error, fetching=manager is not None) from error
     for task in loaded["tasks"].values():
         own = task.get_config("num_fewshot")
         task.set_config(key="num_fewshot", value=(own or 0) if shots is None or own == 0 else shots)
     return Tasks(loaded, limit, chat)
+
+
+def _not_loaded(names: Sequence[str], error: Exception, *, fetching: bool) -> ConfigError:
+    said = next(iter(str(error).strip().splitlines()), "")[:300]
+    value = f"--tasks {','.join(names)}: {type(error).__name__}: {said}"
+    if fetching and isinstance(error, OSError):  # as `datasets` has them when it does not reach its hub
+        return ConfigError(
+            value,
+            "lm-eval knows the task, but its data could not be fetched; it is not on this machine either.",
+            "Run this where the network reaches it, or copy the cache from there: HF_HOME names its folder.",
+        )
+    return ConfigError(
+        value,
+        "lm-eval must know each task, and its rows must have what the task says.",
+        "`lm-eval ls tasks` lists its own; --include FOLDER adds others.",
+    )
 
 
 def _manager(names: Sequence[str], folder: Path | None) -> TaskManager:

@@ -126,31 +126,40 @@ def export(
     store, run = _find(settings, name)
     record = job_record(run) if names.TAG_TRIAL in run.data.tags else chosen(_result(store, run), trial)
     with storage_errors(store.location):
-        if not any(item.path == names.ADAPTER_FOLDER for item in store.client.list_artifacts(record.run_id)):
+        files = store.client.list_artifacts(record.run_id, names.ADAPTER_FOLDER)
+        if not files:
             board = shlex.join(("plait", "leaderboard", run.data.tags[names.TAG_SEARCH]))
             raise SearchError(
                 f"{record.name} ({record.state}) has no adapter in {store.location}",
                 "Only finished jobs have an adapter.",
                 f"`{board}` shows which jobs have finished.",
             )
-    with disk_errors(
-        destination, "The adapter cannot be written there.", "Choose a folder in a writable one."
+    needed, free = sum(each.file_size or 0 for each in files), shutil.disk_usage(destination.parent).free
+    if needed > free:  # MLflow would only say that it has failed
+        raise StorageError(
+            f"{destination}: {free:,} bytes are free on its disk",
+            f"The adapter has {needed:,}.",
+            "Free some space, or choose a folder on another disk.",
+        )
+    with (
+        disk_errors(
+            destination, "The adapter cannot be written there.", "Choose a folder in a writable one."
+        ),
+        tempfile.TemporaryDirectory(dir=destination.parent, prefix=".export-") as folder,
     ):
-        destination.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=destination.parent, prefix=".export-") as folder:
-            with storage_errors(store.location):
-                copied = store.client.download_artifacts(record.run_id, names.ADAPTER_FOLDER, folder)
-            if destination.exists():
-                destination.rmdir()
-            shutil.move(copied, destination)
+        with storage_errors(store.location):
+            copied = store.client.download_artifacts(record.run_id, names.ADAPTER_FOLDER, folder)
+        if destination.exists():
+            destination.rmdir()
+        shutil.move(copied, destination)
     return record, destination
 
 
 def free_folder(destination: Path) -> None:
-    """Refuse a folder that exists and is not empty.
+    """Refuse a folder that exists and is not empty, or whose parent cannot be written to.
 
     Raises:
-        StorageError: it is not free.
+        StorageError: it is so.
     """
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise StorageError(
@@ -158,6 +167,10 @@ def free_folder(destination: Path) -> None:
             "Exporting does not overwrite an existing folder.",
             "Choose a new folder.",
         )
+    with disk_errors(destination, "It cannot be written there.", "Choose a folder in a writable one."):
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=destination.parent, prefix=".export-"):
+            pass  # an export may take minutes before it writes
 
 
 def chosen(result: SearchResult, trial: int | None) -> JobRecord:
