@@ -56,6 +56,20 @@ def test_jobs_that_may_not_train_together_make_waves(
     assert [(group["wave"], len(group["jobs"])) for group in found["groups"]] == [(1, 2), (2, 1)]
 
 
+def test_the_capacity_is_that_of_the_search_whatever_is_suggested(
+    short: Short, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search chooses it for all ranks that may come, and so does its plan."""
+
+    def by_rank(*given: Any, **_: object) -> int:
+        return 60 * max(adapter.rank for adapter, *_ in given[3])
+
+    monkeypatch.setattr("plait.engine.build.choose_capacity", by_rank)
+    one = ("search.trials=1", "search.enqueue=[{adapter.rank: 1}]")
+    found = planned(capsys, *short, "adapter.rank=1,32", *one)
+    assert found["replicas"][0]["capacity"] == 60 * 32
+
+
 def test_stages_get_fewer_layers_where_memory_requires_it(
     short: Short, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,12 +16,9 @@ from plait.cost.clusters import Cluster, described_cluster
 from plait.engine.build import (
     LoadedData,
     check_engine,
-    free_memory,
-    on_gpu,
     open_data,
     replica_bytes,
     settle_dtype,
-    stored_profile,
     threads_each,
     worker_facts,
 )
@@ -32,7 +28,7 @@ from plait.planning.here import Here, plan_here
 from plait.planning.model_memory import model_memory
 from plait.planning.outlook import CandidateOutlook, Outlook
 from plait.planning.workload import Workload
-from plait.search.checks import check_budgets, check_cut, check_model, check_search
+from plait.search.checks import check_budgets, check_cut, check_model, check_search, settle_here
 from plait.search.points import too_few_points
 from plait.search.study import suggest_jobs
 from plait.search.trials import SearchCommand
@@ -206,32 +202,22 @@ def _number(text: str) -> int:
 
 
 def _plan_local(command: SearchCommand) -> Outlook:
-    from plait.engine.admission import Admission, choose_capacity
-    from plait.engine.deployments import measure, settle_deployment, time_of
+    from plait.engine.admission import Admission
+    from plait.engine.deployments import measure, time_of
     from plait.engine.devices import choose_device
     from plait.engine.replicas import dispatch_time, replicas_of
-    from plait.engine.splits import settle_split
 
     settings = settle_dtype(command.settings)
     check_engine(settings, command.probes)
     shape = check_model(settings.model, command.probes)
-    check = partial(check_cut, shape=shape, jobs=command.probes)
-    check(settings)
+    check_cut(settings, shape, command.probes)
     jobs = suggest_jobs(replace(command, settings=settings))
     data = _checked(command, open_data(settings, shape.max_length, jobs)).catalogue
-    # For a new search; `plait sweep` resumes an earlier one of this name with its own capacity.
-    settings, choice = settle_deployment(
-        settings, shape, data, command.probes, check, points=command.space.size
-    )
-    stored = stored_profile(settings, shape.digest)
-    facts = worker_facts(settings, shape, free_memory(settings))
-    asked = {(job.adapter, data.longest(job.data), job.train.global_batch) for job in jobs}
-    capacity = choose_capacity(settings, facts, stored, asked, on_gpu=on_gpu(settings))
-    settings = replace(settings, engine=replace(settings.engine, capacity=capacity))
-    settings, layers = settle_split(settings, shape, stored, asked, free_memory(settings))
-    for line in layers:
+    settled = settle_here(settings, shape, data, command.probes, points=command.space.size)
+    settings, stored, choice = settled.settings, settled.profile, settled.choice
+    for line in settled.said:
         say(line)
-    facts = worker_facts(settings, shape, free_memory(settings))
+    facts = worker_facts(settings, shape, settled.memory_bytes)
     workload = Workload.of(jobs, data)
     device, processes = choose_device(settings.engine.device), settings.cluster.processes
     memory = replica_bytes(settings)

@@ -199,9 +199,14 @@ def settle_dtype(settings: RunSettings) -> RunSettings:
 
 
 def settle_engine(
-    settings: RunSettings, shape: ModelShape, data: DataCatalogue, jobs: Sequence[JobSpec], folder: Path
+    settings: RunSettings,
+    shape: ModelShape,
+    data: DataCatalogue,
+    jobs: Sequence[JobSpec],
+    folder: Path | None,
 ) -> tuple[RunSettings, tuple[str, ...]]:
-    """The settings with the run's capacity, and what the user should know about it."""
+    """The settings with the run's capacity, and what the user should know about it; ``folder`` as for
+    :func:`recorded_before`."""
     facts = worker_facts(settings, shape, free_memory(settings))
     before = recorded_before(settings, folder)
     recorded = before.get("capacity")
@@ -450,9 +455,10 @@ def write_plan(folder: Path, plan: Plan) -> str:
     return text
 
 
-def recorded_before(settings: RunSettings, folder: Path) -> Choices:
-    """The choices with which a search was trained before, unless it begins afresh."""
-    return {} if settings.search.fresh else _recorded_choices(folder)
+def recorded_before(settings: RunSettings, folder: Path | None) -> Choices:
+    """The choices with which the search in ``folder`` was trained before, unless it begins afresh; of None,
+    none."""
+    return {} if settings.search.fresh or folder is None else _recorded_choices(folder)
 
 
 def _recorded_choices(folder: Path) -> Choices:

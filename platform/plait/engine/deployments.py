@@ -327,7 +327,7 @@ def settle_deployment(
     """
     if not settings.cluster.to_choose:
         return settings, None
-    before = recorded_before(settings, folder) if folder is not None else {}
+    before = recorded_before(settings, folder)
     if kept := _read(settings.cluster, before.get("deployment")):
         return replace(settings, cluster=kept), None
     capacity = before.get("capacity")

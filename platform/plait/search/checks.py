@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import optuna
@@ -33,7 +34,7 @@ from plait.engine.build import (
     worker_facts,
 )
 from plait.engine.catalogue import DataCatalogue
-from plait.engine.deployments import settle_deployment
+from plait.engine.deployments import Choice, settle_deployment
 from plait.engine.splits import settle_split
 from plait.engine.steps import DataOrder
 from plait.search.attributes import TRACKED
@@ -196,16 +197,9 @@ def prepare(command: SearchCommand, name: str) -> Prepared:
     check_cut(settings, shape, probes)
     data = open_data(settings, shape.max_length, probes)
     catalogue = data.catalogue
-    check = partial(check_cut, shape=shape, jobs=probes)
-    settings, choice = settle_deployment(
-        settings, shape, catalogue, probes, check, points=command.space.size, folder=folder
-    )
-    settings, said = settle_engine(settings, shape, catalogue, probes, folder)
-    profile, memory_bytes = stored_profile(settings, shape.digest), free_memory(settings)
-    asked = {(job.adapter, catalogue.longest(job.data), job.train.global_batch) for job in probes}
-    before = recorded_before(settings, folder)
-    settings, layers = settle_split(settings, shape, profile, asked, memory_bytes, before)
-    check_memory(settings, shape, catalogue, probes, memory_bytes, profile)
+    settled = settle_here(settings, shape, catalogue, probes, points=command.space.size, folder=folder)
+    settings = settled.settings
+    check_memory(settings, shape, catalogue, probes, settled.memory_bytes, settled.profile)
     check_budgets(settings, catalogue, probes)
     specs = dict.fromkeys(job.data for job in probes)
     material = {f"data {spec.source} {spec.options}": catalogue.of(spec).digest for spec in specs}
@@ -213,8 +207,55 @@ def prepare(command: SearchCommand, name: str) -> Prepared:
         f"{ROWS}data {spec.source} {spec.options}": count_rows(spec, catalogue.of(spec)) for spec in specs
     }
     own = {DTYPE: settings.model.dtype, "model": shape.digest}
-    chosen = () if choice is None else (str(choice),)
-    return Prepared(own | material, data, settings, (*data.said, *chosen, *said, *layers))
+    chosen = () if settled.choice is None else (str(settled.choice),)
+    return Prepared(own | material, data, settings, (*data.said, *chosen, *settled.said))
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What a run takes of this machine.
+
+    Attributes:
+        settings: with what they left open.
+        choice: of the replicas; None if there was none.
+        memory_bytes: of each process.
+        said: lines to show about the rest.
+    """
+
+    settings: RunSettings
+    choice: Choice | None
+    profile: Profile | None
+    memory_bytes: int
+    said: tuple[str, ...]
+
+
+def settle_here(
+    settings: RunSettings,
+    shape: ModelShape,
+    data: DataCatalogue,
+    jobs: Sequence[JobSpec],
+    *,
+    points: int | None,
+    folder: Path | None = None,
+) -> Settled:
+    """Choose the replicas, the capacity and the layers of each stage, if the settings leave them open; the
+    same for a search and for its plan.
+
+    Args:
+        points: of the search space; None: any number.
+        folder: of the search, which resumes with its own choices; None: as in a new one.
+
+    Raises:
+        CapacityError: no replicas fit, or no layers of their stages.
+    """
+    check = partial(check_cut, shape=shape, jobs=jobs)
+    settings, choice = settle_deployment(settings, shape, data, jobs, check, points=points, folder=folder)
+    settings, said = settle_engine(settings, shape, data, jobs, folder)
+    profile, memory_bytes = stored_profile(settings, shape.digest), free_memory(settings)
+    asked = {(job.adapter, data.longest(job.data), job.train.global_batch) for job in jobs}
+    before = recorded_before(settings, folder)
+    settings, layers = settle_split(settings, shape, profile, asked, memory_bytes, before)
+    return Settled(settings, choice, profile, memory_bytes, (*said, *layers))
 
 
 def check_budgets(settings: RunSettings, data: DataCatalogue, jobs: Sequence[JobSpec]) -> None:
