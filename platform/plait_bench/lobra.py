@@ -139,9 +139,9 @@ class Workload:
         """B, sequences of one step."""
         return int(self.batches.shape[1])
 
-    def buckets(self, profile: ClusterProfile, *, buckets: int = BUCKETS) -> Buckets:
+    def buckets(self, profile: ClusterProfile) -> Buckets:
         """Boundaries from all steps together, including the configurations' limits."""
-        return dynamic_buckets(self.batches.ravel(), buckets=buckets, required=limits(profile))
+        return dynamic_buckets(self.batches.ravel(), buckets=BUCKETS, required=limits(profile))
 
     def expected(self, buckets: Buckets) -> tuple[int, ...]:
         """B_j of the expected step."""

@@ -79,7 +79,6 @@ class Drawn:
     """
 
     def __init__(self, options: Options) -> None:
-        self._options = options
         self._lengths = {
             task.name: [
                 int(each) for each in Workload.draw([task], options.assumption, options.steps).batches.ravel()

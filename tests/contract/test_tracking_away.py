@@ -263,17 +263,11 @@ def test_two_workers_begin_without_the_store(settings: TrackingSettings, store: 
     check(settings, run_id)
 
 
-def test_without_an_earlier_start_or_for_a_fresh_one_the_store_must_answer(
-    settings: TrackingSettings, store: Switch
-) -> None:
-    run_id = interrupted(settings)
+def test_without_an_earlier_start_the_store_must_answer(settings: TrackingSettings, store: Switch) -> None:
+    interrupted(settings)
     store.away = True
     with pytest.raises(AwayError):
         start(settings)
-    tracker = Tracker(settings)
-    search = RunSettings(tracking=settings, search=OBJECTIVES)
-    with pytest.raises(AwayError):
-        tracker.start_search(SearchFacts("demo", search, study="s", fresh=True), Begun(run_id))
 
 
 def test_a_store_that_becomes_unavailable_during_the_start(

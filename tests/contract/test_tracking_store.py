@@ -67,10 +67,10 @@ def client(settings: TrackingSettings) -> MlflowClient:
     return MlflowClient(locate(settings).uri)
 
 
-def facts(settings: TrackingSettings, name: str = "demo", *, fresh: bool = False) -> SearchFacts:
+def facts(settings: TrackingSettings, name: str = "demo", *, study: str = "") -> SearchFacts:
     run = RunSettings(tracking=settings, search=SearchSettings(trials=4))
     search = SearchFacts(name, run, "adapter:\n  rank: 8\n", ("plait", "sweep", "a b"), ("train.lr=1,2",))
-    return replace(search, fresh=fresh)
+    return replace(search, study=study)
 
 
 def job(trial: int) -> JobSpec:
@@ -389,7 +389,7 @@ class TestGoingOn:
         self.interrupt(tracking)
         with Tracker(tracking) as tracker:
             first = load_search(tracking).run_id
-            assert tracker.start_search(facts(tracking, fresh=True)) != first
+            assert tracker.start_search(facts(tracking, study="again")) != first
             tracker.start_job(job(0), 0)
         result = load_search(tracking, "demo")
         assert result.run_id != first

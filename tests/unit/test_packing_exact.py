@@ -210,8 +210,8 @@ def test_microbatches_and_a_process_pool_give_the_same() -> None:
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
         there = pack_all(turns, capacity=512, tile=16, pool=pool)
     assert here == there
-    packed = here[0].microbatches(replica=1, first_index=5)
-    assert [(item.replica, item.index) for item in packed] == [(1, 5 + place) for place in range(len(packed))]
+    packed = here[0].microbatches(replica=1)
+    assert [(item.replica, item.index) for item in packed] == [(1, place) for place in range(len(packed))]
     assert all(item.padded(16) <= 512 for item in packed)
 
 

@@ -24,8 +24,8 @@ def test_every_sample_comes_once_with_its_draw_and_length(
     lengths: list[list[int]], tile: int, capacity: int
 ) -> None:
     batches = [batch(f"job{a}", own, step=a, first=100 * a) for a, own in enumerate(lengths)]
-    packed = pack(batches, capacity=capacity, tile=tile, replica=3, first_index=7)
-    assert [item.index for item in packed] == list(range(7, 7 + len(packed)))
+    packed = pack(batches, capacity=capacity, tile=tile, replica=3)
+    assert [item.index for item in packed] == list(range(len(packed)))
     assert all(item.replica == 3 and 0 < item.padded(tile) <= capacity for item in packed)
     for own in batches:
         segments = [s for item in packed for s in item.segments if s.job == own.job]

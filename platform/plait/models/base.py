@@ -408,10 +408,9 @@ class BaseModel:
         own = VocabularySlice(self._tokens.start, self.slicing.gather, self.slicing.add)
         return {"chunk": chunk_rows(most), "own": own}
 
-    def logits(self, context: MicrobatchContext, rows: Tensor | None = None) -> Tensor:
-        """Logits (rows, vocabulary) of chosen rows, or of all rows, block by block."""
-        hidden = self.hidden(context)
-        return self.head(hidden if rows is None else hidden.index_select(0, rows))
+    def logits(self, context: MicrobatchContext) -> Tensor:
+        """Logits (rows, vocabulary) of all rows, block by block."""
+        return self.head(self.hidden(context))
 
     def _run(self, index: int, hidden: Tensor, context: MicrobatchContext) -> Tensor:
         for group in self._groups[index]:

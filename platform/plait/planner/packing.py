@@ -32,12 +32,9 @@ class PackedBatches:
     gap: int | None = None
     limit_hit: Limit | None = None
 
-    def microbatches(self, *, replica: int = 0, first_index: int = 0) -> tuple[Microbatch, ...]:
+    def microbatches(self, *, replica: int = 0) -> tuple[Microbatch, ...]:
         """The bins as microbatches with consecutive indices."""
-        return tuple(
-            microbatch(self.batches, items, replica, first_index + place)
-            for place, items in enumerate(self.bins)
-        )
+        return tuple(microbatch(self.batches, items, replica, place) for place, items in enumerate(self.bins))
 
 
 def padded(tokens: int, tile: int) -> int:
@@ -51,7 +48,6 @@ def pack(
     capacity: int,
     tile: int = 1,
     replica: int = 0,
-    first_index: int = 0,
 ) -> tuple[Microbatch, ...]:
     """Pack all samples of ``batches`` into microbatches, by first-fit decreasing.
 
@@ -68,7 +64,7 @@ def pack(
     check_fits(batches, capacity=capacity, tile=tile)
     bins = first_fit_decreasing([batch.lengths for batch in batches], capacity=capacity, tile=tile)
     packed = PackedBatches(tuple(batches), tuple(map(tuple, bins)))
-    return packed.microbatches(replica=replica, first_index=first_index)
+    return packed.microbatches(replica=replica)
 
 
 def check_fits(batches: Sequence[GlobalBatch], *, capacity: int, tile: int = 1) -> None:

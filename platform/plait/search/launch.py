@@ -403,7 +403,6 @@ class Launch:
             config=self._command.config,
             command=self._command.command,
             overrides=self._command.overrides,
-            fresh=self._settings.search.fresh,
             study=self._source.token,
             searched=tuple(each.name for each in self._command.space.dimensions),
         )

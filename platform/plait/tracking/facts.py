@@ -131,7 +131,6 @@ class SearchFacts:
         config: resolved configuration, YAML.
         command: the command line, program first.
         overrides: as Hydra received them.
-        fresh: do not resume an earlier search of this name.
         study: token that distinguishes this search from an earlier one of its name; "" if there is none.
         searched: searched config keys and groups.
     """
@@ -141,7 +140,6 @@ class SearchFacts:
     config: str = ""
     command: tuple[str, ...] = ()
     overrides: tuple[str, ...] = ()
-    fresh: bool = False
     study: str = ""
     searched: tuple[str, ...] = ()
 

@@ -99,7 +99,7 @@ def begin_run(
         with storage_errors(store.location):
             return replace(find_or_make(store, search, tags, now), notices=notices)
     except AwayError as error:
-        if begun is None or search.fresh:
+        if begun is None:
             raise
         return FoundRun(begun.run_id, away=error)
 
@@ -110,7 +110,7 @@ def find_or_make(store: Store, search: SearchFacts, tags: Mapping[str, str], now
     Raises:
         mlflow.exceptions.MlflowException: the store refuses or does not answer.
     """
-    runs = [] if search.fresh else store.searches(search.name, search.study)
+    runs = store.searches(search.name, search.study)
     if not runs:
         run_id = store.create_run(search.name, tags, now)
         store.log_parameters(run_id, run_parameters(search.settings))
