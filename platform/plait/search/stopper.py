@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from copy import copy
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 
@@ -52,7 +53,7 @@ from plait.search.stopping import (
 from plait.search.storage import SharedStudy
 from plait.search.trials import Trial
 from plait.tracking import names
-from plait.tracking.leaderboard import TrialRungs
+from plait.tracking.leaderboard import TrialRungs, job_of
 
 VIOLATES = "plait.violates"  # trial: the rungs at which it broke a constraint
 RUNGS = "plait.rungs"  # trial: value by rung, where they are not Optuna's intermediate values
@@ -189,6 +190,22 @@ class StudyRungs:
         return self._shared.patience(attempt)
 
 
+@dataclass(slots=True)
+class _Followed:
+    """A trial that trains here.
+
+    Attributes:
+        steps: of the whole trial; 0 until it is admitted.
+        at_rung: the rung that it has reached, if that is not decided yet; else 0.
+        past: the last rung that it passed here.
+    """
+
+    trial: Trial
+    steps: int = 0
+    at_rung: int = 0
+    past: int = 0
+
+
 class Stopper:
     """Receives the values at rungs, stores them, and asks the rule.
 
@@ -215,10 +232,7 @@ class Stopper:
         self._asynchronous = asynchronous
         self._limits = limits
         self.unit = unit
-        self._trials: dict[str, Trial] = {}
-        self._steps: dict[str, int] = {}  # of the whole trial, by name
-        self._at_rung: dict[str, int] = {}  # by name
-        self._past: dict[str, int] = {}  # the last rung that a trial passed
+        self._trials: dict[str, _Followed] = {}  # by name of the job
         self._changed = False
 
     @property
@@ -236,67 +250,59 @@ class Stopper:
 
     def start(self, trial: Trial) -> tuple[int, ...]:
         """The rungs of a trial that is about to begin or to resume."""
-        self._trials[trial.name] = trial
-        self._past.pop(trial.name, None)  # it may restart before a rung that it passed here
+        self._trials[trial.name] = _Followed(trial)
         return self._rule.rungs(trial.number)
 
     def handle(self, event: Event, observed: Observed) -> None:
         """Learn from an event that ``observed`` has already seen."""
+        followed = self._trials.get(job_of(event))
+        if followed is None:
+            return
         match event:
             case JobAdmitted():
-                self._admit(event)
-                self._reach(event.job.name, event.step)
-            case JobPaused() if event.step < self._step(event.job, self._at_rung.get(event.job, 0)):
-                del self._at_rung[event.job]  # it fell back and will come to the rung again
+                if self.unit == "shares" and not followed.steps:
+                    self._memory.keep_steps(followed.trial.number, event.steps)
+                followed.steps = event.steps
+                self._reach(followed, event.step)
+            case JobPaused() if event.step < step_of(followed.at_rung, followed.steps):
+                followed.at_rung = 0  # it fell back and will come to the rung again
             case JobProgress():
-                self._reach(event.job, event.step)
+                self._reach(followed, event.step)
                 if not self.measured:
-                    self._measure(event.job, event.step, observed)
+                    self._measure(followed, event.step, observed)
             case JobEvaluated() if self._metric == names.EVAL_LOSS:
-                self._measure(event.job, event.step, observed)
+                self._measure(followed, event.step, observed)
             case JobGenerated() if self._metric == names.EVAL_ACCURACY:
-                self._measure(event.job, event.step, observed)
+                self._measure(followed, event.step, observed)
             case JobResult():
-                self._trials.pop(event.job, None)
-                self._steps.pop(event.job, None)
-                self._at_rung.pop(event.job, None)
-                self._past.pop(event.job, None)
+                del self._trials[event.job]
                 self._changed = True
 
-    def _admit(self, event: JobAdmitted) -> None:
-        name = event.job.name
-        if self.unit == "shares" and name in self._trials and name not in self._steps:
-            self._memory.keep_steps(self._trials[name].number, event.steps)
-        self._steps[name] = event.steps
-
-    def _step(self, job: str, rung: int) -> int:
-        return step_of(rung, self._steps.get(job, 0))
-
-    def _rungs_at(self, job: str, step: int) -> list[int]:
+    def _rungs_at(self, followed: _Followed, step: int) -> list[int]:
         """The rungs that a trial reaches after this step; a short one may reach two with one step."""
-        trial = self._trials.get(job)
-        rungs = () if trial is None else self._rule.rungs(trial.number)
-        return [rung for rung in rungs if self._step(job, rung) == step]
+        rungs = self._rule.rungs(followed.trial.number)
+        return [rung for rung in rungs if step_of(rung, followed.steps) == step]
 
     def stored_at(self, job: str, step: int) -> int:
         """The step by which the study keeps a value that a job had after ``step`` steps."""
         if self.unit == "steps":
             return step
-        return int(max(self._rungs_at(job, step), default=PARTS * step // self._steps[job]))
+        followed = self._trials[job]
+        return int(max(self._rungs_at(followed, step), default=PARTS * step // followed.steps))
 
-    def _reach(self, job: str, step: int) -> None:
-        last = max(self._rungs_at(job, step), default=0)
-        if last > self._past.get(job, 0):
-            self._at_rung[job] = last
+    def _reach(self, followed: _Followed, step: int) -> None:
+        last = max(self._rungs_at(followed, step), default=0)
+        if last > followed.past:
+            followed.at_rung = last
             self._changed = True
 
-    def _measure(self, job: str, step: int, observed: Observed) -> None:
-        value = observed.value(job, self._metric)
-        rungs = self._rungs_at(job, step)
-        if value is not None and self._at_rung.get(job) in rungs:
-            violates = observed.violates(job, self._limits)
+    def _measure(self, followed: _Followed, step: int, observed: Observed) -> None:
+        value = observed.value(followed.trial.name, self._metric)
+        rungs = self._rungs_at(followed, step)
+        if value is not None and followed.at_rung in rungs:
+            violates = observed.violates(followed.trial.name, self._limits)
             for rung in rungs:
-                self._memory.measure(self._trials[job].number, rung, value, violates=violates)
+                self._memory.measure(followed.trial.number, rung, value, violates=violates)
 
     def decisions(
         self, expected: Callable[[], int | None], *, ask_again: bool = False
@@ -309,19 +315,17 @@ class Stopper:
             ask_again: decide even if nothing happened here, because another process may have trained, or no
                 more trials will come.
         """
-        if not self._at_rung or not (self._changed or ask_again):
+        waiting = [each for each in self._trials.values() if each.at_rung]
+        if not waiting or not (self._changed or ask_again):
             return []
         self._changed = False
         table = RungTable(self._memory.records(), expected())
         found = []
-        for job, rung in sorted(self._at_rung.items(), key=lambda item: self._trials[item[0]].number):
-            trial = self._trials[job]
-            decision = self._decide(trial.number, rung, table)
-            if decision.action == "wait":
-                continue
-            del self._at_rung[job]
-            self._past[job] = rung
-            found.append((trial, decision))
+        for each in sorted(waiting, key=lambda each: each.trial.number):
+            decision = self._decide(each.trial.number, each.at_rung, table)
+            if decision.action != "wait":
+                each.past, each.at_rung = each.at_rung, 0
+                found.append((each.trial, decision))
         return found
 
     def _decide(self, number: int, rung: int, table: RungTable) -> Decision:

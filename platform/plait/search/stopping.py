@@ -300,9 +300,7 @@ class CohortRule:
             kept = {member for member in members if _unmeasured(table, member, rung)}
             kept |= self.keep(ranked, len(members), rung, table)
             if number not in kept:
-                value = table.records[number].values.get(rung)
-                if value is None:
-                    return Decision("stop", f"no {self.metric.metric} at rung {rung}")
+                value = table.records[number].values[rung]
                 go_on = "continues" if len(kept) == 1 else "continue"
                 broken = " and a broken constraint" if rung in table.records[number].violates else ""
                 return Decision(
