@@ -127,6 +127,30 @@ def test_a_search_resumes_with_its_original_capacity(settle) -> None:  # type: i
     assert settle(fresh) == (USUAL_CAPACITY, ())
 
 
+@pytest.mark.parametrize(
+    ("threads", "processes", "said"),
+    [
+        (None, 2, ""),
+        (2, 1, ""),
+        (1, 2, ""),
+        (8, 1, "engine.threads=8, with 2 processor cores: "),
+        (2, 2, "engine.threads=2 in each of 2 processes, with 2 processor cores: "),
+    ],
+)
+def test_more_threads_than_cores_are_warned_of(
+    settle,  # type: ignore[no-untyped-def]
+    threads: int | None,
+    processes: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(devices, "cores", lambda: 2)
+    cluster = replace(OPEN.cluster, processes=processes)
+    asked = replace(OPEN, engine=EngineSettings(threads=threads), cluster=cluster)
+    whole = f"{said}threads that wait for a core make small steps many times slower." if said else ""
+    assert settle(asked) == (512, (whole,) if said else ())
+
+
 def test_microbatches_that_are_recorded_otherwise_are_said(
     settle,  # type: ignore[no-untyped-def]
     tmp_path: Path,

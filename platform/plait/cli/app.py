@@ -17,7 +17,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from plait.cli.hydra_errors import explain
+from plait.cli.hydra_errors import explain, explain_fault
 from plait.cli.hydra_globals import VERSION_BASE, own_hydra
 from plait.cli.verbs import HELP
 from plait.config.build import key_of
@@ -142,7 +142,7 @@ def explained(application: Application, arguments: Sequence[str]) -> Iterator[No
     except (ValueError, TypeError, AttributeError, AssertionError) as error:  # Hydra's own faults
         if isinstance(error, PlaitError) or application.began:
             raise
-        raise ConfigError(str(error), "Hydra cannot compose a configuration from these arguments.") from error
+        raise explain_fault(error, arguments) from error
     if application.error is not None:
         raise application.error
 

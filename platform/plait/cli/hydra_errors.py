@@ -26,6 +26,13 @@ from plait.utils.spelling import did_you_mean
 
 # Names of a config group's choices, if the group's own name does not say.
 KINDS = {"data": "data source", "search/stopping": "stopping rule", "sweeps": "named search or benchmark"}
+# The functions of a search space, as they are written.
+FORMS = {
+    "choice": "choice(4,8,16)",
+    "range": "range(4,20,4)",
+    "interval": "interval(1e-5,1e-3)",
+    "tag": "tag(log,interval(1e-5,1e-3))",
+}
 _UNKNOWN_KEY = re.compile(r"Could not override '([^']+)'")
 _CALL = re.compile(r"[^=]+=([A-Za-z_]\w*)\(")
 _LEXER = "LexerNoViableAltException: "  # before the override in Hydra's error, with a ^ in the next line
@@ -75,12 +82,26 @@ def explain(error: HydraException, arguments: Sequence[str]) -> ConfigError:
     return _unlisted(error.__cause__, arguments) or _as_it_is(error)
 
 
+def explain_fault(error: Exception, arguments: Sequence[str]) -> ConfigError:
+    """An error that Hydra does not raise as its own, as where a config group gets a number for a name."""
+    for given in arguments:
+        key, _, value = given.partition("=")
+        names = sorted(file.stem for file in (conf_dir() / key).glob("*.yaml"))
+        if key and names and value not in names:
+            rule = f"{key} takes the name of a group of settings."
+            return ConfigError(given, rule, f"Available: {choices(names)}.")
+    return ConfigError(str(error), "Hydra cannot compose a configuration from these arguments.")
+
+
 def _unread(override: str, text: str) -> ConfigError:
     """An override that Hydra's grammar does not read; its error points to a character, or names a part."""
     _, *points, _ = text.splitlines() or ["", ""]
     at = points[-1].find("^") - len(_LEXER) if points else -1
     rule = f"{override[at]!r} must be in quotes." if 0 <= at < len(override) else text.splitlines()[0]
     key, _, value = override.partition("=")
+    if (called := _CALL.match(override)) and called[1] in FORMS:
+        remedy = f"Write KEY=VALUE with {called[1]}(...) as in `{key}={FORMS[called[1]]}`."
+        return ConfigError(f"{override!r} cannot be read", rule, remedy)
     here = "" if _CALL.match(override) or set(value) & _NOT_QUOTED else f" Here: \"{key}='{value}'\""
     example = here or " For example key=\"'a,b'\"."
     return ConfigError(

@@ -34,6 +34,7 @@ from plait.engine.redeployment import Prefer
 from plait.engine.replicas import cut, sharded
 from plait.engine.worker import ActivationShape, Worker, WorkerFacts
 from plait.models.targets import LinearInfo
+from plait.utils.counts import counted
 from plait.utils.files import disk_errors, write_text
 from plait.utils.paths import cache_dir
 
@@ -240,6 +241,22 @@ def settle_engine(
     return replace(settings, engine=replace(settings.engine, capacity=capacity)), (
         *said,
         *_slow_here(settings),
+        *_too_many_threads(settings),
+    )
+
+
+def _too_many_threads(settings: RunSettings) -> tuple[str, ...]:
+    """A warning if the processes of this host ask for more threads than there are processor cores."""
+    from plait.engine.devices import choose_device, cores
+
+    threads = settings.engine.threads or 0
+    here = settings.cluster.per_host or settings.cluster.processes
+    if threads * here <= cores() or choose_device(settings.engine.device).type != "cpu":
+        return ()
+    of = f" in each of {here} processes" if here > 1 else ""
+    return (
+        f"engine.threads={threads}{of}, with {counted(cores(), 'processor core')}: threads that wait for a "
+        "core make small steps many times slower.",
     )
 
 

@@ -108,7 +108,7 @@ def unit_of(
         key, value = next((key, value) for key, value in given.items() if value is not None)
         raise ConfigError(
             f"search.stopping.{key}={as_written(list(value) if key == 'rungs' else value)}",
-            f"The rungs of this search count {UNITS[unit]}, from its start to its end.",
+            f"The values and rungs of this search count {UNITS[unit]}, from its start to its end.",
             f"Give the rungs as {UNITS[unit]}, choose another search.name, or start again with "
             "search.fresh=true.",
         )
