@@ -348,8 +348,10 @@ class TrialComposer:
         values = [override for override in parsed if _is_value(override)]
         others = tuple(str(override.input_line) for override in parsed if not _is_value(override))
         if others not in self._composed:
-            self._composed[others] = pickle.dumps(self._load(others))
+            same = not others and self._has_all_fixed()
+            self._composed[others] = pickle.dumps(self._master if same else self._load(others))
         composed: DictConfig = pickle.loads(self._composed[others])
+        OmegaConf.set_readonly(composed.hydra, False)
         try:
             for override in values:
                 OmegaConf.update(composed, override.key_or_group, override.value())
@@ -360,6 +362,14 @@ class TrialComposer:
             composed.hydra.job.num = number
             composed.hydra.job.id = f"{composed.hydra.job.name}-{number}"
         return composed
+
+    def _has_all_fixed(self) -> bool:
+        """Whether Hydra would compose the search's configuration again: for a multirun it left out the swept
+        overrides, and any group without a choice, which is an error for a trial."""
+        hydra = self._master.hydra
+        given = OverridesParser.create().parse_overrides(list(hydra.overrides.task))
+        fixed = [override.input_line for override in given if not override.is_sweep_override()]
+        return fixed == self._fixed and not OmegaConf.missing_keys(hydra.runtime.choices)
 
     def _load(self, overrides: Sequence[str]) -> DictConfig:
         try:
