@@ -1,0 +1,10 @@
+"""What the kernels' interpreter needs to be told before the first of them runs."""
+
+from __future__ import annotations
+
+import os
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from interpreted_once import prepare_once
+
+    prepare_once()
