@@ -44,6 +44,15 @@ hypothesis.settings.register_profile("explore", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("explore" if os.environ.get("PLAIT_EXPLORE") else "plait")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Of a whole run's workers, have one process import what tests fork, and not one for each."""
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    if whole and getattr(config.option, "numprocesses", None):
+        from forked import share_forking
+
+        share_forking()
+
+
 def pytest_collection_finish() -> None:
     """Let Python look no more at the objects of libraries and collected tests, which stay."""
     gc.freeze()

@@ -1,7 +1,8 @@
-"""The batch script of `plait launch slurm`, run with a stand-in for srun that starts the tasks here."""
+"""The batch script of `plait launch slurm`, run with a stand-in for srun, whose tasks are forked here."""
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import subprocess
@@ -10,23 +11,34 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import Forked
 
 from plait.cli.main import main
 
-# Starts so many tasks of what follows its options, with the variables that Slurm sets; the highest status.
+# Notes what it is given, for the test to start as tasks, and ends well.
 SRUN = """#!{python}
-import os, subprocess, sys
-command = [word for word in sys.argv[1:]]
-while command[0].startswith("--"):
-    command.pop(0)
-tasks = int(os.environ["TASKS"])
-own = dict(SLURM_STEP_NUM_TASKS=str(tasks), SLURM_STEP_ID="0", SLURM_NODEID="0", SLURM_JOB_ID="{job}",
-           SLURM_STEP_NODELIST="here[1-2]", SLURM_STEP_TASKS_PER_NODE=str(tasks))
-started = [subprocess.Popen(command, env=os.environ | own | dict(SLURM_PROCID=str(n), SLURM_LOCALID=str(n)))
-           for n in range(tasks)]
-sys.exit(max(each.wait() for each in started))
+import json, os, sys
+with open("given", "w") as file:
+    json.dump([sys.argv[1:], dict(os.environ)], file)
 """
 SEARCH = ("adapter.rank=1,2,3", "search.sampler=grid", "search.name=mine")
+
+
+def tasks(folder: Path, number: int) -> list[Forked]:
+    """The tasks that srun would start of what it was given, with the variables that Slurm sets."""
+    given, environment = json.loads((folder / "given").read_text())
+    command = [word for word in given if not word.startswith("--")]
+    assert command[:3] == [sys.executable, "-m", "plait"]
+    own = {
+        "SLURM_STEP_NUM_TASKS": str(number),
+        "SLURM_STEP_ID": "0",
+        "SLURM_NODEID": "0",
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_NODELIST": "here[1-2]",
+        "SLURM_STEP_TASKS_PER_NODE": str(number),
+    }
+    each = [{"SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)} for task in range(number)]
+    return [Forked(command[3:], folder, f"task-{at}", environment | own | it) for at, it in enumerate(each)]
 
 
 def stand_in(folder: Path, name: str, text: str) -> None:
@@ -39,7 +51,7 @@ def stand_in(folder: Path, name: str, text: str) -> None:
 def test_the_script_runs_the_search_in_the_tasks_of_srun(
     folder: Path, short: tuple[str, ...], leaderboard: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--tasks-per-node", "2", "--gpus-per-task", "0", "--time", "1:00:00", "--partition", "cpu"]
+    options = ["--tasks-per-node", "3", "--gpus-per-task", "0", "--time", "1:00:00", "--partition", "cpu"]
     options += ["--cpus-per-task", "3"]
     assert main(["launch", "slurm", *options, *short, *SEARCH]) == 0
     said = capsys.readouterr().out
@@ -48,16 +60,15 @@ def test_the_script_runs_the_search_in_the_tasks_of_srun(
     subprocess.run(["bash", "-n", "mine.sbatch"], check=True)
     script = (folder / "mine.sbatch").read_text()
     asked = {line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH")}
-    assert {"nodes=1", "ntasks-per-node=2", "time=1:00:00", "partition=cpu", "requeue"} <= asked
+    assert {"nodes=1", "ntasks-per-node=3", "time=1:00:00", "partition=cpu", "requeue"} <= asked
     assert not any("gpus" in each for each in asked)
     assert "\nsrun --kill-on-bad-exit=0 --wait=0 --cpus-per-task=3 " in script
-    stand_in(folder, "srun", SRUN.format(python=sys.executable, job=os.getpid()))
-    environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "TASKS": "2"}
-    run = subprocess.run(
-        ["bash", "mine.sbatch"], env=environment, capture_output=True, text=True, timeout=280
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "2 processes" in run.stdout
+    stand_in(folder, "srun", SRUN.format(python=sys.executable))
+    environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"}
+    subprocess.run(["bash", "mine.sbatch"], env=environment, check=True)
+    started = tasks(folder, 3)
+    assert [task.end() for task in started] == [0, 0, 0], [task.output for task in started]
+    assert "3 processes" in started[0].output
     assert len(leaderboard()) == 3
 
 

@@ -11,12 +11,14 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 from disk_operations import Operations
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # libraries read it as the first process imports them
+FORKING = "PLAIT_TESTS_FORKING"  # address of the process that forks for all workers of a run of tests
 HELD_AT = 4  # iteration
 HANGS = 300.0  # seconds until something is taken to hang: no promise of how fast a loaded machine is
 
@@ -36,6 +38,30 @@ FORKS.set_forkserver_preload(  # there is one such process, and one list: a seco
         "imports_frozen",
     ]
 )
+
+
+def share_forking() -> None:
+    """Start the process that forks, for the workers that this process is going to start, too."""
+    os.environ[FORKING] = forking_address()
+
+
+def forking_address() -> str:
+    """Of the process that forks, which is started if there is none."""
+    forkserver._forkserver.ensure_running()
+    return str(forkserver._forkserver._forkserver_address)  # type: ignore[attr-defined]
+
+
+def fork_from(address: str) -> None:
+    """Let this process have its processes forked by another's, which has imported everything."""
+    server: Any = forkserver._forkserver
+    server._forkserver_address = address
+    server.ensure_running = lambda: None
+    if server._forkserver_alive_fd is None:  # what it sends to each: only its own holder's counts
+        server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)
+
+
+if FORKING in os.environ:
+    fork_from(os.environ[FORKING])
 
 
 class Talking:

@@ -8,13 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from itertools import count
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, ClassVar
 
 import psutil
 import torch
-from forked import FORKS, Forked
+from forked import FORKING, FORKS, Forked, fork_from, forking_address
 from laboratory import random_data
 
 from plait.core.settings import ClusterSettings, EngineSettings, ModelSettings, RunSettings
@@ -26,8 +25,6 @@ from plait.distributed.stage_worker import StageWorker
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.local_worker import LocalWorker
 from plait.engine.span_recorder import SpanRecorder
-
-FORKING = "PLAIT_TESTS_FORKING"  # address of the process that forks
 
 
 class ForkedProcess:
@@ -104,9 +101,7 @@ def _running_short(forward: Any, at: int) -> Any:
 def _run_forking(
     arguments: Sequence[str], folder: str, log: str, environment: Mapping[str, str], last: int | None
 ) -> None:
-    # The caller's process that forks has imported everything; one of its own would do so once more.
-    forkserver._forkserver._forkserver_address = environment[FORKING]  # type: ignore[attr-defined]
-    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
+    fork_from(environment[FORKING])
     ForkedProcess.listed = _list_of(Path(folder), os.getpid())
     join.start_process = launch.start_process = ForkedProcess  # type: ignore[assignment]
     Forked.run(arguments, folder, log, environment, last)
@@ -122,10 +117,8 @@ class ForkedSearch(Forked):
     run = staticmethod(_run_forking)
 
     def __init__(self, arguments: Sequence[str], folder: Path) -> None:
-        forkserver.ensure_running()
         self._folder = folder
-        address = forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
-        super().__init__(arguments, folder, environment={FORKING: address})
+        super().__init__(arguments, folder, environment={FORKING: forking_address()})
 
     def processes(self) -> list[psutil.Process]:
         """Those of the run that live, as far as they have started."""
