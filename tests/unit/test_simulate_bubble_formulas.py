@@ -6,7 +6,8 @@ import pytest
 
 from plait_bench.mlora import gpipe, lorapp, lorapp_split, simulated_gpipe, simulated_lorapp
 
-STAGES, JOBS, SPLITS = range(2, 9), range(1, 13), range(1, 9)
+STAGES, JOBS = range(2, 9), range(1, 13)
+SPLITS = (1, 2, 3, 5, 8)  # none, and into fewer and more parts than there are stages
 
 
 @pytest.mark.parametrize("stages", STAGES)
