@@ -29,6 +29,7 @@ from plait.core.messages import (
     JobProgress,
 )
 from plait.core.settings import RunSettings, SearchSettings, TrackingSettings
+from plait.tracking import trained
 from plait.tracking.facts import DataFacts, SearchFacts
 from plait.tracking.location import locate
 from plait.tracking.results import export, load_search, search_address, search_names
@@ -288,6 +289,17 @@ class TestWholeSearch:
         with pytest.raises(StorageError, match=r"out: 200 bytes are free on its disk\nThe adapter has 264\."):
             export(tracking, "demo", tmp_path / "out")
         assert not (tmp_path / "out").exists()
+
+    def test_a_cache_that_cannot_be_written_is_named(
+        self, tracking: TrackingSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        whole_search(tracking)
+        found = load_search(tracking, "demo")
+        assert found.best is not None
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("PLAIT_CACHE", str(tmp_path / "file"))
+        with pytest.raises(StorageError, match="name another folder for it: PLAIT_CACHE"):
+            trained.adapter_folder(found, found.best, tracking)
 
     def test_an_unknown_search_is_an_error_that_lists_the_others(self, tracking: TrackingSettings) -> None:
         with pytest.raises(SearchError, match="Start one with `plait sweep`"):

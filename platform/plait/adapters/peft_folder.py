@@ -244,4 +244,5 @@ def unreadable(folder: Path, error: Exception) -> StorageError:
     return StorageError(
         f"{folder}: {type(error).__name__}: {error}",
         f"An adapter is a folder of PEFT with {CONFIG} and {WEIGHTS}.",
+        "Write or copy it again. A folder in Plait's cache may be removed: it is then fetched again.",
     )

@@ -26,6 +26,7 @@ from plait.tracking.ui import page_tag, search_page
 from plait.utils.files import disk_errors
 from plait.utils.paths import begun_name, cache_dir
 
+OTHER_FOLDER = "Choose a folder in a writable one."
 SHOWN = 20  # most searches or trials listed in a remedy
 
 
@@ -110,19 +111,25 @@ def _result(store: Store, run: Run) -> SearchResult:
 
 
 def export(
-    settings: TrackingSettings, name: str | None, destination: Path, *, trial: int | None = None
+    settings: TrackingSettings,
+    name: str | None,
+    destination: Path,
+    *,
+    trial: int | None = None,
+    remedy: str = OTHER_FOLDER,
 ) -> tuple[JobRecord, Path]:
     """Copy an adapter's PEFT folder from the store into a folder that does not exist or is empty.
 
     Args:
         name: name of the search, or run id of a search or a job; None means the newest search.
         trial: number of the trial; None means the best.
+        remedy: where the folder cannot be written.
 
     Raises:
         SearchError: the search or trial does not exist, or has no adapter.
         StorageError: the store or the folder cannot be used.
     """
-    free_folder(destination)
+    free_folder(destination, remedy)
     store, run = _find(settings, name)
     record = job_record(run) if names.TAG_TRIAL in run.data.tags else chosen(_result(store, run), trial)
     with storage_errors(store.location):
@@ -139,12 +146,10 @@ def export(
         raise StorageError(
             f"{destination}: {free:,} bytes are free on its disk",
             f"The adapter has {needed:,}.",
-            "Free some space, or choose a folder on another disk.",
+            f"Free some space. {remedy}",
         )
     with (
-        disk_errors(
-            destination, "The adapter cannot be written there.", "Choose a folder in a writable one."
-        ),
+        disk_errors(destination, "The adapter cannot be written there.", remedy),
         tempfile.TemporaryDirectory(dir=destination.parent, prefix=".export-") as folder,
     ):
         with storage_errors(store.location):
@@ -155,7 +160,7 @@ def export(
     return record, destination
 
 
-def free_folder(destination: Path) -> None:
+def free_folder(destination: Path, remedy: str = OTHER_FOLDER) -> None:
     """Refuse a folder that exists and is not empty, or whose parent cannot be written to.
 
     Raises:
@@ -167,7 +172,7 @@ def free_folder(destination: Path) -> None:
             "Exporting does not overwrite an existing folder.",
             "Choose a new folder.",
         )
-    with disk_errors(destination, "It cannot be written there.", "Choose a folder in a writable one."):
+    with disk_errors(destination, "It cannot be written there.", remedy):
         destination.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=destination.parent, prefix=".export-"):
             pass  # an export may take minutes before it writes

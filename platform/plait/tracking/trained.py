@@ -22,6 +22,7 @@ from plait.tracking.names import CONFIG_FILE
 from plait.tracking.results import SearchResult
 from plait.utils.files import keep_newest
 
+OTHER_CACHE = "Make Plait's cache writable, or name another folder for it: PLAIT_CACHE."
 MOST_FETCHED = 100  # adapters in the cache
 IN_USE = 86_400.0  # seconds for which what a command has fetched stays, whatever the number
 
@@ -45,7 +46,7 @@ def adapter_folder(search: SearchResult, record: JobRecord, settings: TrackingSe
     # Not the folder that the trial wrote: a search of this name that was restarted writes there, too.
     fetched = results.fetched_folder(record.run_id)
     if not fetched.is_dir():
-        results.export(settings, record.run_id, fetched)
+        results.export(settings, record.run_id, fetched, remedy=OTHER_CACHE)
         keep_newest(fetched.parent, MOST_FETCHED, IN_USE)
     with suppress(OSError):
         os.utime(fetched)  # it was used just now
