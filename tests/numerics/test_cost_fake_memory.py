@@ -90,6 +90,19 @@ def test_extrapolation_equals_full_depth(checkpointing: bool) -> None:
     assert whole.static >= 2 * 134_515_008
 
 
+def test_bits_of_dropped_features_are_seen() -> None:
+    pytest.importorskip("triton")
+    config, probe = SHAPES["SmolLM2-135M"], Probe((ProbeSegment(16, (100, 300)), ProbeSegment(8, (120,))), 26)
+    plain, drops = (
+        observe_whole(config, probe, ProbeOptions(backend="triton", dropout=dropout)).peaks
+        for dropout in (0.0, 0.1)
+    )
+    row = 640 // 8  # of 576 features, in blocks of 128
+    kept = 520 * row * 4 * config.num_hidden_layers  # q, k and v each have their own
+    for phase in ("forward", "loss"):
+        assert drops[phase] - plain[phase] == kept, phase
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_results_that_are_known_change_no_peak(checkpointing: bool) -> None:
     """Two probes after another, of which the second knows what the first has computed."""

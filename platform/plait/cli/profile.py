@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 JSON = "--json"
 WITHOUT_WEIGHTS = "--without-weights"
+_DROPOUT = 0.1  # any; a profile is also used for jobs that drop, for which Triton's kernels keep more
 MOST_CAPACITY = 4096  # looked at if engine.capacity leaves it open
 
 
@@ -100,11 +101,13 @@ def profile_here(settings: RunSettings, jobs: Sequence[JobSpec], *, weights: boo
     device = choose_device(engine.device).type
     dtype: torch.dtype = getattr(torch, settings.model.dtype)
     names = {name for job in jobs for name in resolve_targets(job.adapter.target_modules, shape.linears)}
+    backend = choose_kernels(engine.kernels, torch.device(device), dtype)
     options = ProbeOptions(
         dtype=dtype,
         checkpointing=engine.checkpointing,
         targets=tuple(sorted({name.rpartition(".")[2] for name in names})),
-        backend=choose_kernels(engine.kernels, torch.device(device), dtype),
+        backend=backend,
+        dropout=_DROPOUT if backend == "triton" else 0.0,
     )
     key = ProfileKey.of(
         shape.digest, settings.model.dtype, device_kind(device), engine, on_cpu=device == "cpu"

@@ -62,12 +62,14 @@ class ProbeOptions:
     Attributes:
         targets: last parts of the names of the linears with adapters.
         backend: kernel backend of the adapters' part.
+        dropout: of the adapters; Triton's kernels keep which features were dropped.
     """
 
     dtype: torch.dtype = torch.bfloat16
     checkpointing: bool = False
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
     backend: str = "grouped"
+    dropout: float = 0.0
 
 
 MakeContext = Callable[[Probe, Routing], MicrobatchContext]
@@ -142,7 +144,7 @@ def probe_bank(model: BaseModel, probe: Probe, options: ProbeOptions) -> Bank:
     bank = Bank(model.sites, device=model.device, compute_dtype=options.dtype)
     sites = [site.name for site in model.sites if site.name.rpartition(".")[2] in options.targets]
     for index, segment in enumerate(probe.segments):
-        bank.attach(str(index), rank=segment.rank, scale=1.0, dropout=0.0, seed=0, sites=sites)
+        bank.attach(str(index), rank=segment.rank, scale=1.0, dropout=options.dropout, seed=0, sites=sites)
     model.install(backend=options.backend)
     return bank
 
