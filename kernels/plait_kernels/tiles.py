@@ -39,7 +39,7 @@ class Choice:
     up: Tiles = Tiles(rows=64, columns=128)
     up_gradient: Tiles = Tiles(rows=128, columns=64, splits=4, warps=8)
     down_gradient: Tiles = Tiles(rows=64, columns=64, splits=16)
-    dx: Tiles = Tiles(rows=64, columns=128, warps=8)
+    dx: Tiles = Tiles(rows=64, columns=64)
     fused_forward: Tiles | None = None
     fused_backward: Tiles | None = None
 
@@ -81,7 +81,8 @@ CANDIDATES: Candidates = {
         for splits in (8, 32)
     ),
     "dx": (
-        ("dx", Tiles(rows=64, columns=64)),
+        ("dx", Tiles(rows=64, columns=64, warps=8)),
+        ("dx", Tiles(rows=64, columns=128, warps=8)),
         ("dx", Tiles(rows=128, columns=64, warps=8)),
         ("dx", Tiles(rows=32, columns=256, warps=8)),
         ("fused_backward", Tiles(rows=128, columns=32, depth=128, warps=8)),

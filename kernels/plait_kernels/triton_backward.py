@@ -15,14 +15,15 @@ from plait_kernels.triton_common import (
     SPAN_FIELDS,
     A,
     B,
-    add_low_rank,
     drop_again,
     keep_factor,
+    load_bits,
     load_offset,
     load_site,
     load_span,
     load_tile,
     load_work,
+    low_rank_product,
     row_stride,
     swizzle,
 )
@@ -129,7 +130,8 @@ def _sum_over_rows(
         mask = row_mask[:, None] & column_mask[None, :]
         values = tl.load(x + rows[:, None] * x_stride + columns[None, :], mask=mask, other=0.0)
         if DROPOUT:
-            values = drop_again(values, bits, bits_stride, count - row, k, threshold, BM, BK)
+            own_bits = load_bits(bits, bits_stride, count - row, k, threshold, BM, BK)
+            values = drop_again(values, own_bits, BM, BK)
         own_ds = tl.load(
             ds + rows[None, :] * stride + ranks[:, None],
             mask=(ranks < row_stride(left))[:, None] & row_mask[None, :],
@@ -246,24 +248,28 @@ def sum_partials(
 def _low_rank_dx(
     ds, packed, bits, bits_stride, bits_site, origin, spans, sites, site_count, addresses, bank_sites,
     span, first, count, rows, row_mask, k, columns, column_mask, features,
-    DROPOUT: tl.constexpr, RANKS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    DROPOUT: tl.constexpr, RANKS: tl.constexpr, FEW: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Σ over sites of D ∘ (dS A) of a tile in the features that begin at `k`; zero without an adapter."""
     total = tl.zeros((BM, BK), tl.float32)
     rank, threshold, _seed, s_start = load_span(spans, tl.maximum(span, 0), RANKS)
     ds += s_start + first * row_stride(rank)
     bits += first * bits_stride
+    ahead = load_offset(addresses, span, bank_sites, tl.load(sites), A)
     for site in range(0, site_count):
-        bank_site, _module, _first, _columns = load_site(sites, site, 1)
-        a_offset = load_offset(addresses, span, bank_sites, bank_site, A)
+        a_offset = ahead  # the next one's takes two loads, one after the other: they are asked for now
+        next_site = tl.minimum(site + 1, site_count - 1)
+        ahead = load_offset(addresses, span, bank_sites, tl.load(sites + next_site * SITE_FIELDS), A)
         if a_offset >= ABSENT:
-            low = tl.zeros((BM, BK), tl.float32)
-            low = add_low_rank(
-                low, ds, rows, row_mask, origin + a_offset + k, columns, column_mask, 1, features, rank,
-                PRECISION,
+            if DROPOUT:  # asked for before the product, so that they are there after it
+                own_bits = load_bits(bits, bits_stride, count, k, threshold, BM, BK)
+            low = low_rank_product(
+                ds, rows, row_mask, origin + a_offset + k, columns, column_mask, 1, features, rank,
+                FEW, BM, BK, PRECISION,
             )  # fmt: skip
             if DROPOUT:
-                low = drop_again(low, bits, bits_stride, count, k, threshold, BM, BK)
+                low = drop_again(low, own_bits, BM, BK)
             total += low
         ds += packed
         bits += bits_site
@@ -276,7 +282,8 @@ def _low_rank_dx(
 def dx_low_rank(
     dx, dx_stride, ds, packed, bits, bits_stride, bits_site, origin, tiles, spans, sites, site_count,
     addresses, bank_sites, features,
-    DROPOUT: tl.constexpr, RANKS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    DROPOUT: tl.constexpr, RANKS: tl.constexpr, FEW: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dx = Σ over sites of D ∘ (dS A), to which the vendor's product is added; nothing of `dx` is read."""
     first, count, span = load_tile(tiles, tl.program_id(1))
@@ -286,7 +293,7 @@ def dx_low_rank(
     total = _low_rank_dx(
         ds, packed, bits, bits_stride, bits_site, origin, spans, sites, site_count, addresses, bank_sites,
         span, first, count, rows, row_mask, k, columns, column_mask, features,
-        DROPOUT, RANKS, BM, BK, PRECISION,
+        DROPOUT, RANKS, FEW, BM, BK, PRECISION,
     )  # fmt: skip
     target = dx + first * dx_stride + k + rows[:, None] * dx_stride + columns[None, :]
     tl.store(target, total.to(dx.dtype.element_ty), mask=row_mask[:, None] & column_mask[None, :])
@@ -297,8 +304,8 @@ def dx_linear(
     grad, grad_stride, w, w_out_stride, w_in_stride, dx, dx_stride, ds, packed, bits, bits_stride,
     bits_site, origin, tiles, tile_count, spans, sites, site_count, addresses, bank_sites, features,
     out_features, block_count,
-    DROPOUT: tl.constexpr, RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    GROUP: tl.constexpr, PRECISION: tl.constexpr,
+    DROPOUT: tl.constexpr, RANKS: tl.constexpr, FEW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dx = dh W + Σ over sites of D ∘ (dS A), the base product added in the low-rank term's accumulator."""
     tile, block_index = swizzle(tl.program_id(0), tile_count, block_count, GROUP)
@@ -309,7 +316,7 @@ def dx_linear(
     total = _low_rank_dx(
         ds, packed, bits, bits_stride, bits_site, origin, spans, sites, site_count, addresses, bank_sites,
         span, first, count, rows, row_mask, k, columns, column_mask, features,
-        DROPOUT, RANKS, BM, BK, PRECISION,
+        DROPOUT, RANKS, FEW, BM, BK, PRECISION,
     )  # fmt: skip
     grad += first * grad_stride
     w += k.to(tl.int64) * w_in_stride

@@ -111,8 +111,8 @@ def _with_sign(bits, number):
 
 
 @triton.jit
-def drop_again(values, bits, stride, count, first, threshold, BM: tl.constexpr, BK: tl.constexpr):
-    """Zero those of features [first, first + BK) of a tile's rows that `down` noted as dropped.
+def load_bits(bits, stride, count, first, threshold, BM: tl.constexpr, BK: tl.constexpr):
+    """What `down` noted of features [first, first + BK) of a tile's rows, (BM, BK / 8) bytes.
 
     `bits` points to those of the tile's first row; rows have room for whole blocks of BK features, of which
     `first` is a multiple. Of what drops nothing there are none.
@@ -120,9 +120,14 @@ def drop_again(values, bits, stride, count, first, threshold, BM: tl.constexpr, 
     rows, noted = tl.arange(0, BM), tl.where(threshold > 0, count, 0)
     byte = tl.multiple_of(first // 8, BK // 8) + tl.arange(0, BK // 8)
     place = bits + rows[:, None] * stride + byte[None, :]
-    own = tl.load(place, mask=(rows < noted)[:, None], other=0).to(tl.int32)
-    lost = tl.reshape((own[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1, (BM, BK)) != 0
-    return tl.where(lost, 0.0, values)
+    return tl.load(place, mask=(rows < noted)[:, None], other=0)
+
+
+@triton.jit
+def drop_again(values, bits, BM: tl.constexpr, BK: tl.constexpr):
+    """Zero the values whose bits are set."""
+    found = (bits.to(tl.int32)[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1
+    return tl.where(tl.reshape(found, (BM, BK)) != 0, 0.0, values)
 
 
 @triton.jit
@@ -180,24 +185,37 @@ def row_stride(rank):
 
 
 @triton.jit
-def add_low_rank(
-    total, s, rows, row_mask, b, b_rows, b_mask, b_stride, r_stride, rank, PRECISION: tl.constexpr
-):
-    """total += S Mᵀ over an adapter's own ranks; `s` points to the tile's first row.
+def low_rank_product(
+    s, rows, row_mask, b, b_rows, b_mask, b_stride, r_stride, rank,
+    FEW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """S Mᵀ over an adapter's own ranks, (BM, BN); `s` points to the tile's first row.
 
-    M is addressed by b + b_rows·b_stride + rank·r_stride.
+    M is addressed by b + b_rows·b_stride + rank·r_stride. FEW: no rank is above RANK_STEP, so that there is
+    one product and nothing to sum.
     """
-    stride = row_stride(rank)
-    for r in range(0, rank, RANK_STEP):
-        ranks = r + tl.arange(0, RANK_STEP)
-        own_s = tl.load(s + rows[:, None] * stride + ranks[None, :], mask=row_mask[:, None], other=0.0)
-        own_b = tl.load(
-            b + b_rows[None, :] * b_stride + ranks[:, None] * r_stride,
-            mask=(ranks < rank)[:, None] & b_mask[None, :],
-            other=0.0,
-        )
-        total = tl.dot(own_s, own_b, total, input_precision=PRECISION)
+    if FEW:
+        own_s, own_b = _step(s, rows, row_mask, b, b_rows, b_mask, b_stride, r_stride, 0, rank)
+        total = tl.dot(own_s, own_b, input_precision=PRECISION)
+    else:
+        total = tl.zeros((BM, BN), tl.float32)
+        for r in range(0, rank, RANK_STEP):
+            own_s, own_b = _step(s, rows, row_mask, b, b_rows, b_mask, b_stride, r_stride, r, rank)
+            total = tl.dot(own_s, own_b, total, input_precision=PRECISION)
     return total
+
+
+@triton.jit
+def _step(s, rows, row_mask, b, b_rows, b_mask, b_stride, r_stride, r, rank):
+    """RANK_STEP ranks of S and of M, from `r` on."""
+    ranks = r + tl.arange(0, RANK_STEP)
+    own_s = tl.load(s + rows[:, None] * row_stride(rank) + ranks[None, :], mask=row_mask[:, None], other=0.0)
+    own_b = tl.load(
+        b + b_rows[None, :] * b_stride + ranks[:, None] * r_stride,
+        mask=(ranks < rank)[:, None] & b_mask[None, :],
+        other=0.0,
+    )
+    return own_s, own_b
 
 
 @triton.jit

@@ -14,7 +14,6 @@ from plait_kernels.triton_common import (
     BLOCK_FIELDS,
     A,
     B,
-    add_low_rank,
     drop_tile,
     keep_factor,
     load_offset,
@@ -22,6 +21,7 @@ from plait_kernels.triton_common import (
     load_span,
     load_tile,
     load_work,
+    low_rank_product,
     row_stride,
     row_words,
     swizzle,
@@ -120,7 +120,7 @@ def sum_splits(partial, out, elements, split_stride, SPLITS: tl.constexpr, BLOCK
 def _low_rank_up(
     s, packed, origin, spans, scales, sites, addresses, bank_sites, span, site, first, rows, row_mask,
     column, columns, column_mask,
-    RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+    RANKS: tl.constexpr, FEW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """s S Bᵀ of a tile in the columns that begin at `column`; zero without an adapter."""
     total = tl.zeros((BM, BN), tl.float32)
@@ -129,10 +129,10 @@ def _low_rank_up(
     b_offset = load_offset(addresses, tl.where(site < 0, -1, span), bank_sites, bank_site, B)
     if b_offset >= ABSENT:
         rank, _threshold, _seed, s_start = load_span(spans, span, RANKS)
-        total = add_low_rank(
-            total, s + own_site * packed + s_start + first * row_stride(rank), rows, row_mask,
+        total = low_rank_product(
+            s + own_site * packed + s_start + first * row_stride(rank), rows, row_mask,
             origin + b_offset + (column - column_first) * rank, columns, column_mask, rank, 1, rank,
-            PRECISION,
+            FEW, BM, BN, PRECISION,
         )  # fmt: skip
         total *= tl.load(scales + span)
     return total
@@ -141,8 +141,8 @@ def _low_rank_up(
 @triton.jit(do_not_specialize=["bank_sites"])
 def up(
     out, out_stride, bias, s, packed, origin, tiles, spans, scales, sites, addresses, bank_sites, blocks,
-    BIAS: tl.constexpr, ALIGN: tl.constexpr, RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BIAS: tl.constexpr, ALIGN: tl.constexpr, RANKS: tl.constexpr, FEW: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out = b + s S Bᵀ, to which the vendor's product is added; nothing of `out` is read."""
     first, count, span = load_tile(tiles, tl.program_id(1))
@@ -153,7 +153,7 @@ def up(
     column_mask = columns < tl.multiple_of((tl.load(block + 2) - column).to(tl.int32), ALIGN)
     total = _low_rank_up(
         s, packed, origin, spans, scales, sites, addresses, bank_sites, span, site, first, rows, row_mask,
-        column, columns, column_mask, RANKS, BM, BN, PRECISION,
+        column, columns, column_mask, RANKS, FEW, BM, BN, PRECISION,
     )  # fmt: skip
     if BIAS:
         total += tl.load(bias + column + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
@@ -165,8 +165,8 @@ def up(
 def linear_up(
     x, x_stride, w, w_out_stride, w_in_stride, bias, out, out_stride, s, packed, origin, tiles, tile_count,
     spans, scales, sites, addresses, bank_sites, blocks, block_count, features,
-    BIAS: tl.constexpr, ALIGN: tl.constexpr, RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+    BIAS: tl.constexpr, ALIGN: tl.constexpr, RANKS: tl.constexpr, FEW: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out = x Wᵀ + b + s S Bᵀ, the base product added to the low-rank term in one accumulator."""
     tile, block_index = swizzle(tl.program_id(0), tile_count, block_count, GROUP)
@@ -178,7 +178,7 @@ def linear_up(
     column_mask = columns < tl.multiple_of((tl.load(block + 2) - column).to(tl.int32), ALIGN)
     total = _low_rank_up(
         s, packed, origin, spans, scales, sites, addresses, bank_sites, span, site, first, rows, row_mask,
-        column, columns, column_mask, RANKS, BM, BN, PRECISION,
+        column, columns, column_mask, RANKS, FEW, BM, BN, PRECISION,
     )  # fmt: skip
     x += first * x_stride
     w += column * w_out_stride

@@ -23,6 +23,7 @@ from plait_kernels.launching import GIVEN, Launch, add_product, room
 from plait_kernels.layer import LayerCall
 from plait_kernels.tables import (
     FEW_RANKS,
+    RANK_STEP,
     WidthClass,
     WorkTable,
     block_table,
@@ -143,6 +144,10 @@ class Launcher:
         """The constants of every product's launch."""
         return {"PRECISION": self.precision, "num_warps": tiles.warps, "num_stages": tiles.stages}
 
+    def _ranks(self) -> dict[str, Any]:
+        """The constants of a launch over all ranks of each tile."""
+        return {"RANKS": self.table.rank_factor, "FEW": self.table.max_rank <= RANK_STEP}
+
     def _summing(self, _call: LayerCall, splits: int) -> Launch:
         """Sums over splits, in order, in the compute dtype.
 
@@ -187,8 +192,8 @@ class Launcher:
         rows = tile_table(call.routing, tiles.rows)
         blocks = block_table(call, tiles.columns, self.outputs)
         shared = (GIVEN, table.packed, table.origin, rows.tiles)
-        constants = {"BIAS": biased, "ALIGN": self.align, "RANKS": table.rank_factor}
-        constants |= {"BM": tiles.rows, "BN": tiles.columns, **self.common(tiles)}
+        constants = {"BIAS": biased, "ALIGN": self.align, "BM": tiles.rows, "BN": tiles.columns}
+        constants |= {**self._ranks(), **self.common(tiles)}
         if self.chosen.fused_forward is None:
             return Launch(
                 self.forward.up,
@@ -337,8 +342,7 @@ class Launcher:
         rows = tile_table(call.routing, tiles.rows)
         low_rank = (GIVEN, table.packed, *self._bits_at(), table.origin, rows.tiles)
         tail = (GIVEN, self.site_count, table.addresses, self.bank_sites, self.features)
-        constants = {"DROPOUT": table.dropout, "RANKS": table.rank_factor, "BM": tiles.rows}
-        constants |= self.common(tiles)
+        constants = {"DROPOUT": table.dropout, "BM": tiles.rows, **self._ranks(), **self.common(tiles)}
         if self.chosen.fused_backward is None:
             return Launch(
                 self.backward.dx_low_rank,
