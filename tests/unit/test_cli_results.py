@@ -1,6 +1,7 @@
 """Sorting the leaderboard."""
 
 import io
+import re
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,23 @@ def test_the_title_says_how_it_is_sorted() -> None:
     assert titles["by train.lr, smallest first"] == "mine (finished), by train.lr, smallest first"
     with pytest.raises(ConfigError, match="csv, json, table"):
         print_leaderboard(result, "xml", Console())
+
+
+def test_a_trial_whose_process_was_killed_before_its_run_was_made_is_listed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = Location("sqlite:///x.db", Path("x"), None)
+
+    def result(*records: JobRecord) -> SearchResult:
+        return SearchResult("mine", JobState.RUNNING, (Objective("eval/loss"),), "r", "0", place, records)
+
+    left = JobRecord("trial-0007", 7, {"train.lr": 3e-4}, state=JobState.ORPHANED)
+    monkeypatch.setattr("plait.cli.leaderboard.read_search", lambda *_: result())
+    monkeypatch.setattr("plait.search.stored.board_of_study", lambda *_: result(left))
+    show(TrackingSettings(), "mine", "table", None, reverse=False)
+    shown = capsys.readouterr()
+    assert re.search(r"7 +orphaned", shown.out)
+    assert "plait resume mine" in shown.err
 
 
 def test_a_trial_whose_process_was_killed_is_orphaned_whatever_the_store_says(

@@ -65,8 +65,8 @@ def read_search(settings: TrackingSettings, name: str | None) -> SearchResult:
 
 
 def _with_study(settings: TrackingSettings, result: SearchResult) -> SearchResult:
-    """The search with what only its study knows: queued trials, which have no run yet, and orphaned ones,
-    because a killed process tells the store nothing."""
+    """The search with what only its study knows: trials that have no run yet, and which are orphaned, because
+    a killed process tells the store nothing."""
     from plait.search.stored import board_of_study
 
     found = None
@@ -76,8 +76,9 @@ def _with_study(settings: TrackingSettings, result: SearchResult) -> SearchResul
     names = {each.name for each in found.records if each.state == JobState.ORPHANED} if found else set()
     orphan(result.records, names)
     known = {record.name for record in result.records}
-    queued = [each for each in found.records if each.state == JobState.QUEUED] if found else []
-    more = (each for each in queued if each.name not in known)
+    left = (JobState.QUEUED, JobState.ORPHANED)
+    begun = [each for each in found.records if each.state in left] if found else []
+    more = (each for each in begun if each.name not in known)
     result = replace(result, records=(*result.records, *more))
     if not names or any(record.state == JobState.RUNNING for record in result.records):
         return result
