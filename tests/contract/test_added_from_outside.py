@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -39,8 +40,10 @@ sys.exit(max(main(words) for words in json.loads(sys.argv[1])))
 
 
 @pytest.fixture
-def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, with the package "installed": its entry points name its module."""
+def installed(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with an empty store; the package is "installed": entry points name its module."""
+    (tmp_path / "plait-runs").mkdir()
+    shutil.copy(empty_store, tmp_path / "plait-runs")
     info = tmp_path / "site" / "outside-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 1.0\n")

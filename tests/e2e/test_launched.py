@@ -54,17 +54,17 @@ def port() -> int:
 
 
 @pytest.mark.slow
-def test_torchrun_starts_three_processes_that_train_what_one_does(
+def test_torchrun_starts_processes_that_train_what_one_does(
     folder: Path, short: tuple[str, ...], leaderboard: Any
 ) -> None:
     command = ["sweep", *short, *SEARCH, "train.eval_every=1"]
     expected = alone(folder, command, leaderboard)
-    words = ["--nproc-per-node", "3", "--max-restarts", "0", "-m", "plait", *command, "search.fresh=true"]
+    words = ["--nproc-per-node", "2", "--max-restarts", "0", "-m", "plait", *command, "search.fresh=true"]
     run = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *words], capture_output=True, text=True, timeout=280
     )
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "3 processes" in run.stdout
+    assert "2 processes" in run.stdout
     assert objectives(leaderboard) == pytest.approx(expected, rel=1e-5)
 
 

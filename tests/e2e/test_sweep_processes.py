@@ -89,6 +89,7 @@ def test_the_replicas_that_are_chosen_train_what_one_process_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By the plan and the search alike; a search that resumes keeps its own."""
+    monkeypatch.setattr(launch, "start_process", ForkedProcess)
     command = ["sweep", *short, *SEARCH, "model.dtype=float32", "engine.capacity=512", "train.eval_every=1"]
     assert main(command) == 0
     alone = objectives(leaderboard)
