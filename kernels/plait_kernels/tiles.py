@@ -33,12 +33,15 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Choice:
-    """The tiles of every kernel of a layer; without fused ones the vendor's product is added."""
+    """The tiles of every kernel of a layer; without fused ones the vendor's product is added.
 
-    down: Tiles = Tiles(rows=64, depth=64, splits=2)
+    The defaults were the fastest, or nearly, of all on an H100: layers of Llama 3.1 8B, 8,192 tokens.
+    """
+
+    down: Tiles = Tiles(rows=64, depth=64, splits=4)
     up: Tiles = Tiles(rows=64, columns=128)
-    up_gradient: Tiles = Tiles(rows=128, columns=64, splits=4, warps=8)
-    down_gradient: Tiles = Tiles(rows=64, columns=64, splits=16)
+    up_gradient: Tiles = Tiles(rows=256, columns=64, splits=4, warps=8)
+    down_gradient: Tiles = Tiles(rows=64, columns=128, splits=32)
     dx: Tiles = Tiles(rows=64, columns=64)
     fused_forward: Tiles | None = None
     fused_backward: Tiles | None = None
@@ -59,10 +62,10 @@ Candidates = dict[str, tuple[tuple[str, Tiles], ...]]
 # For each stage of a layer, the alternatives to the default; stages are measured one after the other. On
 # compute capability 9.0 all have enough registers; those that need too much shared memory are left out.
 CANDIDATES: Candidates = {
-    "down": tuple(
-        ("down", Tiles(rows=rows, depth=64, splits=splits, warps=8 if rows == 128 else 4))
-        for rows in (32, 64, 128)
-        for splits in (1, 4, 8)
+    "down": (
+        *(("down", Tiles(rows=64, depth=64, splits=splits)) for splits in (1, 8)),
+        *(("down", Tiles(rows=32, depth=64, splits=splits)) for splits in (1, 4)),
+        ("down", Tiles(rows=128, depth=64, splits=4, warps=8)),
     ),
     "up": (
         ("up", Tiles(rows=128, columns=128, warps=8)),
@@ -72,16 +75,18 @@ CANDIDATES: Candidates = {
     ),
     "up_gradient": tuple(
         ("up_gradient", Tiles(rows=rows, columns=columns, splits=splits, warps=warps))
-        for rows, columns, warps in ((64, 64, 4), (128, 64, 8), (256, 64, 8), (128, 128, 8))
-        for splits in (4, 8)
+        for rows, columns, splits, warps in (
+            *((64, 64, 4, 4), (64, 64, 8, 4), (128, 64, 4, 8), (128, 64, 8, 8), (128, 128, 4, 8)),
+            *((256, 64, 8, 8), (256, 128, 4, 8)),
+        )
     ),
-    "down_gradient": tuple(
-        ("down_gradient", Tiles(rows=64, columns=columns, splits=splits))
-        for columns in (64, 128)
-        for splits in (8, 32)
+    "down_gradient": (
+        *(("down_gradient", Tiles(rows=64, columns=64, splits=splits)) for splits in (8, 16, 32)),
+        *(("down_gradient", Tiles(rows=64, columns=128, splits=splits)) for splits in (8, 16)),
     ),
     "dx": (
         ("dx", Tiles(rows=64, columns=64, warps=8)),
+        ("dx", Tiles(rows=64, columns=128)),
         ("dx", Tiles(rows=64, columns=128, warps=8)),
         ("dx", Tiles(rows=128, columns=64, warps=8)),
         ("dx", Tiles(rows=32, columns=256, warps=8)),

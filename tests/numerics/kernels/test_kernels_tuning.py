@@ -154,6 +154,7 @@ def test_in_float32_no_program_sums_many_rows_for_a_gradient():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_tuning_on_a_device_leaves_the_gradients_alone(make_layer, monkeypatch, tmp_path):
     monkeypatch.setenv("PLAIT_KERNELS_CACHE", str(tmp_path))
+    monkeypatch.delenv("PLAIT_KERNELS_TUNE", raising=False)
     layer = make_layer(ranks=[6, 3], lengths=[300, 40], widths=[64, 32], in_features=64, device="cuda")
     layer.assert_accurate(layer.run("triton"))
     assert len(load(tmp_path / "tuned.json")) == 1
