@@ -333,12 +333,11 @@ def ablation(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[st
     asked = build(AblationOptions, options, OPTIONS)
     profile = read_profile(settings)
     figures: list[Figure] = []
-    piece = part("ablations", len(asked.assumptions) * len(asked.boundaries))
+    piece = part("ablations", len(asked.assumptions))
     for assumption in asked.assumptions:
-        for name, edges in asked.boundaries.items():
+        piece(str(assumption))
+        for name, (*saved, plan) in savings(profile, assumption, asked).items():
             case = f"{assumption}; fixed buckets {name}"
-            piece(case)
-            *saved, plan = savings(profile, assumption, edges, asked)
             for step, ours in zip(STEPS, saved, strict=True):
                 last = plan if step == STEPS[-1] else None
                 figures.append(Figure(f"{case}: {step}", ours, "% saved", "simulated", plait=last))
@@ -354,46 +353,52 @@ def ablation(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[st
 
 
 def savings(
-    profile: ClusterProfile,
-    assumption: Assumption,
-    boundaries: Sequence[int] | None,
-    options: AblationOptions,
-) -> list[float]:
-    """Percent of device-seconds saved by each of :data:`STEPS` and by :data:`OURS`, over drawn steps."""
+    profile: ClusterProfile, assumption: Assumption, options: AblationOptions
+) -> dict[str, list[float]]:
+    """Percent of device-seconds saved by each of :data:`STEPS` and by :data:`OURS`, over drawn steps, by the
+    name of the fixed boundaries."""
     sample = Workload.draw(options.tasks, assumption, SAMPLE_STEPS + options.steps)
     known, batches = sample.batches[:SAMPLE_STEPS], sample.batches[SAMPLE_STEPS:]
     seen = dynamic_buckets(known.ravel(), required=limits(profile))
-    edges = [*(boundaries or seen.lengths)]
-    edges[-1] = max(edges[-1], *limits(profile))
     costs = costs_of(profile, seen.lengths, profile.devices.count)
     expected = Workload(assumption, known).expected(seen)
     plan = deploy(costs, expected, {profile.kind: profile.devices.count})
-    rows = {
-        "fused": options.fused,
-        "published": options.deployment,
-        "ours": tuple(_row(kind) for kind in plan.kinds),
-    }
-    seconds = np.mean([_step_seconds(profile, batch, edges, rows) for batch in batches], axis=0)
-    return [float(value) for value in 100.0 * (1.0 - seconds[1:] / seconds[0])]
+    rows = tuple(_row(kind) for kind in plan.kinds)
+    seconds = {name: np.zeros(len(STEPS) + 2) for name in options.boundaries}
+    for batch in batches:
+        fused, moved, ours = _moving_seconds(profile, batch, options, rows)
+        for name, boundaries in options.boundaries.items():
+            edges = [*(boundaries or seen.lengths)]
+            edges[-1] = max(edges[-1], *limits(profile))
+            fixed = _fixed_seconds(profile, batch, edges, options.deployment)
+            seconds[name] += [fused, *fixed, moved, ours]
+    return {name: (100.0 * (1.0 - each[1:] / each[0])).tolist() for name, each in seconds.items()}
 
 
-def _step_seconds(
-    profile: ClusterProfile, batch: Int64, edges: Sequence[int], rows: Mapping[str, Rows]
-) -> list[float]:
-    """Seconds of one step: Task-Fused, the three steps of the ablation, and Plait."""
-    fixed, seven = fixed_buckets(batch, edges), fixed_buckets(batch, SEVEN)
-    fused = replicas(costs_of(profile, seven.lengths, profile.devices.count), rows["fused"])
-    published = replicas(costs_of(profile, fixed.lengths, profile.devices.count), rows["published"])
-    moving = dynamic_buckets(batch, required=limits(profile))
+def _moving_seconds(
+    profile: ClusterProfile, batch: Int64, options: AblationOptions, rows: Rows
+) -> tuple[float, float, float]:
+    """Seconds of one step whatever the fixed boundaries: Task-Fused, LobRA with dynamic buckets, and Plait on
+    ``rows``."""
+    seven, moving = fixed_buckets(batch, SEVEN), dynamic_buckets(batch, required=limits(profile))
+    fused = replicas(costs_of(profile, seven.lengths, profile.devices.count), options.fused)
     moved = costs_of(profile, moving.lengths, profile.devices.count)
-    ours = replicas(moved, rows["ours"])
-    return [
+    ours = replicas(moved, rows)
+    return (
         dealt_seconds(fused, seven, batch),
-        length_based(published, fixed.counts).makespan,
-        exact_dispatch(published, fixed.counts, STEP_LIMITS).makespan,
-        exact_dispatch(replicas(moved, rows["published"]), moving.counts, STEP_LIMITS).makespan,
+        exact_dispatch(replicas(moved, options.deployment), moving.counts, STEP_LIMITS).makespan,
         spread(ours, moving.counts, dispatch(ours, moving.counts)).makespan,
-    ]
+    )
+
+
+def _fixed_seconds(
+    profile: ClusterProfile, batch: Int64, edges: Sequence[int], deployment: Rows
+) -> tuple[float, float]:
+    """Seconds of one step of LobRA with fixed boundaries: by length, and balanced."""
+    fixed = fixed_buckets(batch, edges)
+    kinds = replicas(costs_of(profile, fixed.lengths, profile.devices.count), deployment)
+    by_length = length_based(kinds, fixed.counts).makespan
+    return by_length, exact_dispatch(kinds, fixed.counts, STEP_LIMITS).makespan
 
 
 def dealt_seconds(equal: Sequence[ReplicaKind], buckets: Buckets, batch: Int64) -> float:

@@ -10,12 +10,14 @@ import numpy as np
 from plait.config.fields import build
 from plait.core.errors import ConfigError
 from plait.core.jobs import JobSpec
+from plait.core.samples import Int64
 from plait.core.settings import RunSettings
 from plait.cost.profiles import ClusterProfile
 from plait_bench.benchmarks import BENCHMARKS
 from plait_bench.figures import Figure, Report
 from plait_bench.inputs import OPTIONS, at_least_one, read_profile
 from plait_bench.lobra import SAMPLE_STEPS, SEVEN, Assumption, Rows, Task, Workload
+from plait_bench.lobra_plans import fused_figure, plan_figures
 from plait_bench.lobra_steps import balanced_seconds, equal_seconds, planned
 from plait_bench.progress import part
 
@@ -78,7 +80,11 @@ def scaling(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str
         other, first = f"; {moved}" if number else "", 0.0
         for case in asked.cases:
             piece(f"{case.label}{other}")
-            devices = _device_seconds(_crossing(profile, factor), case, asked, assumption, plan=not number)
+            sized = replace(_crossing(profile, factor), devices=replace(profile.devices, count=case.devices))
+            known, steps = _drawn(case, asked, assumption)
+            figures += plan_figures(sized, known, case.deployment, case.label, other, gap=GAP)
+            figures.append(fused_figure(sized, known, case.fused, case.label, other))
+            devices = _device_seconds(sized, case, known, steps, plan=not number)
             first = first or devices[""]
             figures += [
                 Figure(f"{case.label}: Task-Fused{how}{other}", each / first, "×", "simulated")
@@ -107,11 +113,8 @@ def _crossing(profile: ClusterProfile, factor: float) -> ClusterProfile:
     return replace(profile, time=replace(profile.time, layer=layer))
 
 
-def _device_seconds(
-    whole: ClusterProfile, case: Case, asked: ScalingOptions, assumption: Assumption, *, plan: bool
-) -> dict[str, float]:
-    """Device-seconds of a step: Task-Fused by how it divides sequences, LobRA, and, with ``plan``, Plait."""
-    profile = replace(whole, devices=replace(whole.devices, count=case.devices))
+def _drawn(case: Case, asked: ScalingOptions, assumption: Assumption) -> tuple[Int64, Int64]:
+    """Lengths of the steps that are planned for, and of those over which is averaged."""
     named = {task.name: task for task in asked.tasks}
     drawn = [  # one that comes twice has other draws
         Workload.draw(
@@ -122,7 +125,13 @@ def _device_seconds(
         for place, name in enumerate(case.tasks)
     ]
     batches = np.concatenate(drawn, axis=1)
-    known, steps = batches[:SAMPLE_STEPS], batches[SAMPLE_STEPS:]
+    return batches[:SAMPLE_STEPS], batches[SAMPLE_STEPS:]
+
+
+def _device_seconds(
+    profile: ClusterProfile, case: Case, known: Int64, steps: Int64, *, plan: bool
+) -> dict[str, float]:
+    """Device-seconds of a step: Task-Fused by how it divides sequences, LobRA, and, with ``plan``, Plait."""
     systems = {  # all with the seven fixed buckets, with which its artifact runs these
         "": [equal_seconds(profile, case.fused, batch) for batch in steps],
         ", balanced dispatch": [

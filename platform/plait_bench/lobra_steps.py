@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 
@@ -15,10 +15,9 @@ from plait.core.jobs import JobSpec
 from plait.core.samples import Int64
 from plait.core.settings import RunSettings
 from plait.cost.profiles import ClusterProfile
-from plait.cost.replica import ReplicaCost
 from plait.planner.buckets import Buckets, dynamic_buckets, fixed_buckets
-from plait.planner.deployment import GAP, Deployment, best_equal_replicas, deploy
-from plait.planner.dispatch import dispatch, spread
+from plait.planner.deployment import GAP, deploy
+from plait.planner.dispatch import Float64, dispatch, spread
 from plait_bench.benchmarks import BENCHMARKS
 from plait_bench.exact import exact_deployment
 from plait_bench.figures import Baseline, Figure, Report
@@ -37,6 +36,7 @@ from plait_bench.lobra import (
     limits,
     replicas,
 )
+from plait_bench.lobra_plans import EqualReplicas, fused_figure, plan_figures
 from plait_bench.progress import part
 
 # LobRA-Sequential's buckets, of which the paper and its artifact say nothing: the paper says that tasks alone
@@ -123,6 +123,8 @@ class EndToEndOptions:
         deployment: LobRA's.
         sequential: Task-Sequential's, by task.
         steps: drawn, over which is averaged.
+        tried: of these, the first ones over which LobRA-Sequential is averaged beside what is compared: its
+            sequences are dispatched task by task, which takes most of the time.
         gap: to the proved bound at which planning ends.
     """
 
@@ -132,10 +134,11 @@ class EndToEndOptions:
     deployment: Rows
     sequential: dict[str, Rows]
     steps: int
+    tried: int
     gap: float = GAP
 
     def __post_init__(self) -> None:
-        at_least_one(self, "steps")
+        at_least_one(self, "steps", "tried")
         if lost := {task.name for task in self.tasks} ^ set(self.sequential):
             raise ConfigError(f"{OPTIONS}.sequential: {sorted(lost)}", "Every task has one deployment there.")
 
@@ -153,56 +156,73 @@ def end_to_end(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[
     piece = part("assumptions", len(asked.assumptions))
     for number, assumption in enumerate(asked.assumptions):
         piece(str(assumption))
-        seconds = _systems(profile, asked, assumption)
         label = "" if number == 0 else f"; {assumption}"
+        known = Workload.draw(asked.tasks, assumption, SAMPLE_STEPS).batches
+        figures += plan_figures(profile, known, asked.deployment, "Table 2", label, gap=asked.gap)
+        figures.append(fused_figure(profile, known, asked.fused, "Table 2", label))
+        each = _systems(profile, asked, assumption, compared=number == 0)
+        seconds = {name: float(np.mean(own)) for name, own in each.items()}
         figures += [
             Figure(
                 f"{name}{label}", seconds[name] * profile.devices.count, "GPU s", "simulated",
                 plait=seconds["Plait"] * profile.devices.count if name == "LobRA" else None,
+                note=f"{len(own)} steps",
             )
-            for name in seconds
+            for name, own in each.items()
         ]  # fmt: skip
         for how in ("", *OTHERS):
-            saved, ours = (100 * (1 - seconds[each] / seconds[f"Task-Fused{how}"]) for each in OWN)
+            saved, ours = (100 * (1 - seconds[own] / seconds[f"Task-Fused{how}"]) for own in OWN)
             name = f"LobRA saves over Task-Fused{how}{label}"
-            figures.append(Figure(name, saved, "%", "simulated", plait=ours))
+            figures.append(Figure(name, saved, "%", "simulated", note=_spread(each, how), plait=ours))
         for how in SEQUENTIAL:
-            faster, ours = (seconds[f"LobRA-Sequential{how}"] / seconds[each] for each in OWN)
+            alone = each[f"LobRA-Sequential{how}"]
+            faster, ours = (float(np.mean(alone)) / float(np.mean(each[own][: len(alone)])) for own in OWN)
             name = f"LobRA over LobRA-Sequential{how}{label}"
-            figures.append(Figure(name, faster, "×", "simulated", plait=ours))
+            figures.append(Figure(name, faster, "×", "simulated", note=f"{len(alone)} steps", plait=ours))
     return Report("LobRA: a step of all tasks", tuple(figures), (f"Profile: {profile.source}",))
 
 
-def _systems(profile: ClusterProfile, asked: EndToEndOptions, assumption: Assumption) -> dict[str, float]:
-    """Mean seconds of a step of each system."""
+def _spread(each: Mapping[str, Float64], how: str) -> str:
+    """How far the mean of what is saved may be off by the draws of its steps."""
+    fused, own = each[f"Task-Fused{how}"], each["LobRA"]
+    if len(own) == 1:
+        return "1 step"
+    off = np.std(own - own.mean() / fused.mean() * fused, ddof=1) / fused.mean() / len(own) ** 0.5
+    return f"{len(own)} steps, standard error {100 * off:.2f}"
+
+
+def _systems(
+    profile: ClusterProfile, asked: EndToEndOptions, assumption: Assumption, *, compared: bool
+) -> dict[str, Float64]:
+    """Seconds of the steps of each system; LobRA-Sequential's fewer steps if they are not what is
+    ``compared``."""
     whole = Workload.draw(asked.tasks, assumption, SAMPLE_STEPS + asked.steps)
     known, batches = whole.batches[:SAMPLE_STEPS], whole.batches[SAMPLE_STEPS:]
     own = planned(profile, known, gap=asked.gap)
-    found: dict[str, list[float]] = {
-        "Task-Fused": [equal_seconds(profile, asked.fused, batch) for batch in batches],
-        **{
-            f"Task-Fused{how}": [
-                equal_seconds(profile, asked.fused, batch, boundaries=edges) for batch in batches
-            ]
-            for how, edges in OTHERS.items()
-        },
-        "LobRA": [balanced_seconds(profile, asked.deployment, batch) for batch in batches],
-        "Plait": [balanced_seconds(profile, own, batch) for batch in batches],
+    edges = {"": SEVEN, **OTHERS}
+    found = {
+        f"Task-Fused{how}": np.array(
+            [equal_seconds(profile, asked.fused, batch, boundaries=each) for batch in batches]
+        )
+        for how, each in edges.items()
     }
+    for name, rows in zip(OWN, (asked.deployment, own), strict=True):
+        found[name] = np.array([balanced_seconds(profile, rows, batch) for batch in batches])
+    fewer = min(asked.tried, asked.steps)
+    number = {how: fewer if how or not compared else asked.steps for how in SEQUENTIAL}
     alone = np.zeros(asked.steps)
-    several = {how: np.zeros(asked.steps) for how in SEQUENTIAL}
+    several = {how: np.zeros(steps) for how, steps in number.items()}
     for task in asked.tasks:
-        each = Workload.draw([task], assumption, SAMPLE_STEPS + asked.steps).batches
-        known = each[:SAMPLE_STEPS]
+        mine = Workload.draw([task], assumption, SAMPLE_STEPS + asked.steps).batches
+        known, batches = mine[:SAMPLE_STEPS], mine[SAMPLE_STEPS:]
+        alone += [equal_seconds(profile, asked.sequential[task.name], batch) for batch in batches]
         rows = planned(profile, known, gap=asked.gap)
-        for step, batch in enumerate(each[SAMPLE_STEPS:]):
-            alone[step] += equal_seconds(profile, asked.sequential[task.name], batch)
-            edges = (SEVEN, *OTHERS.values(), _seen(profile, known), None)
-            for how, boundaries in zip(SEQUENTIAL, edges, strict=True):
-                several[how][step] += balanced_seconds(profile, rows, batch, boundaries=boundaries)
-    found["Task-Sequential"] = alone.tolist()
-    found |= {f"LobRA-Sequential{how}": each.tolist() for how, each in several.items()}
-    return {name: float(np.mean(values)) for name, values in found.items()}
+        boundaries = (*edges.values(), _seen(profile, known), None)
+        for total, each in zip(several.values(), boundaries, strict=True):
+            some = batches[: len(total)]
+            total += [balanced_seconds(profile, rows, batch, boundaries=each) for batch in some]
+    found["Task-Sequential"] = alone
+    return found | {f"LobRA-Sequential{how}": each for how, each in several.items()}
 
 
 def _seen(profile: ClusterProfile, known: Int64) -> tuple[int, ...]:
@@ -367,52 +387,15 @@ def sequential_plans(settings: RunSettings, jobs: Sequence[JobSpec], options: Ma
     for number, assumption in enumerate((asked.assumption, *asked.alternatives)):
         label = "" if number == 0 else f"; {assumption}"
         for task in asked.tasks:
-            each = _Alone.of(profile, task, assumption, asked.steps)
+            known = Workload.draw([task], assumption, asked.steps).batches
+            each = EqualReplicas.of(profile, known, task.longest)
             name = f"{task.name}: devices of a replica"
             figures.append(each.figure(f"{name}{label}", each.by_seconds()))
             if number == 0:
                 figures.append(each.figure(f"{name}; by throughput", each.by_throughput()))
-                drawn = _Alone.of(profile, replace(task, longest=None), assumption, asked.steps)
+                drawn = EqualReplicas.of(profile, known)
                 figures.append(drawn.figure(f"{name}, longest as drawn", drawn.by_seconds()))
     return Report("LobRA, equal replicas for each task", tuple(figures), (str(asked.assumption),))
-
-
-@dataclass(frozen=True, slots=True)
-class _Alone:
-    """One task alone: sequences of each bucket, the cost of every configuration, and the longest sequence."""
-
-    profile: ClusterProfile
-    costs: list[ReplicaCost]
-    counts: tuple[int, ...]
-    longest: int
-
-    @classmethod
-    def of(cls, profile: ClusterProfile, task: Task, assumption: Assumption, steps: int) -> _Alone:
-        """The expected step in the artifact's fixed buckets. One sequence has the longest length, as the
-        artifact's planner makes sure."""
-        known = Workload.draw([task], assumption, steps).batches.ravel()
-        most = min(task.longest or int(known.max()), max(limits(profile)))
-        buckets = fixed_buckets(np.append(np.minimum(known, most), most), SEVEN)
-        counts = [-(-task.batch_size * count // sum(buckets.counts)) for count in buckets.counts]
-        costs = costs_of(profile, buckets.lengths, profile.devices.count)
-        return cls(profile, costs, tuple(counts), most)
-
-    def by_seconds(self) -> Deployment:
-        """The equal replicas with the shortest step."""
-        return best_equal_replicas(self.costs, self.counts, _devices(self.profile))
-
-    def by_throughput(self) -> Deployment:
-        """Those with the most tokens a device and second at the longest sequence (LobRA, appendix A)."""
-        last = max(j for j, count in enumerate(self.counts) if count)
-        able = [cost for cost in self.costs if cost.batch[last]]
-        rates = [1 / float((cost.linear[:, last] * cost.configuration.devices).max()) for cost in able]
-        best = able[int(np.argmax(rates))]
-        return best_equal_replicas([best], self.counts, _devices(self.profile))
-
-    def figure(self, name: str, plan: Deployment) -> Figure:
-        """Devices of one of the plan's replicas."""
-        note = f"{plan}; longest {self.longest} tokens"
-        return Figure(name, plan.shape[0][0].devices, "devices", "computed", note=note)
 
 
 NOT_BEST = "below 1 where the plan of a single step, a heuristic one, is the slower"

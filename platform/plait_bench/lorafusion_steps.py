@@ -220,10 +220,11 @@ def scaling(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str
         begun, 1, times=2
     )  # its jobs have twice the global batch there, also on 16 devices
     own, figures = _plait_copies(begun, 1), list[Figure]()
-    piece = part("pipelines", len(begun.asked.replicas))
+    piece, shared = part("pipelines", len(begun.asked.replicas)), list[dict[str, tuple[float, float]]]()
     for number in begun.asked.replicas:
         piece(str(number))
-        over = {name: _over(number, one[name], each(begun, number)) for name, each in copies.items()}
+        shared.append({name: each(begun, number) for name, each in copies.items()})
+        over = {name: _over(number, one[name], each) for name, each in shared[-1].items()}
         over["mean of systems"] = tuple(map(mean, zip(*over.values(), strict=True)))
         plait = _over(number, own, _plait_copies(begun, number))
         for name, ratios in over.items():
@@ -231,7 +232,23 @@ def scaling(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str
             for at, how in enumerate(("; without waits", "")):
                 plan = plait[at] if name == "LoRAFusion" else None
                 figures.append(Figure(f"{title}{how}", ratios[at], "×", "simulated", plait=plan))
+    figures += _over_others(begun.asked, shared)
     return Report("LoRAFusion, ways to use more devices", tuple(figures), begun.asked.assumptions())
+
+
+def _over_others(asked: Options, shared: Sequence[Mapping[str, tuple[float, float]]]) -> list[Figure]:
+    """LoRAFusion's tokens a second over each other system's with data parallelism, in the mean over numbers
+    of pipelines: with its kernels' factor and waits, and under the other assumptions."""
+    figures = []
+    for other in ("FSDP", "mLoRA", "1F1B"):
+        ratios = [mean(each["LoRAFusion"][at] / each[other][at] for each in shared) for at in (0, 1)]
+        name = f"data parallelism: LoRAFusion over {other}, mean"
+        figures += [
+            Figure(f"{name}{_factor(asked, factor)}{how}", factor * ratio, "×", "simulated")
+            for factor in asked.kernels
+            for ratio, how in zip(ratios, ("; without waits", ""), strict=True)
+        ]
+    return figures
 
 
 def _over(number: int, one: Sequence[float], shared: Sequence[float]) -> tuple[float, ...]:

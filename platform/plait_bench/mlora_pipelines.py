@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from plait.config.fields import build
 from plait.core.errors import ConfigError
@@ -50,6 +50,8 @@ class PipelineOptions:
         gigabytes_per_s: between neighbours; null for messages that take no time.
         value_bytes: of an activation.
         spare: jobs more than stages where devices are compared; the first is what is compared.
+        links: gigabytes a second between devices where LoRAPP stands beside tensor parallelism and FSDP; the
+            first is what is compared.
     """
 
     models: dict[str, Model]
@@ -62,6 +64,7 @@ class PipelineOptions:
     gigabytes_per_s: float | None = None
     value_bytes: int = 4
     spare: tuple[int, ...] = (0,)
+    links: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         at_least_one(self, "tokens", "value_bytes")
@@ -70,6 +73,8 @@ class PipelineOptions:
                 raise ConfigError(
                     f"{OPTIONS}.{name}={getattr(self, name)}", "There must be one, of at least 1."
                 )
+        if min(self.links, default=1) <= 0:
+            raise ConfigError(f"{OPTIONS}.links={list(self.links)}", "Each must be above 0.")
         if not (self.teraflops > 0 and self.backward > 0):
             raise ConfigError(f"{OPTIONS}: teraflops={self.teraflops}", "It and backward must be above 0.")
 
@@ -163,6 +168,7 @@ def pipelines(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[s
             counts = [each or devices for each in asked.jobs]
             found = {count: rates(model, devices, count, asked) for count in counts}
             figures += _case(f"{name}, {devices} devices", found, asked)
+            figures += _over_others(name, model, devices, counts, asked)
         figures += _scaling(name, model, asked)
     assumed = f"{asked.teraflops:g} TFLOP/s a device, backward {asked.backward:g} times as long as forward"
     link = "take no time" if asked.gigabytes_per_s is None else f"at {asked.gigabytes_per_s:g} GB/s"
@@ -187,6 +193,46 @@ def _case(case: str, found: Mapping[int, Rates], asked: PipelineOptions) -> list
             name = f"{label}: tokens/s over {min(found)} jobs"
             figures.append(Figure(name, gain, "×", "simulated", plait=own))
     return figures
+
+
+def _over_others(
+    name: str, model: Model, devices: int, counts: Sequence[int], asked: PipelineOptions
+) -> list[Figure]:
+    """LoRAPP's tokens a second over those of tensor parallelism and of FSDP, by number of jobs and link."""
+    figures = []
+    for number, link in enumerate(asked.links):
+        at, label = replace(asked, gigabytes_per_s=link), f"; {link:g} GB/s" if number else ""
+        others = {f"{each}{label}": rate for each, rate in _whole_model_rates(model, devices, at).items()}
+        for count in counts:
+            found = rates(model, devices, count, at)
+            figures += [
+                Figure(
+                    f"{name}, {devices} devices, {count} jobs: LoRAPP over {other}",
+                    found.lorapp / rate,
+                    "×",
+                    "simulated",
+                    note=f"{found.lorapp:,.0f} over {rate:,.0f} tokens/s",
+                    plait=found.plait / rate,
+                )
+                for other, rate in others.items()
+            ]
+    return figures
+
+
+def _whole_model_rates(model: Model, devices: int, asked: PipelineOptions) -> dict[str, float]:
+    """Tokens a second of systems that train one job on all devices, whose links are ``gigabytes_per_s``.
+
+    Tensor parallelism adds up activations four times a layer, between products that wait for them. FSDP
+    gathers all weights, of as many bytes a value as activations, for the forward and for the backward; the
+    next layer's while one runs, or late.
+    """
+    stage, bandwidth = asked.stage(model, devices, 1), 1e9 * (asked.gigabytes_per_s or float("inf"))
+    work = stage.forward + stage.backward
+    summed = tensor_parallel_bytes(model, devices, asked) / devices / bandwidth
+    gathered = model.weights * asked.value_bytes * (devices - 1) / devices / bandwidth
+    in_time = max(stage.forward, gathered) + max(stage.backward, gathered)
+    seconds = {"TP": work + summed, "FSDP": in_time, "FSDP, weights late": work + 2 * gathered}
+    return {name: asked.tokens / each for name, each in seconds.items()}
 
 
 def _scaling(name: str, model: Model, asked: PipelineOptions) -> list[Figure]:

@@ -25,11 +25,11 @@ from plait_bench.exact import exact_dispatch
 from plait_bench.figures import Figure, Published, Report
 from plait_bench.inputs import OPTIONS, read_profile
 from plait_bench.lobra import SAMPLE_STEPS, Assumption, Rows, Task, Workload, costs_of, limits, replicas
+from plait_bench.lobra_plans import plan_figures
 from plait_bench.lorafusion import read_options, scheduler_time
 from plait_bench.progress import part
 
 SOURCE = "LobRA appendix B.2, Table 5 (70B, 4 tasks)"
-TIE = 0.005  # seconds of plans that LobRA's planner does not tell apart: its solver's gap
 WHOLE_STEP = "whole step (bucketing, search and by replica)"
 ILP = Limits(nodes=500, gap=0.005, seconds=5.0)
 
@@ -89,7 +89,8 @@ def planning_time(settings: RunSettings, jobs: Sequence[JobSpec], options: Mappi
         if rows := asked.plans.get(devices):
             for number, each in enumerate(workloads):
                 label = f"; {each.assumption}" if number else ""
-                figures += _published_plan(profile, each, int(devices), rows, asked.gap, label)
+                some = replace(profile, devices=replace(profile.devices, count=int(devices)))
+                figures += plan_figures(some, each.batches, rows, f"{devices} devices", label, gap=asked.gap)
     batches = workloads[0].batches[: asked.steps]
     part("dispatch by step")
     figures += _dispatch_figures(profile, batches, asked.kinds)
@@ -128,35 +129,6 @@ def _deployment_figures(
         figures.append(Figure(case, median(seconds), "s", "measured", published, note))
         figures.append(Figure(f"{case}: above the bound", median(gaps), "%", "computed", note=worst))
     return figures
-
-
-def _published_plan(
-    profile: ClusterProfile, workload: Workload, devices: int, rows: Rows, gap: float, label: str
-) -> list[Figure]:
-    """How far the published deployment is from Plait's: replicas, and seconds of a step dispatched alike.
-
-    Where one sequence alone takes as long as the step, many deployments are the fastest ones.
-    """
-    buckets = workload.buckets(profile)
-    costs, counts = costs_of(profile, buckets.lengths, devices), workload.expected(buckets)
-    kinds = replicas(costs, rows)
-    theirs = spread(kinds, counts, dispatch(kinds, counts)).makespan
-    ours = deploy(costs, counts, {profile.kind: devices}, gap=gap)
-    own = {(each.tp, each.pp): count for each, count in ours.shape}
-    published = {(tp, pp): count for tp, pp, count in rows}
-    unlike = sum(abs(own.get(each, 0) - published.get(each, 0)) for each in own.keys() | published.keys())
-    shown = ", ".join(f"⟨{tp},{pp}⟩×{count}" for tp, pp, count in rows)
-    note = f"published {shown}, {theirs:.2f} s; Plait {ours}, {ours.makespan:.2f} s"
-    ratio = theirs / ours.makespan
-    longest = max(kind.cost.seconds([0] * (len(counts) - 1) + [1]) for kind in kinds if kind.cost.batch[-1])
-    note += f"; one sequence of the longest bucket alone takes {longest:.2f} s"
-    name = f"{devices} devices: replicas unlike the published ones{label}"
-    nearest = unlike if ratio > 1 + TIE else 0
-    return [
-        Figure(name, unlike, "", "computed", note=note),
-        Figure(f"{name}; or none if that plan is as fast", nearest, "", "computed", note=note),
-        Figure(f"{devices} devices: published plan over Plait's{label}", ratio, "×", "simulated", note=note),
-    ]
 
 
 def _dispatch_figures(profile: ClusterProfile, batches: Int64, rows: Rows) -> list[Figure]:

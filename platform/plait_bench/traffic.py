@@ -66,14 +66,21 @@ def traffic(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str
         note = f"{plain / 1e6:,.0f} over {frozen / 1e6:,.0f} MB, without rereading"
         title = f"{name}: plain operators over frozen{other}"
         figures.append(Figure(title, ratio, "×", "computed", note=note))
+        title = f"{name}: plain operators{other}"
+        figures.append(Figure(title, (plain + more) / 2**30, "GiB", "computed"))
         for count in asked.adapters:
             shape = Shape(tokens, inputs, (outputs,), (asked.rank,) * count, asked.dropout)
             made = problem(shape, device="meta", dtype=DTYPE)
             made.train("triton")  # tables are made once for a microbatch
             fused = _moved(partial(made.train, "triton"))
-            title = f"{name}, {count} adapter{'s' * (count > 1)}: fused over plain{other}"
             note = f"{fused / 1e6:,.0f} MB, without rereading"
-            figures.append(Figure(title, (fused + more) / (plain + more), "×", "computed", note=note))
+            title = f"{name}, {count} adapter{'s' * (count > 1)}: fused"
+            figures += [
+                Figure(
+                    f"{title} over plain{other}", (fused + more) / (plain + more), "×", "computed", note=note
+                ),
+                Figure(f"{title}{other}", (fused + more) / 2**30, "GiB", "computed"),
+            ]
     notes = ("Each operator reads its inputs and writes its outputs once, except products.",)
     return Report("LoRAFusion, bytes of a layer", tuple(figures), notes)
 
