@@ -19,16 +19,23 @@ TIE = 0.005  # seconds of plans that LobRA's planner does not tell apart: its so
 
 
 def plan_figures(
-    profile: ClusterProfile, known: Int64, theirs: Rows, case: str, label: str = "", *, gap: float = GAP
+    profile: ClusterProfile,
+    known: Int64,
+    theirs: Rows,
+    case: str,
+    label: str = "",
+    *,
+    gap: float = GAP,
+    without_pipelines: bool = False,
 ) -> list[Figure]:
     """How far LobRA's published deployment is from Plait's for the steps ``known`` (steps, B): replicas, and
     seconds of a step dispatched alike.
 
-    Where one sequence alone takes as long as the step, many deployments are the fastest ones. Without a label
-    the plan without pipelines is shown, too.
+    Where one sequence alone takes as long as the step, many deployments are the fastest ones.
 
     Args:
         case, label: the first and the last part of the figures' names.
+        without_pipelines: whether Plait's plan of tensor parallelism alone is compared, too.
     """
     buckets = dynamic_buckets(known.ravel(), required=limits(profile))
     counts = expected_counts(buckets.counts, known.shape[1])
@@ -46,7 +53,7 @@ def plan_figures(
         Figure(f"{name}; or none if that plan is as fast", nearest, "", "computed", note=note),
         Figure(f"{case}: published plan over Plait's{label}", ratio, "×", "simulated", note=note),
     ]
-    if not label:
+    if without_pipelines:
         whole = [cost for cost in costs if not cost.ramp]
         plan = deploy(whole, counts, {profile.kind: profile.devices.count}, gap=gap)
         note = f"{plan}, {plan.makespan:.2f} s"

@@ -158,7 +158,9 @@ def end_to_end(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[
         piece(str(assumption))
         label = "" if number == 0 else f"; {assumption}"
         known = Workload.draw(asked.tasks, assumption, SAMPLE_STEPS).batches
-        figures += plan_figures(profile, known, asked.deployment, "Table 2", label, gap=asked.gap)
+        figures += plan_figures(
+            profile, known, asked.deployment, "Table 2", label, gap=asked.gap, without_pipelines=not label
+        )
         figures.append(fused_figure(profile, known, asked.fused, "Table 2", label))
         each = _systems(profile, asked, assumption, compared=number == 0)
         seconds = {name: float(np.mean(own)) for name, own in each.items()}
