@@ -432,7 +432,7 @@ def test_lorafusions_gains_with_data_parallelism_are_those_of_its_artifacts_bars
     four = {system: own["mixed"] for system, own in bars("lorafusion/end_to_end").items()}
     for other, text in (("FSDP", 1.78), ("mLoRA", 1.50)):
         ratios = [
-            four["LoRAFusion"] / gains[title.format("LoRAFusion")] / (four[other] / gains[title.format(other)])
+            four["LoRAFusion"] / gains[title.format("LoRAFusion")] * gains[title.format(other)] / four[other]
             for title in (f"{each} devices: {{}}, jobs over data parallelism" for each in (8, 16))
         ]
         assert sum(ratios) / 2 == pytest.approx(text, abs=0.006)
