@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -280,6 +281,18 @@ def test_parts_of_a_file_are_its_tensors(tmp_path: Path, most: int, monkeypatch:
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ValueError, match="shorter"):
         list(read_parts(path, located.bounds))
+
+
+def test_a_file_system_may_give_less_than_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, made, read = tmp_path / "tensors", torch.randn(400), os.preadv
+    save_file({"t": made}, path)
+    located = locate_tensors(path)
+    assert located is not None
+    monkeypatch.setattr(os, "preadv", lambda file, into, at: read(file, [into[0][:700]], at))
+    ((_, (address,)),) = read_parts(path, located.bounds)
+    assert ctypes.string_at(int(address), 1600) == made.numpy().tobytes()
 
 
 def test_tensors_that_overlap_or_have_several_dtypes_are_not_read_in_parts(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
-from plait.adapters.peft_folder import export_adapter
+from plait.adapters.peft_folder import export_adapter, locate_adapter
 from plait.adapters.variants import attach
 from plait.cli.chat import Chat
 from plait.core.errors import InputError, StorageError
@@ -298,6 +298,22 @@ def test_an_adapter_that_cannot_be_read_any_more_ends_its_own_requests(
     save_file(tensors, weights)  # of the same settings; the pool may have keys and values of the old ones
     with pytest.raises(InputError, match="has changed"):
         adapters.find("rank1").weights()
+
+
+def test_a_folder_that_changes_while_it_is_added_is_refused(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else tensors that were checked would be read at the places of others."""
+    folder = shutil.copytree(served.folder / "rank5", tmp_path / "rank5")
+
+    def located_late(*given: Any) -> Any:
+        file = served.folder / "rank1" / "adapter_model.safetensors"
+        (folder / file.name).write_bytes(file.read_bytes())
+        return locate_adapter(*given)
+
+    monkeypatch.setattr("plait.serve.folders.locate_adapter", located_late)
+    with pytest.raises(InputError, match=r"has changed(.|\n)*Add it again"):
+        FolderAdapters(served.base, {"rank5": folder})
 
 
 def test_what_was_removed_is_not_kept_in_memory(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,10 +119,17 @@ def read_parts(path: Path, bounds: Bounds) -> Iterator[tuple[slice, Bounds]]:
             begin = int(firsts[start])
             stop = int(np.searchsorted(ends, begin + len(memory), "right"))
             size = int(ends[stop - 1]) - begin
-            if os.preadv(file.fileno(), [view[:size]], begin) != size:
-                raise ValueError("the file is shorter than it was")
+            _read_exactly(file.fileno(), view[:size], begin)
             yield slice(start, stop), firsts[start:stop] + (address - begin)
             start = stop
+
+
+def _read_exactly(file: int, into: memoryview, begin: int) -> None:
+    while into:  # a file system may give less than it is asked for
+        read = os.preadv(file, [into], begin)
+        if not read:
+            raise ValueError("the file is shorter than it was")
+        into, begin = into[read:], begin + read
 
 
 def expect_file(path: Path) -> None:

@@ -148,13 +148,19 @@ class FolderAdapters:
         """Add an adapter.
 
         Raises:
-            InputError: the name is taken, or there are as many as there may be.
+            InputError: the name is taken, there are as many as there may be, or files changed meanwhile.
             StorageError, ModelError: the folder has none for this base model.
         """
         stamp = _stamp(folder)
         stored = read_adapter(folder, self._sizes, values=False)
         located = locate_adapter(folder, tuple(self._sizes))
         self._check_base(folder, quantised_base(folder))
+        if _stamp(folder) != stamp:  # what was checked and what was located may be of two files
+            raise InputError(
+                f"{folder} has changed",
+                "An adapter's files stay as they are while it is added.",
+                "Add it again.",
+            )
         with self._lock:
             if name in self._adapters:
                 raise InputError(
