@@ -100,12 +100,15 @@ def taking(chosen: Choice) -> Iterator[None]:
 
 
 def usual(device: torch.device, dtype: torch.dtype) -> tuple[Choice, Candidates]:
-    """The tiles that are taken before any are measured, and their candidates."""
-    if device.type != "cuda":
+    """The tiles that are taken before any are measured, and their candidates.
+
+    Meta tensors, with which memory is computed, stand for those of a large CUDA device.
+    """
+    if device.type not in ("cuda", "meta"):
         return DEFAULT, CANDIDATES
     if dtype == torch.float32:
         return EXACT, EXACT_CANDIDATES
-    small = _shared_memory(device) < DEFAULT_MEMORY
+    small = device.type == "cuda" and _shared_memory(device) < DEFAULT_MEMORY
     return (SMALL, SMALL_CANDIDATES) if small else (DEFAULT, CANDIDATES)
 
 
@@ -120,7 +123,7 @@ def choice(call: LayerCall, x: Tensor) -> Choice:
     if _given:
         return _given[-1]
     if x.device.type != "cuda":
-        return DEFAULT
+        return usual(x.device, x.dtype)[0]
     widths = x.shape[1], tuple(site.out_features for site, _ in call.placed)
     found = _known.get((widths, x.dtype))
     if found is None:

@@ -60,6 +60,11 @@ class _Summed:
     elements: int
 
 
+def bits_bytes(features: int, step: int = _BITS_STEP) -> int:
+    """Bytes of a row of bits of dropped features, with room for whole blocks of so many."""
+    return _blocks(features, step) * step // 8
+
+
 class Launcher:
     """The launches of the calls of one kind of layer in one microbatch; see :func:`launcher`.
 
@@ -114,7 +119,7 @@ class Launcher:
         chosen = self.chosen
         dx = chosen.dx.columns if chosen.fused_backward is None else chosen.fused_backward.depth
         step = max(_BITS_STEP, chosen.down.depth, chosen.down_gradient.columns, dx)
-        return _blocks(self.features, step) * step // 8
+        return bits_bytes(self.features, step)
 
     def _bits(self) -> Tensor:
         """Room for a bit of each feature of each site's rows, 8 in a byte; none if nothing is dropped."""

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from transformers import LlamaConfig
 
+from plait.core.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
+from plait.core.settings import EngineSettings
 from plait.cost.fake_memory import fake_context, fake_model, observe_extrapolated, observe_whole
 from plait.cost.memory import MemoryModel
 from plait.cost.peaks import KnownResults, StorageCounter
 from plait.cost.probes import Probe, ProbeOptions, ProbeSegment, observe, probe_grid
+from plait.cost.profiles import cluster_profile
 from plait.models.context import MicrobatchContext
-from plait.planning.model_memory import llama_linears, weight_bytes
+from plait.planning.model_memory import llama_linears, model_memory, weight_bytes
 from plait_kernels import Routing
 from plait_kernels.loss import CHUNK_LOGITS
 
 HELD_OUT = 6
+ROOT = Path(__file__).resolve().parents[2]
 SHAPES = {
     "SmolLM2-135M": LlamaConfig(
         hidden_size=576,
@@ -101,6 +107,28 @@ def test_bits_of_dropped_features_are_seen() -> None:
     kept = 520 * row * 4 * config.num_hidden_layers  # q, k and v each have their own
     for phase in ("forward", "loss"):
         assert drops[phase] - plain[phase] == kept, phase
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_plan_for_described_gpus_counts_these_bits(checkpointing: bool) -> None:
+    pytest.importorskip("triton")
+    text = (ROOT / "conf" / "cluster" / "h100_llama31_8b.yaml").read_text()
+    cluster, found = cluster_profile(yaml.safe_load(text)["options"]), {}
+    for dropout in (0.0, 0.1):
+        spec = AdapterSpec(rank=16, dropout=dropout, target_modules="all-linear")
+        jobs = [JobSpec("j", spec, TrainSpec(steps=1, batch_size=1), DataSpec.of("jsonl"))]
+        engine = EngineSettings(checkpointing=checkpointing)
+        made = model_memory(cluster, engine, jobs, quantise="none", say=lambda _: None)
+        assert made is not None
+        found[dropout] = made.model
+    probe = Probe((ProbeSegment(16, (500, 524)), ProbeSegment(8, (1024,))), 300)
+    targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    options = ProbeOptions(checkpointing=checkpointing, targets=targets, backend="triton", dropout=0.1)
+    (real,) = observe_extrapolated(SHAPES["Llama-3.1-8B"], [probe], options)
+    assert found[0.1].dynamic(real.shape) > real.dynamic
+    bits = 2048 * (6 * 4096 + 14336) // 8 * (1 if checkpointing else 32)
+    added = found[0.1].dynamic(real.shape) - found[0.0].dynamic(real.shape)
+    assert added == pytest.approx(bits, rel=0.01)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -13,7 +13,14 @@ from plait.core.jobs import AdapterSpec, JobSpec
 from plait.core.plans import Microbatch
 from plait.core.settings import WHOLE, EngineSettings
 from plait.cost.clusters import Cluster
-from plait.cost.memory import MemoryModel, MemoryShape, StaticBytes, linear_bytes
+from plait.cost.memory import (
+    LOSS,
+    MemoryModel,
+    MemoryObservation,
+    MemoryShape,
+    StaticBytes,
+    linear_bytes,
+)
 from plait.cost.profiles import ClusterProfile
 from plait.cost.replica import Configuration, balanced_split, even_split
 from plait.cost.time import MicrobatchShape, TimeModel
@@ -155,7 +162,8 @@ def model_memory(
     size = ELEMENT_BYTES[profile.dtype]
     sizes = tuple(sorted(profile.shape.items()))
     model, keep_up_to = _observed(
-        sizes, profile.time.layers, profile.dtype, engine.checkpointing, tuple(sorted(names))
+        *(sizes, profile.time.layers, profile.dtype, engine.checkpointing, tuple(sorted(names))),
+        any(adapter.dropout for adapter in adapters),
     )
     made = largest_made(read_together(linears).values(), size, quantise)
     weights = replace(weight_bytes(profile.shape, linears, size, quantise), made=made)
@@ -164,7 +172,12 @@ def model_memory(
 
 @cache
 def _observed(
-    sizes: tuple[tuple[str, int], ...], layers: int, dtype: str, checkpointing: bool, targets: tuple[str, ...]
+    sizes: tuple[tuple[str, int], ...],
+    layers: int,
+    dtype: str,
+    checkpointing: bool,
+    targets: tuple[str, ...],
+    drops: bool,
 ) -> tuple[MemoryModel, int]:
     """A model fitted to meta tensors, and the longest sample that keeps its attention probabilities."""
     import torch
@@ -179,7 +192,26 @@ def _observed(
     config = LlamaConfig(**given, tie_word_embeddings=False)
     options = ProbeOptions(dtype=getattr(torch, dtype), checkpointing=checkpointing, targets=targets)
     observed = observe_extrapolated(config, probe_grid(PROBED), options)
+    if drops:
+        kept = _bits_kept(llama_linears(dict(sizes), 1), targets) * (1 if checkpointing else layers)
+        observed = [_keeping(each, kept, in_loss=not checkpointing) for each in observed]
     return MemoryModel.fitted(observed, logit_rows=chunk_rows(config.vocab_size)), KEEP_UP_TO
+
+
+def _bits_kept(layer: Iterable[LinearInfo], targets: Collection[str]) -> int:
+    """Bytes a token and layer of the bits that a GPU's kernels keep of which features were dropped; they are
+    computed, not probed, because Triton may not be installed here."""
+    from plait_kernels.triton_launch import bits_bytes
+
+    return sum(bits_bytes(each.in_features) for each in layer if each.name.rpartition(".")[2] in targets)
+
+
+def _keeping(observed: MemoryObservation, more: int, *, in_loss: bool) -> MemoryObservation:
+    """What would have been observed if so many more bytes a token were kept of the layers' forward; with
+    checkpointing they are not kept while the loss is computed."""
+    bytes_ = more * observed.shape.tokens
+    peaks = {name: peak + bytes_ * (in_loss or name != LOSS) for name, peak in observed.peaks.items()}
+    return replace(observed, peaks=peaks)
 
 
 def llama_linears(sizes: Sizes, layers: int) -> tuple[LinearInfo, ...]:

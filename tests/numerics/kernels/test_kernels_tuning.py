@@ -13,6 +13,7 @@ from plait_kernels import KernelError, Selection, autotuning, choose_backend, tr
 from plait_kernels.autotuning import prepare, tune, usual
 from plait_kernels.backends import BACKENDS
 from plait_kernels.selection import fastest
+from plait_kernels.synthetic import Shape, problem
 from plait_kernels.tiles import CANDIDATES, DEFAULT, Choice, Tiles, load, save
 
 
@@ -148,6 +149,24 @@ def test_in_float32_no_program_sums_many_rows_for_a_gradient():
     assert (start.down_gradient.rows * start.down_gradient.splits, start.up_gradient.rows) == (32, 32)
     assert "down_gradient" not in candidates
     assert {tiles.rows for _, tiles in candidates["up_gradient"]} == {32}
+
+
+def test_in_float32_memory_is_computed_with_the_tiles_of_a_device():
+    """Each program's partial sums of dA take memory, and those tiles need many programs."""
+    made = problem(Shape(4096, 256, (32,), (4, 8), 0.1), device="meta", dtype=torch.float32)
+    made.run("triton").backward(made.grad)
+    (memory,) = (found for key, found in made.routing.tables.items() if key[0] == "memory")
+    assert memory["partial"].numel() == sum(2048 // 32 * rank for rank in (4, 8)) * 256
+
+
+def test_fused_products_are_tried_where_they_may_be_faster(monkeypatch):
+    for capability, fused in (((9, 0), False), ((8, 0), True), ((10, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device, found=capability: found)
+        tried = autotuning._promising(CANDIDATES, torch.device("cuda"))
+        assert tried.keys() == CANDIDATES.keys()
+        names = {name for found in tried.values() for name, _ in found}
+        assert names >= {"down", "up", "up_gradient", "down_gradient", "dx"}
+        assert ({"fused_forward", "fused_backward"} <= names) == fused
 
 
 @pytest.mark.gpu
