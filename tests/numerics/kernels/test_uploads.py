@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from plait_kernels.uploads import upload
+from plait_kernels import uploads
+from plait_kernels.uploads import Places, upload
 
 
 class Sent:
@@ -15,15 +16,19 @@ class Sent:
         self.device = torch.device(device)
         self.pinned, self.queued = False, None
 
-    def pin_memory(self):
-        if self.device.type != "cpu":
-            raise RuntimeError("only dense CPU tensors can be pinned")  # as torch does
-        self.pinned = True
-        return self
-
     def to(self, _device, *, non_blocking):
         self.queued = non_blocking
         return self
+
+
+@pytest.fixture(autouse=True)
+def pinning(monkeypatch):
+    def pinned(sent):
+        assert sent.device.type == "cpu"  # torch pins nothing else
+        sent.pinned = True
+        return sent
+
+    monkeypatch.setattr(uploads, "pinned", pinned)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "meta", "mps", "xpu"])
@@ -39,3 +44,12 @@ def test_what_is_on_the_device_already_is_not_pinned():
     sent = Sent("cuda")
     upload(sent, torch.device("cuda"))
     assert not sent.pinned
+
+
+def test_places_take_what_is_sent_to_a_device_without_a_number():
+    """Torch gives tensors of ``cuda`` the device ``cuda:0``, as those of ``meta:0`` the device ``meta``."""
+    places, device = Places(), torch.device("meta:0")
+    assert torch.empty(1, device=device).device != device
+    for _ in range(2):
+        with places.filled():
+            upload(torch.zeros(3), device)
