@@ -71,6 +71,16 @@ def test_counts_are_shown_and_a_sweep_over_data_shows_each(
     assert "of 3 rows, 1 truncated to 10 tokens" in capsys.readouterr().out
 
 
+def test_a_searched_key_needs_no_other_value(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "other.jsonl").write_text('{"text": "abc"}\n{"text": "d"}\n')
+    command = [word for word in COMMAND if not word.startswith("data.path=")]
+    for words in (["data.path=r.jsonl,other.jsonl"], ["++search.params={data.path: 'r.jsonl,other.jsonl'}"]):
+        assert main([*command, *words, "--json"]) == 0
+        assert [each["train"]["rows"] for each in json.loads(capsys.readouterr().out)["data"]] == [3, 1]
+    assert main(command) == 2
+    assert "data.path is not set" in capsys.readouterr().err
+
+
 def test_the_models_type_is_settled_before_its_files_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 

@@ -37,7 +37,7 @@ from study_process import opened
 
 from plait.core.errors import SearchError, StorageError
 from plait.core.settings import SearchSettings
-from plait.search.locks import LifeLock, holder_lives
+from plait.search.locks import LifeLock, holder_lives, living
 from plait.search.ownership import (
     BEAT_SECONDS,
     BEATS,
@@ -387,6 +387,23 @@ def test_a_killed_holder_releases_its_lock(tmp_path: Path) -> None:
     process.kill()
     with file_lock(tmp_path / "file"):
         pass
+
+
+def test_who_can_only_read_a_search_sees_which_of_its_processes_live(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, opened = LifeLock(tmp_path / "lives"), os.open
+    (tmp_path / "dead").touch()
+
+    def read_only(path: str, flags: int, mode: int = 0o777) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        return opened(path, flags, mode)
+
+    with monkeypatch.context() as here:
+        here.setattr(os, "open", read_only)
+        assert living(tmp_path) == [tmp_path / "lives"]
+    lock.release()
 
 
 def test_a_life_lock_that_cannot_be_removed_hides_no_other_error(

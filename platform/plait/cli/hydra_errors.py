@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from plait.cli.hydra_globals import own_hydra
 from plait.config.build import JOB_GROUPS, RUN_GROUPS, key_of
 from plait.config.fields import likely, unknown_key
+from plait.config.overrides import is_sweep
 from plait.core.errors import ConfigError, choices
 from plait.data.sources import SOURCES
 from plait.utils.paths import conf_dir
@@ -87,7 +88,7 @@ def explain_fault(error: Exception, arguments: Sequence[str]) -> ConfigError:
     for given in arguments:
         key, _, value = given.partition("=")
         names = sorted(file.stem for file in (conf_dir() / key).glob("*.yaml"))
-        if key and names and value not in names:
+        if key and names and value not in names and not is_sweep(given):
             rule = f"{key} takes the name of a group of settings."
             return ConfigError(given, rule, f"Available: {choices(names)}.")
     return ConfigError(str(error), "Hydra cannot compose a configuration from these arguments.")

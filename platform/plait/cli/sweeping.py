@@ -124,7 +124,7 @@ def search_command(
     command = SearchCommand(
         settings=settings,
         space=request.space,
-        base=composer.probe(),
+        base=composer.probe(_unset(request.space, composed)),
         make_job=make_job if trains else composer.unwritten,
         probes=probes,
         config=OmegaConf.to_yaml(OmegaConf.create(composed)),
@@ -133,6 +133,13 @@ def search_command(
         directory=directory,
     )
     return command, composed
+
+
+def _unset(space: Space, composed: Config) -> list[str]:
+    """A value for each searched key that has none otherwise, because a job must be complete."""
+    missing = OmegaConf.missing_keys(OmegaConf.create(dict(composed)))
+    first = next(space.probes(), {})
+    return [each.override(first[each.name]) for each in space.dimensions if each.name in missing]
 
 
 def _run(mode: str, command: SearchCommand, composed: Config, flags: Mapping[str, str]) -> int:

@@ -5,6 +5,8 @@ A seam: `plait control` asks by it alone, without the libraries that a study nee
 
 from __future__ import annotations
 
+import fcntl
+import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -42,19 +44,22 @@ class LifeLock:
 
 
 def holder_lives(path: Path) -> bool:
-    """Whether the process of a :class:`LifeLock` on this host is alive.
+    """Whether the process of a :class:`LifeLock` on this host is alive. Nothing is written: a search can be
+    looked at by those who may only read it.
 
     Raises:
         FileNotFoundError: there is no file: the process ended in order, or the file is out of reach.
-        StorageError: the file cannot be written, or the file system has no locks.
+        StorageError: the file cannot be read, or the file system has no locks.
     """
-    if not path.exists():
-        raise FileNotFoundError(path)
-    try:
-        with real_locks(path), lock_of(path, blocking=False):
-            return False
-    except Timeout:
-        return True
+    with real_locks(path):
+        file = os.open(path, os.O_RDONLY)
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # NFS has no other lock for who only reads
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(file)
+    return False
 
 
 def remove_dead(path: Path) -> None:
