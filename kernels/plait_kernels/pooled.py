@@ -251,7 +251,7 @@ def place_vectors(pool: AdapterPool, adapter: PooledAdapter, weights: Mapping[st
         if not alike or (a.shape, b.shape) != shapes:
             raise KernelError(
                 f"weights of {name}",
-                f"A and B are contiguous, of rank {adapter.rank}, of one dtype",
+                f"A is {shapes[0]}, B {shapes[1]}; both are contiguous, of one dtype",
             )
         tensors += [(2 * number, a.data_ptr()), (2 * number + 1, b.data_ptr())]
     place_tensors(pool, adapter, torch.tensor(tensors, dtype=torch.int64).view(-1, 2), dtype)

@@ -248,6 +248,14 @@ def test_data_out_of_reach_is_told_from_an_unknown_task(
     assert "lm-eval ls tasks" not in str(raised.value)
 
 
+def test_a_task_whose_own_file_is_missing_is_not_blamed_on_the_network(tmp_path: Path) -> None:
+    tasks = write_tasks(tmp_path / "tasks", {"sums": TASKS["sums"]}, tmp_path / "rows.jsonl")
+    with pytest.raises(ConfigError, match=r"No such file or directory: .*rows.jsonl") as raised:
+        load_tasks(["sums"], tasks, shots=None, limit=None, chat=False)
+    assert "its rows must have what the task says" in raised.value.rule
+    assert "network" not in str(raised.value)
+
+
 def test_options_that_would_change_the_text_and_are_not_supported_are_refused(laboratory: Laboratory) -> None:
     model = JointModel(laboratory.base, laboratory.engine(), [None])
     with pytest.raises(ConfigError, match="num_beams"):

@@ -87,7 +87,8 @@ def load_tasks(
 def _not_loaded(names: Sequence[str], error: Exception, *, fetching: bool) -> ConfigError:
     said = next(iter(str(error).strip().splitlines()), "")[:300]
     value = f"--tasks {','.join(names)}: {type(error).__name__}: {said}"
-    if fetching and isinstance(error, OSError):  # as `datasets` has them when it does not reach its hub
+    # What `datasets` raises when it does not reach its hub; a task's own file is simply not found.
+    if fetching and isinstance(error, OSError) and type(error) is not FileNotFoundError:
         return ConfigError(
             value,
             "lm-eval knows the task, but its data could not be fetched; it is not on this machine either.",
