@@ -4,16 +4,17 @@ one adapter, or a search with ``-m``, and says so."""
 import sys
 from collections.abc import Sequence
 
-from plait.cli.main import ALONE, main
-from plait.cli.verbs import verbs
-from plait.utils.program import Ending
-from plait.utils.progress import say
+from plait.cli.begin import ended_by_interrupts
 
 MULTIRUN = ("-m", "--multirun")
 
 
 def words(arguments: Sequence[str]) -> list[str]:
     """The arguments of `plait` that these stand for."""
+    from plait.cli.main import ALONE
+    from plait.cli.verbs import verbs
+    from plait.utils.progress import say
+
     if not arguments or arguments[0] in verbs() or arguments[0] in ALONE or _is_word(arguments[0]):
         return list(arguments)
     rest = [argument for argument in arguments if argument not in MULTIRUN]
@@ -29,7 +30,8 @@ def _is_word(argument: str) -> bool:
 
 
 if __name__ == "__main__":
-    ending = Ending()
-    status = main(words(sys.argv[1:]))
-    ending.leave(status)
-    sys.exit(status)
+    with ended_by_interrupts():
+        from plait.cli.main import main
+
+        sys.argv[1:] = words(sys.argv[1:])
+    sys.exit(main())

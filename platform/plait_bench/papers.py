@@ -143,7 +143,7 @@ def run_file(file: PaperFile) -> Record:
 def _processes() -> ForkServerContext:
     """Where processes start from one that has imported what benchmarks need."""
     context = get_context("forkserver")
-    context.set_forkserver_preload(["plait.__main__", "plait_bench.register"])
+    context.set_forkserver_preload(["plait.cli.main", "plait_bench.register"])
     return context
 
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -346,6 +347,31 @@ def test_signals_at_the_start_and_at_the_end_leave_no_traceback(
     assert program.returncode == 130
     assert errors.startswith(said)
     assert "Traceback" not in errors
+
+
+INTERRUPTED = """
+import signal, sys
+
+class Interrupting:
+    def find_spec(self, name, *_):
+        if name == "plait.cli.verbs":
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupting())
+signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests may ignore it
+sys.argv = ["plait", "--version"]
+"""
+
+
+@pytest.mark.parametrize("how", ["installed", "module"])
+def test_ctrl_c_while_the_program_is_imported_shows_no_traceback(how: str) -> None:
+    begins = "import runpy; runpy.run_module('plait', run_name='__main__')"
+    if how == "installed":
+        target = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["plait"]
+        begins = "from {} import {} as main; main()".format(*target.split(":"))
+    command = [sys.executable, "-c", f"{INTERRUPTED}{begins}"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (run.returncode, run.stdout, run.stderr) == (-signal.SIGINT, "", "")
 
 
 def test_ctrl_c_that_python_drops_comes_again(
