@@ -11,7 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft_folders import stored_pairs
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from plait.adapters import tensor_file
@@ -116,6 +116,22 @@ def test_a_folder_holds_what_the_bank_holds(tmp_path: Path) -> None:
     assert stored.keys() == weights.keys()
     for module, pair in weights.items():
         assert all(torch.equal(kept, now) for kept, now in zip(stored[module], pair, strict=True))
+
+
+def test_equal_adapters_are_equal_files(tmp_path: Path) -> None:
+    """Checksums tell whether two runs gave the same; safetensors alone writes metadata in any order."""
+    base = load_model(settings_of("llama"), cache=tmp_path)
+    bank = Bank(base.sites, device="cpu", compute_dtype=torch.float32)
+    spec = AdapterSpec(rank=2, target_modules=("q_proj",))
+    attach(base, "one", spec, bank, seed=1)
+    files = set()
+    for _ in range(12):
+        export_adapter(
+            tmp_path / "one", spec, bank.weights("one"), base="tiny", linears=base.linears, kept_step=3
+        )
+        files.add((tmp_path / "one" / WEIGHTS).read_bytes())
+    assert len(files) == 1
+    assert len(load_file(tmp_path / "one" / WEIGHTS)) == 2 * len(bank.weights("one"))
 
 
 def test_initial_weights_are_distributed_as_pefts_and_depend_on_seed_and_name_alone(tmp_path: Path) -> None:

@@ -80,7 +80,19 @@ def export_adapter(
     training = {"quantise": quantise} | ({} if kept_step is None else {"step": str(kept_step)})
     with exported_folder(directory) as folder:
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"} | training)
+        _order_metadata(folder / WEIGHTS)
         (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def _order_metadata(file: Path) -> None:
+    """Sort the metadata of a file's header: safetensors writes it in any order, and equal adapters shall be
+    equal files."""
+    with file.open("r+b") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        stream.seek(8)
+        stream.write(json.dumps(header, separators=(",", ":")).encode().ljust(size))
 
 
 @contextmanager
