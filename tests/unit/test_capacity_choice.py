@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -128,24 +129,30 @@ def test_a_search_resumes_with_its_original_capacity(settle) -> None:  # type: i
 
 
 @pytest.mark.parametrize(
-    ("threads", "processes", "said"),
+    ("threads", "processes", "launched", "said"),
     [
-        (None, 2, ""),
-        (2, 1, ""),
-        (1, 2, ""),
-        (8, 1, "engine.threads=8, with 2 processor cores: "),
-        (2, 2, "engine.threads=2 in each of 2 processes, with 2 processor cores: "),
+        (None, 2, False, ""),
+        (2, 1, False, ""),
+        (1, 2, False, ""),
+        (8, 1, False, "engine.threads=8, with 2 processor cores: "),
+        (2, 2, False, "engine.threads=2 in each of 2 processes, with 2 processor cores: "),
+        (2, 4, True, ""),  # each bound to two of the host's eight
+        (3, 2, True, "engine.threads=3, with 2 processor cores: "),
+        (2, 5, True, "engine.threads=2 in each of 5 processes, with 8 processor cores: "),
     ],
 )
 def test_more_threads_than_cores_are_warned_of(
     settle,  # type: ignore[no-untyped-def]
     threads: int | None,
     processes: int,
+    launched: bool,
     said: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(devices, "cores", lambda: 2)
-    cluster = replace(OPEN.cluster, processes=processes)
+    monkeypatch.setattr(devices, "allowed_cores", lambda: None)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    cluster = replace(OPEN.cluster, processes=processes, per_host=processes if launched else None)
     asked = replace(OPEN, engine=EngineSettings(threads=threads), cluster=cluster)
     whole = f"{said}threads that wait for a core make small steps many times slower." if said else ""
     assert settle(asked) == (512, (whole,) if said else ())

@@ -247,15 +247,18 @@ def settle_engine(
 
 def _too_many_threads(settings: RunSettings) -> tuple[str, ...]:
     """A warning if the processes of this host ask for more threads than there are processor cores."""
-    from plait.engine.devices import choose_device, cores
+    from plait.engine.devices import choose_device, cores, host_cores
 
-    threads = settings.engine.threads or 0
-    here = settings.cluster.per_host or settings.cluster.processes
-    if threads * here <= cores() or choose_device(settings.engine.device).type != "cpu":
+    threads, launched = settings.engine.threads or 0, settings.cluster.per_host
+    here = launched or settings.cluster.processes
+    shared = host_cores() if launched else cores()  # a launcher may bind each process to cores of its own
+    there, of = (cores(), "") if threads > cores() else (shared, f" in each of {here} processes")
+    if threads <= cores() and threads * here <= shared:
         return ()
-    of = f" in each of {here} processes" if here > 1 else ""
+    if choose_device(settings.engine.device).type != "cpu":
+        return ()
     return (
-        f"engine.threads={threads}{of}, with {counted(cores(), 'processor core')}: threads that wait for a "
+        f"engine.threads={threads}{of}, with {counted(there, 'processor core')}: threads that wait for a "
         "core make small steps many times slower.",
     )
 

@@ -181,6 +181,12 @@ def cores() -> int:
     return min(there, allowed_cores() or there)
 
 
+def host_cores() -> int:
+    """Processor cores that all processes of this host may use together."""
+    there = os.cpu_count() or 1
+    return min(there, allowed_cores() or there)
+
+
 @dataclass(frozen=True, slots=True)
 class Cores:
     """What one process may use of its host's processor.
