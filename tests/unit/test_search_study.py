@@ -5,6 +5,7 @@ import sqlite3
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import optuna
@@ -395,6 +396,20 @@ def test_a_database_file_that_cannot_be_made_is_no_server(tmp_path: Path) -> Non
     ) as caught:
         open_storage(str(tmp_path / "s.db"), tmp_path)
     assert "server" not in str(caught.value)
+
+
+def test_a_database_file_that_is_locked_is_no_matter_of_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "s.db"
+    open_storage(str(file), tmp_path)
+    at_once = partial(sqlite3.connect, timeout=0)  # and not after five seconds
+    for module in (sqlite3, sqlite3.dbapi2):
+        monkeypatch.setattr(module, "connect", at_once)
+    with closing(sqlite3.connect(file, isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(StorageError, match=r"s\.db: database is locked\n.*\nWait until no other program"):
+            open_storage(str(file), tmp_path)
 
 
 def test_a_database_that_is_damaged_while_a_search_trains_is_not_waited_for(tmp_path: Path) -> None:

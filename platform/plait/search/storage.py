@@ -26,7 +26,16 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, Operationa
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from plait.core.errors import StorageError
-from plait.utils.addresses import DAMAGED, check_login, foreign_tables, redact, sqlite_says, with_driver
+from plait.utils.addresses import (
+    BUSY,
+    DAMAGED,
+    DISK,
+    check_login,
+    foreign_tables,
+    redact,
+    sqlite_says,
+    with_driver,
+)
 from plait.utils.file_locks import NOT_OURS, file_lock
 from plait.utils.files import disk_errors
 from plait.utils.line_log import LineLog, check_kind
@@ -214,13 +223,22 @@ def _database(url: str) -> BaseStorage:
             raise StorageError(
                 f"search.storage={file}: {_first_line(error)}",
                 "The study is kept in this SQLite file, with journals beside it.",
-                "Free some space and make file and folder writable, or name another: search.storage=PATH.",
+                f"{_cure(error)} another: search.storage=PATH.",
             ) from error
         raise StorageError(
             f"search.storage={redact(url)}",
             f"The database does not answer: {_first_line(error)}",
             "Check the URL and that the server runs; leave search.storage out to use a local file.",
         ) from error
+
+
+def _cure(error: Exception) -> str:
+    """The beginning of what to do about a SQLite file that is not damaged and cannot be used."""
+    if sqlite_says(error, BUSY):
+        return "Wait until no other program has it locked, or name"
+    if sqlite_says(error, DISK):
+        return "Free some space and make file and folder writable, or name"
+    return "Name"
 
 
 def _damaged(storage: str, damage: str) -> StorageError:

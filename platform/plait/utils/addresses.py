@@ -59,6 +59,7 @@ def foreign_tables(file: Path, *own: str) -> str:
     return "" if found & {*own} else ", ".join(sorted(found)[:SHOWN_TABLES])
 
 
+BUSY = ("SQLITE_BUSY", "SQLITE_LOCKED")
 DAMAGED = ("SQLITE_NOTADB", "SQLITE_CORRUPT")
 DISK = ("SQLITE_FULL", "SQLITE_IOERR", "SQLITE_CANTOPEN", "SQLITE_READONLY")
 
