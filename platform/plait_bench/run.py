@@ -67,8 +67,10 @@ def compared(command: SearchCommand, composed: Config) -> tuple[Report, list[str
     if lacks(paper.needs, command.settings.engine.device):
         raise ConfigError(
             f"engine.device={command.settings.engine.device}",
-            f"{paper.name}, {', '.join(paper.figures)}: it needs {paper.needs}.",
-            "`plait bench --papers` runs what can be run here.",
+            f"{paper.name}, {', '.join(paper.figures)}: it needs {paper.needs}."
+            if paper.name
+            else f"This benchmark needs {paper.needs}.",
+            "`plait bench` lists the others.",
         )
     name = section.get("run")
     benchmark = find_benchmark(name, str(composed["mode"]))

@@ -9,9 +9,10 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import yaml
 
 from plait.core.errors import ConfigError
-from plait.core.settings import RunSettings
+from plait.core.settings import EngineSettings, RunSettings
 from plait_bench import papers
 from plait_bench.figures import Figure, Report
 from plait_bench.inputs import GPUS, lacks
@@ -73,6 +74,13 @@ def test_a_file_that_needs_a_device_is_not_run_and_refuses_alone(tmp_path: Path)
     for file in needing:
         with pytest.raises(ConfigError, match=f"needs {file.paper.needs}"):
             compared(command, {"bench": {}, "paper": asdict(file.paper), "mode": "bench"})
+
+
+def test_the_step_of_an_8b_model_is_refused_without_a_gpu() -> None:
+    file = yaml.safe_load((papers.sweeps_dir() / "gpu" / "step.yaml").read_text())
+    command = Mock(settings=RunSettings(engine=EngineSettings(device="cpu")))
+    with pytest.raises(ConfigError, match="This benchmark needs a GPU"):
+        compared(command, {**file, "bench": {"run": "none"}})
 
 
 def test_what_is_lacking_depends_on_the_device_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ DETAILS, JSON, ALL_PAPERS = "--details", "--json", "--papers"
 ROOT, USUAL_ROOT = "tracking.root=", "plait-runs"
 FLAGS = {DETAILS: False, JSON: False}  # flag: whether a value follows
 FOOTER = (
-    "Times are rough, on two otherwise idle cores; GPU: it needs one, and is not measured yet.",
+    "Times are rough, on two otherwise idle cores; GPU: it needs one, and its time is not known.",
     "train: a search; simulate: simulated, not measured;",
     "bench: measured or computed on this machine. `plait bench NAME` runs one, with the same",
     "arguments as `plait sweep`; `plait bench NAME --help` shows its file, with all its options.",
