@@ -290,6 +290,15 @@ class TestWholeSearch:
             export(tracking, "demo", tmp_path / "out")
         assert not (tmp_path / "out").exists()
 
+    def test_an_export_that_is_refused_leaves_no_folder(
+        self, tracking: TrackingSettings, tmp_path: Path
+    ) -> None:
+        whole_search(tracking)
+        before = set(tmp_path.iterdir())
+        with pytest.raises(SearchError, match="nosuch"):
+            export(tracking, "nosuch", tmp_path / "new" / "out")
+        assert set(tmp_path.iterdir()) == before
+
     def test_a_cache_that_cannot_be_written_is_named(
         self, tracking: TrackingSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -129,7 +129,7 @@ def export(
         SearchError: the search or trial does not exist, or has no adapter.
         StorageError: the store or the folder cannot be used.
     """
-    free_folder(destination, remedy)
+    there = free_folder(destination, remedy)
     store, run = _find(settings, name)
     record = job_record(run) if names.TAG_TRIAL in run.data.tags else chosen(_result(store, run), trial)
     with storage_errors(store.location):
@@ -141,27 +141,29 @@ def export(
                 "Only finished jobs have an adapter.",
                 f"`{board}` shows which jobs have finished.",
             )
-    needed, free = sum(each.file_size or 0 for each in files), shutil.disk_usage(destination.parent).free
+    needed, free = sum(each.file_size or 0 for each in files), shutil.disk_usage(there).free
     if needed > free:  # MLflow would only say that it has failed
         raise StorageError(
             f"{destination}: {free:,} bytes are free on its disk",
             f"The adapter has {needed:,}.",
             f"Free some space. {remedy}",
         )
-    with (
-        disk_errors(destination, "The adapter cannot be written there.", remedy),
-        tempfile.TemporaryDirectory(dir=destination.parent, prefix=".export-") as folder,
-    ):
-        with storage_errors(store.location):
-            copied = store.client.download_artifacts(record.run_id, names.ADAPTER_FOLDER, folder)
-        if destination.exists():
-            destination.rmdir()
-        shutil.move(copied, destination)
+    with disk_errors(destination, "The adapter cannot be written there.", remedy):
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=destination.parent, prefix=".export-") as folder:
+            with storage_errors(store.location):
+                copied = store.client.download_artifacts(record.run_id, names.ADAPTER_FOLDER, folder)
+            if destination.exists():
+                destination.rmdir()
+            shutil.move(copied, destination)
     return record, destination
 
 
-def free_folder(destination: Path, remedy: str = OTHER_FOLDER) -> None:
-    """Refuse a folder that exists and is not empty, or whose parent cannot be written to.
+def free_folder(destination: Path, remedy: str = OTHER_FOLDER) -> Path:
+    """Refuse a folder that exists and is not empty, or that cannot be made; nothing is left of trying.
+
+    Returns:
+        The folder above it that exists.
 
     Raises:
         StorageError: it is so.
@@ -172,10 +174,12 @@ def free_folder(destination: Path, remedy: str = OTHER_FOLDER) -> None:
             "Exporting does not overwrite an existing folder.",
             "Choose a new folder.",
         )
-    with disk_errors(destination, "It cannot be written there.", remedy):
-        destination.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=destination.parent, prefix=".export-"):
-            pass  # an export may take minutes before it writes
+    there = next(each for each in destination.absolute().parents if each.exists())
+    with (
+        disk_errors(destination, "It cannot be written there.", remedy),
+        tempfile.TemporaryDirectory(dir=there, prefix=".export-"),
+    ):
+        return there  # an export may take minutes before it writes
 
 
 def chosen(result: SearchResult, trial: int | None) -> JobRecord:
