@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from plait.cli.main import main
 from plait.core.settings import TrackingSettings
 from plait.models.tiny import byte_tokeniser, tiny_config
+from plait.search.recorded import recorded_command
 from plait.search.storage import study_lock
 from plait.tracking.results import load_search
 
@@ -89,6 +90,12 @@ def test_a_search_whose_study_is_lost_says_that_it_begins_again(
     assert "it begins again" not in capsys.readouterr().out
 
 
+def recorded_words(folder: Path) -> tuple[str, ...]:
+    recorded = recorded_command(folder / "plait-runs", "mine")
+    assert recorded is not None
+    return recorded.arguments
+
+
 @pytest.mark.usefixtures("no_model")
 def test_a_finished_search_prints_its_result(
     finished_search: tuple[Path, list[str]],
@@ -109,6 +116,10 @@ def test_a_finished_search_prints_its_result(
         assert main(["resume", "mine", "cluster.processes=2", "cluster.per_host=1"]) == 0
         said = "No trial is left to train, so cluster.processes=2 cluster.per_host=1 changes nothing.\n"
         assert capsys.readouterr().out.endswith(said)
+    assert "cluster.processes=2" not in recorded_words(folder)  # of the command that trained it
+    assert main(["resume", "mine", "search.trials=1"]) == 0
+    assert "search.trials=1" in recorded_words(folder)  # or another resume would train more
+    assert main(command) == 0
     files = set(folder.rglob("*"))
     for changed in ("++search.prior=none", "train.steps=4"):
         assert main(["resume", "mine", changed]) == 2

@@ -120,6 +120,16 @@ def without_effect(overrides: Sequence[str], recorded: RecordedCommand | None) -
     return f"No trial is left to train, so {' '.join(new)} changes nothing." if new else ""
 
 
+def _trains_the_same(overrides: Sequence[str], recorded: RecordedCommand) -> bool:
+    """Whether a command differs from a recorded one only in how to train, and in the root that `plait resume`
+    adds."""
+    own, before = (
+        {each for each in words if not key_of(each).startswith((*HOW, "tracking.root"))}
+        for words in (overrides, recorded.arguments)
+    )
+    return own == before
+
+
 def without_store(away: AwayError, settings: RunSettings, name: str) -> str:
     """What to say if a search resumes without its store."""
     folder = logs_folder(user_path(settings.tracking.root).absolute(), name)
@@ -241,7 +251,7 @@ class Launch:
         source, search = self._source, self._settings.search
         notices, concluded = catch_up(self._settings, source, done.finished)
         self._say(*notices)
-        if self._recorded is None:
+        if self._recorded is None or not _trains_the_same(self._command.overrides, self._recorded):
             _remember(self._command, source.name, finished=not done.why, concluded=concluded)
         else:  # the command that trained it
             last = replace(self._recorded, finished=not done.why, concluded=concluded)
