@@ -194,7 +194,7 @@ def test_an_adapter_is_that_of_its_run_though_a_restarted_search_wrote_into_the_
 ) -> None:
     fetched: list[str] = []
 
-    def export(_: TrackingSettings, name: str, destination: Path) -> None:
+    def export(_: TrackingSettings, name: str, destination: Path, **_more: object) -> None:
         fetched.append(name)
         destination.mkdir(parents=True)
 

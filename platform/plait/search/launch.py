@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -193,7 +193,11 @@ class Launch:
         self._screen = screen
         self._run_id, self._away = run_id, away
         self._interrupts = interrupts
-        self._recorded = recorded_command(command.settings.tracking.root, source.name)
+
+    @cached_property
+    def _recorded(self) -> RecordedCommand | None:
+        """The command that was recorded before this one."""
+        return recorded_command(self._command.settings.tracking.root, self._source.name)
 
     def go(self, prepared: Prepared | None) -> SearchEnd:
         """Train the remaining trials.
