@@ -2,8 +2,8 @@
 
 The graph is split at S, which is small: (1) dropout and down-projection of each row's owner only; (2) base
 product plus up-projection; (3) dS and dB, from one read of dh if the ranks are few: with many, the partial
-sums would outgrow dh; (4) dA; (5) base dx plus low-rank dx. (1) also writes which features are bits, a bit
-each, for (4) and (5), which to compute it again costs more than their products do. (2) and (5) are one Triton
+sums would outgrow dh; (4) dA; (5) base dx plus low-rank dx. (1) also notes which features are dropped, a bit
+each, for (4) and (5): to compute that again took them longer than their products. (2) and (5) are one Triton
 product, or the low-rank part is written first and the vendor's product added to it, whichever was measured to
 be faster (`autotuning`).
 """
