@@ -8,7 +8,6 @@ are interpolations of ``search``; a plain value in place of one was set by the u
 
 from __future__ import annotations
 
-import copy
 import os
 import pickle
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.utils import configure_log
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf._utils import get_omega_conf_dumper
 from omegaconf.errors import OmegaConfBaseException
 
 from plait.config.build import Config, check_keys, job_of, plain, settings_of
@@ -127,7 +127,7 @@ def search_command(
         base=composer.probe(_unset(request.space, composed)),
         make_job=make_job if trains else composer.unwritten,
         probes=probes,
-        config=OmegaConf.to_yaml(OmegaConf.create(composed)),
+        config=_to_yaml(composed),
         command=tuple(words),
         overrides=tuple(arguments),
         directory=directory,
@@ -212,7 +212,7 @@ def _train(config: DictConfig, arguments: Sequence[str], words: Sequence[str]) -
         base=base,
         make_job=make_job,
         probes=(base,),
-        config=OmegaConf.to_yaml(OmegaConf.create(composed)),
+        config=_to_yaml(composed),
         command=tuple(words),
         overrides=tuple(arguments),
         directory=directory,
@@ -293,19 +293,20 @@ def _prepare_directory(config: DictConfig, directory: Path) -> None:
     """Make the folder of the whole search, with its configuration, and log into it."""
     with hydra_config(config):
         set_output(config, directory)
-        save_all(directory, {"multirun": config})
+        save_all(directory, {"multirun": _contents(config)})
         configure_log(config.hydra.job_logging, config.hydra.verbose)
 
 
 @contextmanager
 def hydra_config(config: DictConfig) -> Iterator[None]:
     """Set Hydra's global configuration, which ``${hydra:...}`` reads, within the context."""
-    before = HydraConfig.instance().cfg
-    HydraConfig.instance().set_config(config)
+    held = HydraConfig.instance()
+    before = held.cfg
+    held.cfg = config  # type: ignore[assignment]  # Hydra's own set_config copies a third of it each time
     try:
         yield
     finally:
-        HydraConfig.instance().cfg = before
+        held.cfg = before
 
 
 class TrialComposer:
@@ -416,11 +417,9 @@ def write_job(config: DictConfig, directory: Path) -> None:
         StorageError: the files cannot be written.
     """
     set_output(config, directory)
-    job = copy.deepcopy(config)
-    with read_write(job), open_dict(job):
-        del job["hydra"]
-    hydra = OmegaConf.masked_copy(config, "hydra")
-    files = {"config": job, "hydra": hydra, "overrides": config.hydra.overrides.task}
+    job = _contents(config)
+    hydra = job.pop("hydra")
+    files = {"config": job, "hydra": {"hydra": hydra}, "overrides": hydra["overrides"]["task"]}
     subdir = config.hydra.output_subdir
     save_all(directory / (subdir or ""), files if subdir else {})
 
@@ -456,6 +455,24 @@ def _not_written(folder: Path, reason: str) -> StorageError:
     )
 
 
+def _contents(config: DictConfig) -> dict[str, Any]:
+    """What is in a configuration, with interpolations as they are written."""
+    contents = OmegaConf.to_container(config, resolve=False, enum_to_str=True)
+    assert isinstance(contents, dict)
+    return contents  # type: ignore[return-value]
+
+
+def _to_yaml(contents: object) -> str:
+    """What ``OmegaConf.to_yaml`` gives, which first makes a configuration of the contents, and so is slow."""
+    return yaml.dump(
+        contents,
+        default_flow_style=False,
+        allow_unicode=True,
+        sort_keys=False,
+        Dumper=get_omega_conf_dumper(),
+    )
+
+
 def save_all(folder: Path, files: dict[str, object]) -> None:
     """Write configurations as YAML files, without passwords in addresses.
 
@@ -464,8 +481,8 @@ def save_all(folder: Path, files: dict[str, object]) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, node in files.items():
-            (folder / f"{name}.yaml").write_text(redact(OmegaConf.to_yaml(node)), encoding="utf-8")
+        for name, contents in files.items():
+            (folder / f"{name}.yaml").write_text(redact(_to_yaml(contents)), encoding="utf-8")
     except OSError as error:
         raise _not_written(folder, error.strerror or str(error)) from error
 
