@@ -84,7 +84,7 @@ def register(backend: Backend) -> Backend:
 def find_backend(name: str) -> Backend:
     """The backend with this name; KernelError lists the existing ones."""
     if name not in BACKENDS:
-        raise KernelError(f"backend {name!r}", "a backend is one of those there are", ", ".join(BACKENDS))
+        raise KernelError(f"backend {name!r}", "there is no such backend", ", ".join(BACKENDS))
     return BACKENDS[name]
 
 

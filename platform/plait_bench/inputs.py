@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from plait.core.errors import ConfigError
+from plait.core.errors import ConfigError, choices
 from plait.core.settings import RunSettings
 from plait.cost.profiles import ClusterProfile, cluster_profile
 
@@ -47,13 +47,19 @@ def at_least_one(options: object, *names: str) -> None:
 
 
 def lacks(needs: str, device: str) -> bool:
-    """Whether what a file needs is not there, or ``engine.device`` is another device."""
+    """Whether what a file needs ("": nothing) is not there, or ``engine.device`` is another device.
+
+    Raises:
+        ConfigError: it is not one of ``GPUS``.
+    """
     import torch
 
     from plait.engine.devices import choose_device
 
     if not needs:
         return False
+    if needs not in GPUS:
+        raise ConfigError(f"bench.needs={needs}", f"bench.needs must be one of {choices(GPUS)}.")
     found = choose_device(device)
     return found.type != "cuda" or GPUS[needs] not in torch.cuda.get_device_name(found)
 

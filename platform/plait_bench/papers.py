@@ -52,6 +52,7 @@ class PaperFile:
     name: str
     paper: Paper
     digest: str
+    needs: str = ""  # as bench.needs
 
 
 def paper_files(folder: Path) -> list[PaperFile]:
@@ -65,10 +66,12 @@ def paper_files(folder: Path) -> list[PaperFile]:
     found = []
     for path in sorted(folder.rglob("*.yaml")):
         text = path.read_bytes()
-        paper = build(Paper, yaml.safe_load(text).get("paper") or {}, "paper")
+        content = yaml.safe_load(text)
+        paper = build(Paper, content.get("paper") or {}, "paper")
         if paper.name:
             name = path.relative_to(folder).with_suffix("").as_posix()
-            found.append(PaperFile(name, paper, hashlib.sha256(shared + text).hexdigest()[:16]))
+            digest = hashlib.sha256(shared + text).hexdigest()[:16]
+            found.append(PaperFile(name, paper, digest, content["bench"].get("needs", "")))
     return found
 
 
@@ -121,8 +124,8 @@ def read_records(log: Path) -> list[Record]:
 def run_file(file: PaperFile) -> Record:
     """Run one file in a process of its own."""
     record: Record = {"name": file.name, "digest": file.digest, "paper": asdict(file.paper), "seconds": 0.0}
-    if lacks(file.paper.needs, "auto"):
-        return record | {"state": "needs", "report": None}
+    if lacks(file.needs, "auto"):
+        return record | {"state": "needs", "needs": file.needs, "report": None}
     began = time()
     with TemporaryDirectory() as folder:
         printed, said = Path(folder) / "out", Path(folder) / "err"

@@ -36,7 +36,7 @@ def evidence(record: Record) -> list[Mapping[str, Any]]:
 def result_of(record: Record) -> str:
     """A file's result: the worst of its published figures that are evidence, or why there is none."""
     if record["state"] == "needs":
-        return f"needs {record['paper']['needs']}"
+        return f"needs {record['needs']}"
     if record["state"] == "failed":
         return "failed"
     found = {each["result"] for each in published(record)}

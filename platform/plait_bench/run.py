@@ -19,7 +19,7 @@ from plait.terminal.console import wide_console
 from plait.utils.benchmarks import RUNNERS
 from plait_bench.benchmarks import BENCHMARKS
 from plait_bench.figures import Benchmark, Figure, Published, Report, Sense, Weak
-from plait_bench.inputs import GPUS, lacks
+from plait_bench.inputs import lacks
 from plait_bench.progress import shown
 from plait_bench.table import show, to_json
 
@@ -62,14 +62,12 @@ def compared(command: SearchCommand, composed: Config) -> tuple[Report, list[str
     """
     section, paper = composed["bench"], build(Paper, composed.get("paper") or {}, "paper")
     for key in section:
-        if key not in ("run", "options"):
-            raise unknown_key(f"bench.{key}", ["bench.run", "bench.options"])
-    if lacks(paper.needs, command.settings.engine.device):
+        if key not in ("run", "needs", "options"):
+            raise unknown_key(f"bench.{key}", ["bench.run", "bench.needs", "bench.options"])
+    if lacks(needs := section.get("needs", ""), command.settings.engine.device):
         raise ConfigError(
             f"engine.device={command.settings.engine.device}",
-            f"{paper.name}, {', '.join(paper.figures)}: it needs {paper.needs}."
-            if paper.name
-            else f"This benchmark needs {paper.needs}.",
+            f"This benchmark needs {needs}.",
             "`plait bench` lists the others.",
         )
     name = section.get("run")
@@ -150,18 +148,12 @@ class Paper:
     Attributes:
         name: of the paper; "" for other files.
         figures: figures, tables and sections, as the paper numbers them.
-        needs: what the file needs that not every machine has, of ``GPUS``; "" if it runs anywhere.
         leaves_open: what the paper does not say and the file assumes.
     """
 
     name: str = ""
     figures: tuple[str, ...] = ()
-    needs: str = ""
     leaves_open: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.needs and self.needs not in GPUS:
-            raise ConfigError(f"paper.needs={self.needs}", f"Files may need {choices(GPUS)}.")
 
 
 def beside_published(report: Report, entries: Sequence[PublishedEntry]) -> tuple[Report, list[str]]:

@@ -1,5 +1,6 @@
 """Bad input ends with status 2, value, rule and remedy, before the model loads."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -145,6 +146,8 @@ def test_bad_input_is_refused_before_the_model_loads(
     assert "secret" not in err
     for words in said:
         assert words in err
+    for line in err.partition("plait: ")[2].splitlines()[1:]:  # rule and remedy are sentences
+        assert re.match(r" +([^a-z]|[a-z_]+\.[a-z_]+)", line), line
     if "target_modules" in arguments[0]:
         assert "Opening" not in out, "what the model's configuration shows to be wrong needs no store"
     assert {path for path in folder.rglob("*") if "mlflow" not in path.name} == before

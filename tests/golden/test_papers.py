@@ -287,7 +287,7 @@ def test_headlines_are_as_recorded_and_fit_on_a_screen(name: str) -> None:
 
 
 def test_every_file_that_can_be_run_is_tested() -> None:
-    needs = {each.name for each in paper_files(sweeps_dir()) if each.paper.needs}
+    needs = {each.name for each in paper_files(sweeps_dir()) if each.needs}
     assert {each.name for each in paper_files(sweeps_dir())} == {*MOVED, *LONG, *needs}
     assert needs == NEEDS_GPU.keys()
 

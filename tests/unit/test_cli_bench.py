@@ -75,6 +75,7 @@ def test_every_file_composes_and_says_what_it_is_for(name: str) -> None:
     settings = settings_of(config)
     assert config["description"]
     assert re.fullmatch(r"[1-9]\d* (s|min|h)|GPU", config["takes"])
+    assert (config["takes"] == "GPU") == bool(config["bench"]["needs"])
     search = settings.search
     assert read_request([], search.params, search.default_params).space.dimensions
     published = [build(PublishedEntry, item, "published").published for item in config["published"]]
@@ -90,6 +91,13 @@ def test_the_list_shows_mode_and_description(capsys: pytest.CaptureFixture[str])
         shown = [line for line in lines if line.split()[:2] == [named.name, named.mode]]
         assert shown
         assert all(f" {named.takes}  {named.description}" in line for line in shown)
+
+
+def test_a_beginning_lists_all_benchmarks_that_have_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "gpu"]) == 2
+    assert capsys.readouterr().err.endswith("  Available there: gpu/counts, gpu/step (GPU).\n")
+    assert main(["bench", "lora"]) == 2
+    assert "Available: dropout_cost, gpu/counts, gpu/step (GPU), " in capsys.readouterr().err
 
 
 def test_an_unknown_option_is_refused_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:

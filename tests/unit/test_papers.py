@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -32,9 +31,10 @@ def figure(
 
 
 def record(name: str, *figures: dict[str, Any], state: str = "ran", needs: str = "") -> dict[str, Any]:
-    paper = {"name": "P", "figures": [f"Figure {name}"], "needs": needs, "leaves_open": ["lengths"]}
+    paper = {"name": "P", "figures": [f"Figure {name}"], "leaves_open": ["lengths"]}
     report = {"figures": list(figures)} if state == "ran" else None
-    return {"name": name, "digest": "d", "paper": paper, "state": state, "report": report, "seconds": 1.0}
+    found = {"name": name, "digest": "d", "paper": paper, "state": state, "report": report, "seconds": 1.0}
+    return found | ({"needs": needs} if needs else {})
 
 
 def test_kept_results_are_used_again_unless_something_changed_or_failed(
@@ -66,21 +66,21 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_gpu")
 def test_a_file_that_needs_a_device_is_not_run_and_refuses_alone(tmp_path: Path) -> None:
-    needing = [file for file in paper_files(papers.sweeps_dir()) if file.paper.needs]
+    needing = [file for file in paper_files(papers.sweeps_dir()) if file.needs]
     records = list(every(needing, tmp_path / "papers.jsonl"))
     assert [(each["state"], each["report"]) for each in records] == [("needs", None)] * 6
     assert not read_records(tmp_path / "papers.jsonl")  # it may be run once there is a GPU
     command = Mock(settings=RunSettings())
     for file in needing:
-        with pytest.raises(ConfigError, match=f"needs {file.paper.needs}"):
-            compared(command, {"bench": {}, "paper": asdict(file.paper), "mode": "bench"})
+        with pytest.raises(ConfigError, match=f"needs {file.needs}"):
+            compared(command, {"bench": {"needs": file.needs}, "mode": "bench"})
 
 
 def test_the_step_of_an_8b_model_is_refused_without_a_gpu() -> None:
     file = yaml.safe_load((papers.sweeps_dir() / "gpu" / "step.yaml").read_text())
     command = Mock(settings=RunSettings(engine=EngineSettings(device="cpu")))
     with pytest.raises(ConfigError, match="This benchmark needs a GPU"):
-        compared(command, {**file, "bench": {"run": "none"}})
+        compared(command, file)
 
 
 def test_what_is_lacking_depends_on_the_device_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,8 +91,8 @@ def test_what_is_lacking_depends_on_the_device_that_is_there(monkeypatch: pytest
     assert not lacks("", "cpu")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "NVIDIA L40S")
     assert not lacks("an L40S GPU", "auto")
-    with pytest.raises(ConfigError, match="a GPU"):
-        Paper("P", ("1",), needs="a larger machine")
+    with pytest.raises(ConfigError, match=r"bench\.needs must be one of a GPU, an L40S GPU"):
+        lacks("a larger machine", "auto")
 
 
 def test_the_pages_give_results_differences_and_reasons() -> None:

@@ -17,6 +17,7 @@ from plait.utils.benchmarks import GROUP, PAPERS, RUNNERS
 from plait.utils.paths import sweeps_dir
 from plait.utils.spelling import did_you_mean
 
+GPU = "GPU"  # as `takes` of a file
 DETAILS, JSON, ALL_PAPERS = "--details", "--json", "--papers"
 ROOT, USUAL_ROOT = "tracking.root=", "plait-runs"
 FLAGS = {DETAILS: False, JSON: False}  # flag: whether a value follows
@@ -72,12 +73,14 @@ def sweep_arguments(arguments: Sequence[str]) -> list[str]:
             "`plait bench` has no such option.",
             f"{did_you_mean(name, options)}It has {choices(options)}; without any it lists the benchmarks.",
         )
-    known = [named.name for named in named_sweeps(sweeps_dir())]
-    if name not in known:
+    marked = {each.name: " (GPU)" * (each.takes == GPU) for each in named_sweeps(sweeps_dir())}
+    if name not in marked:
+        begun = [each for each in marked if each.startswith(f"{name.rstrip('/')}/")]
         raise ConfigError(
             f"plait bench {name}",
             "There is no such search or benchmark.",
-            f"{did_you_mean(name, known)}Available: {choices(known)}.",
+            f"{'' if begun else did_you_mean(name, marked)}Available"
+            f"{' there' * bool(begun)}: {choices([f'{each}{marked[each]}' for each in begun or marked])}.",
         )
     if set(rest) & set(HELP):
         print((sweeps_dir() / f"{name}.yaml").read_text(encoding="utf-8"), end="")

@@ -115,8 +115,8 @@ def check_kernels(kernels: str, device: torch.device, dtype: torch.dtype) -> Non
         return
     right = [name for name in BACKENDS if _refusal(name, device, dtype) is None]
     raise ConfigError(
-        f"engine.kernels={kernels}: {refusal.value}",
-        f"{refusal.rule}.",
+        f"engine.kernels={kernels} on {device} in {str(dtype).removeprefix('torch.')}",
+        f"{refusal.rule[0].upper()}{refusal.rule[1:]}.",
         f"Here engine.kernels may be {choices(['auto', *right])}.",
     ) from refusal
 
