@@ -13,9 +13,11 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Run
 from mlflow_server import MlflowServer
+from safetensors.torch import save_file
 
 from plait.core.errors import SearchError, StorageError
 from plait.core.jobs import AdapterSpec, JobSpec, TrainSpec
@@ -309,6 +311,22 @@ class TestWholeSearch:
         monkeypatch.setenv("PLAIT_CACHE", str(tmp_path / "file"))
         with pytest.raises(StorageError, match="name another folder for it: PLAIT_CACHE"):
             trained.adapter_folder(found, found.best, tracking)
+
+    def test_a_damaged_adapter_in_the_cache_is_fetched_again(
+        self, tracking: TrackingSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        whole_search(tracking)
+        found = load_search(tracking, "demo")
+        assert found.best is not None
+        monkeypatch.setenv("PLAIT_CACHE", str(tmp_path / "cache"))
+        weights = trained.adapter_folder(found, found.best, tracking) / "adapter_model.safetensors"
+        save_file({"a": torch.zeros(8)}, weights)
+        kept = weights.read_bytes()
+        trained.adapter_folder(found, found.best, tracking)
+        assert weights.read_bytes() == kept  # as nothing is wrong with it
+        weights.write_bytes(kept[:-1])
+        trained.adapter_folder(found, found.best, tracking)
+        assert weights.read_bytes() == bytes(range(256))
 
     def test_an_unknown_search_is_an_error_that_lists_the_others(self, tracking: TrackingSettings) -> None:
         with pytest.raises(SearchError, match="Start one with `plait sweep`"):

@@ -14,6 +14,7 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from safetensors.torch import save_file
 
 import plait
 from plait import api
@@ -197,6 +198,8 @@ def test_an_adapter_is_that_of_its_run_though_a_restarted_search_wrote_into_the_
     def export(_: TrackingSettings, name: str, destination: Path, **_more: object) -> None:
         fetched.append(name)
         destination.mkdir(parents=True)
+        (destination / "adapter_config.json").write_text("{}")
+        save_file({}, destination / "adapter_model.safetensors")
 
     monkeypatch.setattr("plait.tracking.results.export", export)
     monkeypatch.setenv("PLAIT_CACHE", str(tmp_path / "cache"))

@@ -50,7 +50,7 @@ class Desk:
     def _send(self, command: Command) -> None:
         assert isinstance(command, SaveCheckpoint)
         if self.full:
-            raise StorageError("No space left on device")
+            raise StorageError(f"{command.directory}: No space left on device")
         command.directory.mkdir(parents=True)
         (command.directory / HEADER).touch()
         self.log.append(f"{command.job}@{command.cursor.step}")
@@ -127,11 +127,18 @@ def test_a_full_disk_stops_no_job_and_is_reported_once_for_each_attempt(tmp_path
     made.walk(job, 6)
     made.full = True
     said = [event.text for event in made.walk(job, 10) if isinstance(event, Notice)]
-    assert [text.split(" (")[0] for text in said] == [
-        "a could not be saved at step 10",
-        "a could not be saved at step 15",
+    assert [text.partition(": could not save ")[2] for text in said] == [
+        "a at step 10 (last saved at step 5)",
+        "a at step 15 (last saved at step 5)",
     ]
-    assert all("No space left" in text and "its last checkpoint is from step 5" in text for text in said)
+    assert all("No space left" in text for text in said)
+    others = [live(name, 20) for name in "bc"]
+    text, *more = [event.text for event in made.saving.save(others)[1] if isinstance(event, Notice)]
+    assert not more, "one line for all that fail alike"
+    assert text == (
+        f"{tmp_path}: No space left on device: could not save b at step 20 (not saved yet), "
+        "c at step 20 (not saved yet)"
+    )
     made.full = False
     assert [event.step for event in made.walk(job, 5) if isinstance(event, JobSaved)] == [20]
     assert [path.name for path in checkpoints(tmp_path / "a")] == ["step-00000020", "step-00000005"]

@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 import yaml
+from hydra.errors import ConfigCompositionException
 
 from plait.cli import sweeping
 from plait.cli.app import show_space, shows_only
+from plait.cli.hydra_errors import explain, explain_fault
 from plait.cli.main import main
 from plait.cli.sweeping import merge
 from plait.core.errors import ConfigError
@@ -289,6 +291,18 @@ def test_bad_input_ends_with_status_2_and_a_remedy(
     for words in said:
         assert words in err
     assert not list(tmp_path.iterdir()), "nothing is written for a run that cannot be"
+
+
+def test_other_folders_are_no_config_groups(tmp_path: Path) -> None:
+    (tmp_path / "private.yaml").write_text("name: 1")
+    for given in (f"{tmp_path}=3", f"../../../../../../../..{tmp_path}=3", f"{tmp_path}/name=3"):
+        for error in (explain_fault(ValueError("fault"), [given]), explain(_no_key(given), [given])):
+            assert "private" not in str(error)
+    assert "tiny" in str(explain_fault(ValueError("fault"), ["model=3"]))
+
+
+def _no_key(given: str) -> ConfigCompositionException:
+    return ConfigCompositionException(f"Could not override '{given.partition('=')[0]}'.")
 
 
 # ---- hydra.sweeper.* ---------------------------------------------------------------------------------------

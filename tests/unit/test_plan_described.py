@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from plait.cost.time import HeadTime, LayerTime, MicrobatchShape, TimeModel
 from plait.engine.catalogue import DataCatalogue
 from plait.models.targets import resolve_targets
 from plait.planning import model_memory
-from plait.planning.described import RECOMPUTED, plan_described
+from plait.planning.described import RECOMPUTED, _Search, plan_described
 from plait.planning.model_memory import ModelMemory, fitting, inputs_read, llama_linears, weight_bytes
 from plait.planning.outlook import Outlook
 from plait.planning.sharded import sharded_bases
@@ -394,6 +395,23 @@ def test_where_replicas_do_not_fit_the_sharded_base_is_planned_and_the_reason_sa
     assert found.replicas[0].sharded
     assert found.replicas[0].count == 8  # for fewer, their part of 26 GiB and two layers are too much
     assert "with it alone ⟨4,1⟩ takes 6.5 GiB on a device. At most " in found.candidates[0].why
+
+
+def test_a_tie_is_no_reason_against_a_candidate() -> None:
+    """What decides between equal objectives is said; of two that are equal in all, that they are."""
+    search = Mock(planner=RunSettings().planner, together=1, workload=Mock(jobs=["a"]))
+    best, slower, same = (
+        Mock(value=value, memory=None, deployment=Mock(makespan=makespan, __str__=Mock(return_value=name)))
+        for name, value, makespan in (("A", 100.0, 2.0), ("B", 100.2, 3.0), ("C", 99.9, 2.0))
+    )
+    costly = Mock(value=150.0, memory=None, deployment=Mock(makespan=1.0))
+    why = [_Search._row(search, "", each, None, best).why for each in (best, slower, same, costly)]
+    assert why == [
+        "",
+        "1.50 times the seconds of A",
+        "no better than those of A",
+        "1.50 times the device-seconds of A",
+    ]
 
 
 def test_what_cannot_be_sharded_is_not_weighed() -> None:

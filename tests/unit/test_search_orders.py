@@ -469,6 +469,6 @@ def test_a_job_that_cannot_be_paused_is_reported_once_and_keeps_its_slot(tmp_pat
     )
     with pytest.raises(KilledError):  # the places are taken by those that wait, so that the others never come
         bench.run()
-    notices = [event.text for event in bench.of(Notice) if "could not be saved" in event.text]
+    notices = [event.text for event in bench.of(Notice) if "could not save" in event.text]
     assert len(notices) == 2
     assert {event.job for event in bench.of(JobProgress)} == names([0, 1])

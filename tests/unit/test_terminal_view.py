@@ -37,7 +37,7 @@ from plait.terminal.text import (
 )
 from plait.terminal.view import Terminal, jobs_table, print_summary
 from plait.tracking.leaderboard import JobRecord, Leaderboard, TrialRungs
-from plait.utils.durations import duration
+from plait.utils.durations import duration, precise
 
 
 class Clock:
@@ -580,6 +580,11 @@ def test_a_table_without_jobs_and_one_of_jobs_that_do_not_differ() -> None:
 )
 def test_durations_are_written_in_words(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_fractions_of_a_second_are_written_without_an_exponent() -> None:
+    texts = [precise(seconds) for seconds in (0, 1e-5, 4.567e-4, 0.01234, 1.2345, 12.34, 1234.5)]
+    assert texts == ["0 s", "10 µs", "457 µs", "0.0123 s", "1.23 s", "12.3 s", "1,234.5 s"]
 
 
 def test_settings_are_short() -> None:

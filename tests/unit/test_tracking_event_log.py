@@ -114,14 +114,20 @@ def test_a_log_cut_anywhere_is_read_up_to_the_cut_and_continues_there(tmp_path: 
         again.close()
 
 
-def test_a_loss_of_power_costs_what_follows_the_first_line_that_it_spoilt(tmp_path: Path) -> None:
+def test_a_loss_of_power_costs_what_follows_the_first_line_that_it_spoilt(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     log = open_event_log(tmp_path, HEAD)
     for step in range(1, 4):
         log.append(point("a", step))
     log.close()
     text = log.path.read_bytes().splitlines(keepends=True)
     log.path.write_bytes(b"".join((*text[:2], b"\0" * 30 + b"\n", *text[3:])))
+    capsys.readouterr()
     again = open_event_log(tmp_path, HEAD)
+    said = capsys.readouterr()
+    assert f"{log.path} is damaged from byte {len(text[0] + text[1])} on" in said.out + said.err
+    assert "not sent are missing from the store" in said.out + said.err
     assert steps(again) == [1]
     again.close()
 
@@ -148,6 +154,7 @@ def test_a_file_of_another_kind_is_left_as_it_is(tmp_path: Path, text: bytes, sa
     with pytest.raises(StorageError, match=said) as caught:
         open_event_log(tmp_path, HEAD)
     assert str(path) in caught.value.value
+    assert said == "different kind" or "not sent are missing from the store" in caught.value.remedy
     assert path.read_bytes() == text
 
 

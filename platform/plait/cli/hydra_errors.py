@@ -87,8 +87,8 @@ def explain_fault(error: Exception, arguments: Sequence[str]) -> ConfigError:
     """An error that Hydra does not raise as its own, as where a config group gets a number for a name."""
     for given in arguments:
         key, _, value = given.partition("=")
-        names = sorted(file.stem for file in (conf_dir() / key).glob("*.yaml"))
-        if key and names and value not in names and not is_sweep(given):
+        names = [file.stem for file in _group_files(key)]
+        if names and value not in names and not is_sweep(given):
             rule = f"{key} takes the name of a group of settings."
             return ConfigError(given, rule, f"Available: {choices(names)}.")
     return ConfigError(str(error), "Hydra cannot compose a configuration from these arguments.")
@@ -116,15 +116,21 @@ def _of_another_choice(key: str, arguments: Sequence[str]) -> ConfigError | None
     """The error if other choices of the key's config group have it; None if no choice has."""
     path = key.partition("[")[0].replace(".", "/")
     group, _, name = path.rpartition("/")
-    while group and not (conf_dir() / group).is_dir():  # a key within a mapping, such as a pruner's options
+    while group and not _group_files(group):  # a key within a mapping, such as a pruner's options
         group, _, name = group.rpartition("/")
-    having = [file.stem for file in sorted((conf_dir() / group).glob("*.yaml")) if group and _has(file, name)]
+    having = [file.stem for file in _group_files(group) if _has(file, name)]
     if not having:
         return None
     given = next((word for word in arguments if key_of(word) == key), f"{key}=...")
     owners = [f"{group}={each}" for each in having]
     remedy = f"Write {' or '.join(f'`{owner} {given}`' for owner in owners)}."
     return ConfigError(given, f"This key exists only with {' or '.join(owners)}.", remedy)
+
+
+def _group_files(group: str) -> list[Path]:
+    """The files of one of Plait's own config groups, by name; of any other folder, none."""
+    folder = (conf_dir() / group).resolve()
+    return sorted(folder.glob("*.yaml")) if conf_dir().resolve() in folder.parents else []
 
 
 def _has(file: Path, name: str) -> bool:

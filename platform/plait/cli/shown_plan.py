@@ -13,6 +13,7 @@ from rich.table import Table
 from plait.planning.outlook import ChangeOutlook, DevicesOutlook, ObjectiveOutlook, Outlook
 from plait.search.results import short
 from plait.terminal.console import filled, plain
+from plait.utils.durations import precise
 
 UNKNOWN = "unknown"
 NO_PROFILE = "Seconds are unknown: run `{}` on this machine first, then `plait plan` again"
@@ -283,5 +284,4 @@ def _money(value: float | None) -> str:
 
 
 def _seconds(value: float | None) -> str:
-    """Seconds with a decimal; below ten with three digits, because steps may take a fraction of one."""
-    return UNKNOWN if value is None else f"{value:,.1f} s" if value >= 10 else f"{value:.3g} s"
+    return UNKNOWN if value is None else precise(value)

@@ -75,7 +75,7 @@ def write_checkpoint(directory: Path, origin: Origin, cursor: Cursor, tensors: M
             (folder / HEADER).write_text(json.dumps(sealed, indent=2, sort_keys=True))
     except (OSError, SafetensorError) as error:
         raise StorageError(
-            f"{directory}: {error}",
+            f"{directory}: {getattr(error, 'strerror', None) or error}",
             "A checkpoint must be written completely.",
             "Free some space, or set tracking.root to a writable folder.",
         ) from error

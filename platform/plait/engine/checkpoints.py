@@ -186,7 +186,7 @@ class Checkpointer:
         if not jobs:
             return
         began = self._clock()
-        trouble = _trouble(self._commit)
+        trouble, unsaved = _trouble(self._commit), dict[str, list[str]]()  # by reason
         for job in jobs:
             record, folder = self._record(job), self._folder / job.name
             record.tried_step, record.tried_at = job.step, self._clock()
@@ -194,18 +194,17 @@ class Checkpointer:
             command = SaveCheckpoint(job.name, directory, job.cursor_at(self._clock()))
             if reason := trouble or _trouble(partial(self._send, command)):
                 record.failed_at = self._clock()
-                last = (
-                    f"its last checkpoint is from step {record.step}"
-                    if record.step
-                    else "it has no checkpoint yet"
-                )
-                yield Notice(f"{job.name} could not be saved at step {job.step} ({reason}); {last}")
+                last = f"last saved at step {record.step}" if record.step else "not saved yet"
+                same = reason.replace(str(directory), str(self._folder))
+                unsaved.setdefault(same, []).append(f"{job.name} at step {job.step} ({last})")
                 continue
             record.step, record.folder, record.failed_at = job.step, directory, None
             record.cursor = command.cursor
             self.count += 1
             prune(folder, self._settings.checkpoint_keep, newest=job.step)
             yield JobSaved(job.name, job.step, directory)
+        for reason, those in unsaved.items():
+            yield Notice(f"{reason}: could not save {', '.join(those)}")
         self.seconds += self._clock() - began
 
 

@@ -43,6 +43,7 @@ SHARDED = (
     "link between its devices. These run in lockstep, and their microbatches are assumed to be equally long. "
     "Powers of two of the devices, and all, were weighed."
 )
+TIE = 1.005  # ratios below it are written 1.00
 NO_ERROR = "no measured steps of this kind that were not used for fitting"
 
 
@@ -146,12 +147,12 @@ class _Search:
         if weighed.memory is not None:
             held, layers = held_together(weighed.memory, self.workload, self.together), weighed.cluster.layers
             needed = max(weighed.memory.peak(each, layers, held) for each, _ in weighed.deployment.shape)
-        unit = self.planner.objective.replace("_", "-")
-        why = (
-            ""
-            if weighed is best
-            else f"{weighed.value / best.value:.2f} times the {unit} of {best.deployment}"
-        )
+        ratios = {
+            self.planner.objective.replace("_", "-"): weighed.value / best.value,
+            "seconds": weighed.deployment.makespan / best.deployment.makespan,
+        }
+        worse = (f"{ratio:.2f} times the {unit}" for unit, ratio in ratios.items() if ratio >= TIE)
+        why = "" if weighed is best else f"{next(worse, 'no better than those')} of {best.deployment}"
         jobs = min(self.together, len(self.workload.jobs))
         return CandidateOutlook(str(weighed.deployment), jobs, needed, weighed.deployment.makespan, why)
 

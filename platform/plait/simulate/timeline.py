@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from plait.simulate.events import Pipeline, Run, Span, Work
+from plait.utils.durations import precise
 from plait.utils.trace_events import TraceEvents
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def timeline_figure(run: Run, pipelines: Mapping[int, Pipeline], *, title: str) 
     rows = [
         _row(replica, stage) for replica, pipeline in pipelines.items() for stage in range(pipeline.stages)
     ]
-    part = "" if len(spans) == len(run.spans) else f", the first {shown:.3g} of {run.makespan:.3g} s"
+    part = "" if len(spans) == len(run.spans) else f", the first {precise(shown)} of {precise(run.makespan)}"
     figure.update_layout(
         title=f"{title} (simulated{part})",
         barmode="overlay",

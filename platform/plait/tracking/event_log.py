@@ -38,6 +38,7 @@ from plait.tracking.values import finite, not_finite
 from plait.utils.files import disk_errors, to_disk, write_text
 from plait.utils.line_log import LineLog
 from plait.utils.paths import search_folder
+from plait.utils.progress import say
 
 SUFFIX = ".jsonl"
 DIGITS = 20  # of the number of bytes sent; a fixed width, so that rewriting it needs no more space
@@ -108,10 +109,15 @@ class EventLog:
                 if at == 0:
                     raise StorageError(
                         f"{self.path}: {error}",
-                        "The file must be an event log written by this version of Plait.",
-                        "Use the version that wrote it, or move the file; it contains records that have "
-                        "not been sent.",
+                        f"{KEPT} It must be an event log written by this version of Plait.",
+                        "If another version wrote it, use that one. If it is damaged, move it away and run "
+                        "the same command again: the search resumes from its checkpoints, but steps in the "
+                        "file that were not sent are missing from the store.",
                     ) from error
+                say(
+                    f"{self.path} is damaged from byte {at} on. What follows is removed; steps in it that "
+                    "were not sent are missing from the store."
+                )
                 self._log.cut(at)
                 break
             if isinstance(line, Head):

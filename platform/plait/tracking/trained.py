@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -10,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from safetensors import SafetensorError, safe_open
 
+from plait.adapters.facts import CONFIG, WEIGHTS
 from plait.config.fields import build
 from plait.core.errors import StorageError
 from plait.core.plans import recorded_choices
@@ -45,12 +49,23 @@ def adapter_folder(search: SearchResult, record: JobRecord, settings: TrackingSe
         )
     # Not the folder that the trial wrote: a search of this name that was restarted writes there, too.
     fetched = results.fetched_folder(record.run_id)
-    if not fetched.is_dir():
+    if not _readable(fetched):
+        shutil.rmtree(fetched, ignore_errors=True)
         results.export(settings, record.run_id, fetched, remedy=OTHER_CACHE)
         keep_newest(fetched.parent, MOST_FETCHED, IN_USE)
     with suppress(OSError):
         os.utime(fetched)  # it was used just now
     return fetched
+
+
+def _readable(folder: Path) -> bool:
+    """Whether there is an adapter in a folder whose files are neither cut off nor of another kind."""
+    try:
+        json.loads((folder / CONFIG).read_bytes())
+        with safe_open(folder / WEIGHTS, "np"):
+            return True
+    except (OSError, ValueError, SafetensorError):
+        return False
 
 
 def recorded_config(search: SearchResult, settings: TrackingSettings) -> Mapping[str, Any]:
