@@ -276,6 +276,19 @@ def test_restarts_are_counted_by_the_hour() -> None:
     now = 0.0
     restarts = Restarts(2, lambda: now)
     assert [restarts.another(), restarts.another(), restarts.another()] == [True, True, False]
-    now = 3601.0
-    assert restarts.another()
+    now = 3600.0
+    assert restarts.another(), "an hour later"
     assert restarts.count == 4
+
+
+def test_the_account_names_what_checkpoints_and_restarts_have_cost() -> None:
+    restarts = Restarts(9)
+    assert restarts.account(0, 0.0) == ""
+    assert restarts.account(2, 1.25) == "2 took 1.2 s"
+    restarts.another()
+    restarts.seconds, restarts.steps = 3.0, 1
+    assert restarts.account(0, 0.0) == (
+        "0 took 0.0 s; 1 restart after lost processes took 3.0 s and repeated 1 step"
+    )
+    restarts.another()
+    assert "; 2 restarts after lost processes took" in restarts.account(0, 0.0)

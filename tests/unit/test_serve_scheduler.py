@@ -20,12 +20,26 @@ def check(scheduler: Scheduler) -> None:
 # those left is removed; or one admits, and what is shared is filled.
 MOVES = st.lists(
     st.one_of(
-        st.tuples(st.just("add"), st.integers(1, 20), st.integers(1, 6), st.integers(0, 4)),
+        st.tuples(st.just("add"), st.integers(1, 20), st.integers(1, 3), st.integers(0, 4)),
         st.tuples(st.just("remove"), st.integers(0, 30), st.just(0), st.just(0)),
         st.tuples(st.just("admit"), st.booleans(), st.just(0), st.just(0)),
     ),
+    min_size=20,  # fewer make no pool full
     max_size=60,
 )
+
+
+def why_it_waits(scheduler: Scheduler, new: tuple[int, ...], demands: dict[int, Demand], prompts: int) -> str:
+    """What keeps the head of the queue waiting after these were admitted; "" if nothing does."""
+    (head,), pool = scheduler.ahead(1), scheduler.pool
+    there = [need for need in head.needs if need.key in pool.shared]
+    idle = sum(need.pages for need in there if not pool.shared[need.key].users)
+    reasons = {
+        "running": len(scheduler.running) == scheduler._most,
+        "prompts": bool(new) and sum(demands[each].prompt for each in new) + head.prompt > prompts,
+        "room": head.most - sum(need.pages for need in there) > pool.unused - idle,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 @given(MOVES, st.integers(1, 12), st.integers(1, 6), st.integers(1, 60))
@@ -48,7 +62,10 @@ def test_each_page_is_free_owned_or_shared_and_none_twice(
             scheduler.remove(removed)
             assert removed not in scheduler.pool.owned
         elif move == "admit":
+            before = list(scheduler.running)
             new = scheduler.admit()
+            assert list(scheduler.running) == [*before, *new]
+            assert not scheduler.waiting or why_it_waits(scheduler, new, demands, prompts)
             admitted += new
             assert len(new) <= 1 or sum(demands[each].prompt for each in new) <= prompts
             for each in scheduler.pool.shared.values():
@@ -114,9 +131,36 @@ def test_what_is_shared_stays_until_its_room_is_needed_the_least_recent_goes_fir
     assert list(pool.shared) == [("b",), ("a",)]
     assert pool.take(9, 1, (Need(("c",), 2),))
     assert list(pool.shared) == [("a",), ("c",)], "b made room"
+    assert pool.unused == 3
     assert not pool.take(10, 4)
-    assert pool.take(10, 3)
+    assert pool.take(10, 1)
+    assert list(pool.shared) == [("a",), ("c",)], "nothing had to make room"
+    assert pool.take(11, 2)
     assert list(pool.shared) == [("c",)], "what is used does not go"
+
+
+def test_what_is_shared_and_not_filled_stays_with_the_last_who_needs_it() -> None:
+    pool = PagePool(3)
+    for owner in (1, 2):
+        assert pool.take(owner, 0, (Need(("a",), 3),))
+    pool.release(1)
+    assert list(pool.shared) == [("a",)]
+    pool.release(2)
+    assert not pool.shared
+
+
+def test_prompts_of_one_iteration_are_limited_unless_it_is_one() -> None:
+    scheduler = Scheduler(9, most_prompt_tokens=8, most=9)
+    for number, prompt in enumerate((9, 3, 5, 1)):
+        scheduler.add(Demand(number, prompt, 1))
+    assert [scheduler.admit() for _ in range(4)] == [(0,), (1, 2), (3,), ()]
+
+
+def test_what_never_fits_is_refused() -> None:
+    scheduler = Scheduler(4, most_prompt_tokens=8, most=1)
+    scheduler.add(Demand(0, 1, 2, (Need(("a",), 2),)))
+    with pytest.raises(ValueError, match="never fits into 4 pages"):
+        scheduler.add(Demand(1, 1, 2, (Need(("a",), 3),)))
 
 
 def test_the_pace_of_a_queue_says_how_long_the_next_one_waits() -> None:
