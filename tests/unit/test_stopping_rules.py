@@ -136,6 +136,17 @@ def test_the_start_says_what_a_pruners_steps_are_where_rungs_are_shares() -> Non
     assert "ten-thousandths" not in "".join(describe_rungs(rule, {128, 8}, "steps", ()))
 
 
+@pytest.mark.parametrize(
+    ("placed", "said"), [({"rungs": (2, 4)}, r"rungs=\[2,4\]"), ({"every": 3}, "every=3")]
+)
+def test_rungs_in_steps_of_a_study_of_shares_are_refused(placed: dict[str, Any], said: str) -> None:
+    rule = StoppingSettings(kind="successive_halving", **placed)
+    with pytest.raises(ConfigError, match=f"search.stopping.{said}") as raised:
+        unit_of(rule, {8}, lambda _: "shares")
+    assert "shares of each trial's own steps" in str(raised.value)
+    assert unit_of(rule, {8}) == "steps"
+
+
 def test_rungs_left_open_follow_the_unit_of_the_study() -> None:
     rule = StoppingSettings(kind="successive_halving")
     assert rungs_within(rule, {128, 8}, "steps") == (1, 2, 4)
@@ -182,6 +193,10 @@ def test_settings_that_make_no_sense_are_refused(stopping: dict[str, Any], said:
         (
             {"stopping": StoppingSettings("asha", metric="train/tokens", divergence=2.0)},
             "can only be detected in a loss",
+        ),
+        (
+            {"stopping": StoppingSettings("asha", direction="maximize", divergence=2.0)},
+            "in a loss that is minimised",
         ),
     ],
 )
@@ -567,3 +582,10 @@ def test_divergence_fails_a_trial_under_any_rule() -> None:
     halving = rule(kind="successive_halving", rungs=(1, 2), cohort=2, divergence=2.0)
     both = table({0: {1: 1.0, 2: 2.5}, 1: {1: 9.0}}, 2, ended=[1])
     assert halving.decide(0, 2, both).action == "fail"
+
+
+def test_divergence_compares_with_earlier_rungs_only() -> None:
+    made = rule(kind="divergence", rungs=(1, 2, 3), divergence=2.0)
+    values = table({0: {1: 3.0, 3: 1.0}, 1: {2: 9.0}}, 2)
+    assert [made.decide(0, rung, values).action for rung in (1, 2, 3)] == ["continue"] * 3
+    assert made.decide(1, 2, values).action == "continue", "its first value"
