@@ -371,6 +371,33 @@ def test_a_log_is_behind_until_the_store_has_the_last_record_that_ended_processe
     log.close()
 
 
+def test_adopting_a_log_keeps_the_newer_step_of_each_run(tmp_path: Path) -> None:
+    mine, other = open_event_log(tmp_path, HEAD), open_event_log(tmp_path, HEAD)
+    for log, newest in ((mine, {"a": 5, "b": 2}), (other, {"a": 4, "b": 3, "c": 1})):
+        for run, step in newest.items():
+            log.keep_newest(run, step, {TRAIN_LOSS: float(step)})
+    other.close()
+    mine.adopt_ended()
+    for _ in range(2):
+        kept = {run: mine.newest(run) for run in "abc"}
+        found = {run: (each.step, each.values[TRAIN_LOSS]) for run, each in kept.items() if each is not None}
+        assert found == {"a": (5, 5.0), "b": (3, 3.0), "c": (1, 1.0)}
+        mine.close()
+        mine = open_event_log(tmp_path, HEAD)  # of a later process
+    mine.close()
+
+
+def test_what_was_not_sent_is_counted_and_named(tmp_path: Path) -> None:
+    log = open_event_log(tmp_path, HEAD)
+    log.append(point("a", 1))
+    log.append(point("a", 2))
+    said = log.describe_unsent("it is away")
+    assert said.startswith("2 records have not been sent to sqlite:///there yet (it is away). They are kept")
+    assert str(log.path) in said
+    assert " yet. They" in log.describe_unsent()
+    log.close()
+
+
 def test_adopting_a_log_includes_its_texts(tmp_path: Path) -> None:
     mine, other = open_event_log(tmp_path, HEAD), open_event_log(tmp_path, HEAD)
     for path in ("leaderboard.json", "plan.json"):
