@@ -1,7 +1,9 @@
 """The background writer: order, few requests, faults of the store. The store is a recorder here: faults are
 what these tests are about."""
 
+import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,7 +23,16 @@ from plait.tracking.records import (
     SetTags,
     UseData,
 )
-from plait.tracking.writer import AWAY_ATTEMPTS, BATCH, RefusedError, Request, UpdateRun, Writer, gather
+from plait.tracking.writer import (
+    AWAY_ATTEMPTS,
+    BATCH,
+    SHARE,
+    RefusedError,
+    Request,
+    UpdateRun,
+    Writer,
+    gather,
+)
 
 
 def point(run: str, step: int) -> LogPoints:
@@ -236,11 +247,68 @@ def test_refused_records_do_not_block_the_rest_and_are_reported_once(writer: Mak
     assert kept.close()
 
 
-def test_a_waiting_record_is_sent_without_a_flush(writer: Make, log: EventLog) -> None:
-    arrived = threading.Event()
-    kept = writer(Recorder(lambda _: arrived.set()), flush_seconds=0.01)
-    log.append(SetTags("a", {"t": "v"}))
-    assert arrived.wait(30)
+def test_waiting_records_are_sent_without_a_flush_before_what_runs_in_between(log: EventLog) -> None:
+    arrived, rounds = threading.Event(), queue.SimpleQueue[int]()
+    log.append(point("a", 1))
+    sender = Recorder(lambda request: arrived.set() if request.run == "b" else None)
+    kept = Writer(sender.send, log, 0.01, between=lambda: rounds.put(log.waiting))
+    assert rounds.get(timeout=30) == 0
+    log.append(point("b", 1))
+    assert arrived.wait(20), "the pause was no long one"
+    assert kept.close()
+
+
+def test_nothing_runs_in_between_while_the_store_does_not_answer(log: EventLog) -> None:
+    away, rounds = threading.Event(), queue.SimpleQueue[int]()
+    away.set()
+    log.append(point("a", 1))
+    sender = Recorder(lambda _: ConnectionError() if away.is_set() else None)
+    kept = Writer(sender.send, log, 0.0, between=lambda: rounds.put(log.waiting), first_delay=0.001)
+    assert not kept.flush()
+    assert rounds.empty()
+    away.clear()
+    assert rounds.get(timeout=30) == 0
+    assert kept.close()
+
+
+def test_the_pause_leaves_most_of_the_time_to_others(log: EventLog) -> None:
+    """After a round of 10 ms the next one begins half a second later."""
+    began: list[float] = []
+
+    def slow(_: Request) -> None:
+        began.append(time.monotonic())
+        time.sleep(0.01)
+
+    def until(number: int) -> None:
+        while len(began) < number or log.waiting:
+            time.sleep(0.01)
+
+    log.append(point("a", 1))
+    kept = Writer(slow, log, 0.0)
+    until(1)
+    log.append(point("a", 2))
+    until(2)
+    assert began[1] - began[0] >= 0.01 / SHARE
+    assert kept.close()
+
+
+def test_what_was_sent_before_is_not_sent_again(log: EventLog, writer: Make) -> None:
+    for step in range(3):
+        log.append(point("a", step))
+    log.peek(2)
+    log.drop()
+    sender = Recorder()
+    kept = writer(sender, flush_seconds=0.01)
+    assert kept.flush()
+    assert [each.step for each in sender.points()] == [2]
+    assert kept.close()
+
+
+def test_a_flush_after_a_long_silence_has_time_of_its_own(log: EventLog) -> None:
+    kept = Writer(Recorder().send, log, 60.0, stall=0.2)
+    time.sleep(0.25)
+    log.append(point("a", 1))
+    assert kept.flush()
     assert kept.close()
 
 
@@ -270,9 +338,15 @@ def test_an_interrupt_while_the_store_hangs_does_not_wait_for_it(
 
 
 def test_a_last_word_to_a_store_that_hangs_takes_a_moment_only(writer: Make, log: EventLog) -> None:
-    answer = threading.Event()
-    kept = writer(Recorder(lambda _: None if answer.wait(30) else TimeoutError()), flush_seconds=0.0)
+    asked, answer = threading.Event(), threading.Event()
+
+    def hang(_: Request) -> Exception | None:
+        asked.set()
+        return None if answer.wait(30) else TimeoutError()
+
+    kept = writer(Recorder(hang), flush_seconds=0.0)
     log.append(point("a", 1))
+    assert asked.wait(30)
     assert not kept.close(patience=0.01)
     assert log.waiting == 1
     answer.set()
