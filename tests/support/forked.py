@@ -14,6 +14,7 @@ from contextlib import suppress
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from disk_operations import Operations
 
@@ -22,22 +23,36 @@ FORKING = "PLAIT_TESTS_FORKING"  # address of the process that forks for all wor
 HELD_AT = 4  # iteration
 HANGS = 300.0  # seconds until something is taken to hang: no promise of how fast a loaded machine is
 
+IMPORTED = [
+    "few_collections",
+    "mlflow.store.tracking.sqlalchemy_store",
+    "plait.distributed.process",
+    "plait.engine.local_worker",
+    "plait.search.launch",
+    "plait_dashboards.figures",
+    "reasoning_gym",
+    "transformers",
+    "transformers.models.gemma2.modeling_gemma2",
+    "transformers.models.llama.modeling_llama",
+    "used_once",
+    "imports_frozen",
+]
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(  # there is one such process, and one list: a second call would replace it
-    [
-        "few_collections",
-        "mlflow.store.tracking.sqlalchemy_store",
-        "plait.distributed.process",
-        "plait.engine.local_worker",
-        "plait.search.launch",
-        "plait_dashboards.figures",
-        "reasoning_gym",
-        "transformers",
-        "transformers.models.gemma2.modeling_gemma2",
-        "transformers.models.llama.modeling_llama",
-        "imports_frozen",
-    ]
-)
+FORKS.set_forkserver_preload(IMPORTED)  # there is one such process, and one list: a second would replace it
+
+
+def _start_forking(start: Callable[[], None] = forkserver._forkserver.ensure_running) -> None:
+    """Start the process that forks, if there is none; Python 3.11 does not tell it where modules are."""
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+        start()
+
+
+forkserver._forkserver.ensure_running = _start_forking  # type: ignore[method-assign]
+
+
+def tell_missing() -> None:
+    """In a forked process: print what should have been imported before it was forked, and is not."""
+    print(sorted(set(IMPORTED) - sys.modules.keys()))
 
 
 def share_forking() -> None:

@@ -1,0 +1,9 @@
+"""The process from which tests fork searches has imported what they need, or each would do so by itself."""
+
+from forked import Talking, tell_missing
+
+
+def test_all_that_forked_processes_need_is_imported_before() -> None:
+    told = Talking(tell_missing)
+    assert told.stdout.read() == "[]\n"
+    assert told.wait() == 0
