@@ -2,7 +2,8 @@
 
 Every case is compared with float64 by the rule of `bench_check`, run twice for equal bits, and its dropout
 masks are compared with the formula; unwritten memory is filled with NaN. So are the passes between the
-products and the loss. It prints one line for each case; the exit status is 1 if anything is wrong.
+products, the loss and attention over pages. It prints one line for each case; the exit status is 1 if
+anything is wrong.
 
 What is known least comes first: Triton in bfloat16, the passes, then layers with dropout. The file is written
 after each case, and the same command resumes from it if device, versions, commit and sources are the same.
@@ -33,6 +34,7 @@ from plait_kernels.bench import environment, resumed, write
 from plait_kernels.bench_check import check
 from plait_kernels.dropout import keep_mask
 from plait_kernels.loss import labelled_cross_entropy
+from plait_kernels.paged import PagedRows, PageShape, Span, attend_by_products, attend_by_triton
 from plait_kernels.synthetic import Problem, Shape, problem
 from plait_kernels.tiles import Choice
 from plait_kernels.triton_backend import TRITON
@@ -207,11 +209,25 @@ def _loss(head: Tensor, x: Tensor, _: Tensor, backend: str) -> Both:
     return nll, torch.autograd.grad(loss, rows)[0]
 
 
+def _paged(pool: Tensor, x: Tensor, _: Tensor, backend: str) -> Both:
+    """Attention over pages of 7 tokens, of a prompt and of single rows; capped and with a window, too."""
+    order = torch.randperm(1000, generator=torch.Generator().manual_seed(0)).tolist()
+    spans = [Span(0, 20, 0, prompt=True), *(Span(20 + n, 1, 57 * n, prompt=False) for n in range(17))]
+    pages = [order[:3], *([order[n + k] for k in range(140)] for n in range(17))]
+    rows, both = PagedRows(pages, spans, x.device), []
+    for softcap, window in ((None, None), (2.0, 300)):
+        shape = PageShape(7, 1, 4, 64, 3.0, softcap, window)
+        both.append(x.new_empty(37, 256))
+        (attend_by_triton if backend else attend_by_products)(both[-1], x, pool, rows, shape)
+    return both[0], both[1]
+
+
 _PASSES: dict[str, Callable[[Tensor, Tensor, Tensor, str], Both]] = {
     "norm": _norm,
     "gated MLP": _gated,
     "rotation": _rotated,
     "loss": _loss,
+    "paged": _paged,
 }
 
 

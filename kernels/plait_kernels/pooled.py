@@ -2,8 +2,8 @@
 
 A vector is one rank's row of A or column of B at one site. Each adapter has a table of where its vectors
 begin, so adapters of any rank share a batch, without padding and without a copy of what a layer needs.
-Single rows go through one kernel, compiled C on a CPU and Triton elsewhere. Prompts go through compiled C if
-they are short, else through torch's products, which are also the reference.
+Single rows go through one kernel, Triton with that backend and else, on a CPU, compiled C. Prompts go through
+compiled C if they are short, else through torch's products, which are also the reference.
 """
 
 from __future__ import annotations
@@ -182,7 +182,13 @@ class _Launched:
 
 
 def pooled_linear(
-    x: Tensor, weight: Weight, bias: Tensor | None, names: Sequence[str], rows: PooledRows
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None,
+    names: Sequence[str],
+    rows: PooledRows,
+    *,
+    backend: str = "",
 ) -> Tensor:
     """x Wᵀ + b, plus each row's own adapter: h = x Wᵀ + b + s x Aᵀ Bᵀ. Without gradients.
 
@@ -190,6 +196,7 @@ def pooled_linear(
         x: (tokens, in).
         weight: (sum of out, in): the sites' rows one after the other.
         names: the sites, all of one layer, side by side.
+        backend: the backend of the model's kernels.
 
     Raises:
         KernelError: a site is not in the pool.
@@ -200,12 +207,15 @@ def pooled_linear(
         raise KernelError(f"sites {unknown}", "a layer's sites are in its pool")
     whole = dense(weight)
     out = linear(x, whole, bias)
-    if _by_compiled(out, x, named, rows):
+    if backend == TRITON.name and TRITON.runs(x.device, x.dtype):
+        if rows.single:
+            add_by_triton(out, x, rows.pool.storage[rows.pool.index[named[0]]], named, rows)
+        add_by_products(out, x, named, rows.pool, rows.spans)
+    elif _by_compiled(out, x, named, rows):
         add_by_products(out, x, named, rows.pool, rows.long)
     else:
-        if rows.single and not _by_triton(out, x, named, rows):
-            add_by_products(out, x, named, rows.pool, [(row, row + 1, each) for row, each in rows.single])
-        add_by_products(out, x, named, rows.pool, rows.spans)
+        single = [(row, row + 1, each) for row, each in rows.single]
+        add_by_products(out, x, named, rows.pool, (*single, *rows.spans))
     if rows.others is not None:
         call = layer_call(rows.others.bank, rows.others, named, len(whole))
         reference.add_forward(out, x, whole, bias, call, (*call.owners, *call.others))
@@ -296,14 +306,6 @@ def _by_compiled(out: Tensor, x: Tensor, names: tuple[str, ...], rows: PooledRow
     )
     if failed:
         raise MemoryError("no memory for the rows of adapters")
-    return True
-
-
-def _by_triton(out: Tensor, x: Tensor, names: tuple[str, ...], rows: PooledRows) -> bool:
-    """Add the single rows' adapters by Triton; whether it runs here."""
-    if x.device.type == "cpu" or not TRITON.runs(x.device, x.dtype):
-        return False
-    add_by_triton(out, x, rows.pool.storage[rows.pool.index[names[0]]], names, rows)
     return True
 
 

@@ -30,7 +30,7 @@ from plait.serve.engine import Engine, complete
 from plait.serve.folders import FolderAdapters
 from plait.serve.requests import Completion, GrowingText, Request, Sampling, Update
 from plait.serve.scheduler import Demand
-from plait_kernels import Bank
+from plait_kernels import Bank, paged, pooled, triton_backend
 
 LENGTHS = (3, 11, 1, 20)
 NEW = 12
@@ -184,6 +184,51 @@ def test_forty_requests_in_a_pool_for_fewer_are_each_as_alone_and_as_pefts(serve
             assert score.top[0][0] == token
             assert score.log_probability == pytest.approx(float(logs[token]), abs=1e-4)
             assert all(value == pytest.approx(float(logs[each]), abs=1e-4) for each, value in score.top)
+
+
+@pytest.fixture
+def by_triton(served: Served) -> Iterator[Served]:
+    """The same with Triton's kernels, in its interpreter."""
+    if not triton_backend.available(served.base.device):
+        pytest.skip("Triton runs on a CPU only in its interpreter, which is off where there is a GPU")
+    before = served.base.backend
+    served.base.install(backend="triton")
+    yield served
+    served.base.install(backend=before)
+
+
+def test_forty_requests_by_triton_are_each_as_alone_by_compiled_code(
+    by_triton: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: set[str] = set()
+    for module in (paged, pooled):
+        launch = module.launch
+        monkeypatch.setattr(
+            module,
+            "launch",
+            lambda kernel, *given, launch=launch, **named: (
+                launched.add(kernel.fn.__name__),
+                launch(kernel, *given, **named),
+            )[1],
+        )
+    sampled = replace(FREE, max_new_tokens=4, temperature=0.9, top_p=0.8)
+    requests = [
+        Request(
+            each.tokens[:12],
+            each.adapter,
+            replace(FREE if number % 3 else sampled, max_new_tokens=1 + number % 4, seed=number),
+        )
+        for number, each in enumerate(by_triton.requests(40))
+    ]
+    begun = requests[1].tokens * 40  # two of one prompt, of several pages and one token
+    requests[20:22] = [Request(begun[:33], "rank8", sampled)] * 2
+    engine = by_triton.engine()
+    found = join_at_random(engine, requests)
+    assert engine.scheduler.pool.unused == engine.scheduler.pool.pages
+    assert launched == {"attend", "down", "up"}
+    by_triton.base.install(backend="reference")
+    for index, request in enumerate(requests):
+        assert ended(found[index]).tokens == by_triton.alone(request).tokens
 
 
 def test_sampled_answers_do_not_depend_on_the_batch(served: Served) -> None:

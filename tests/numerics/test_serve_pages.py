@@ -46,7 +46,8 @@ class Stored:
         cache = PagedCache([self.pool.clone()], TOKENS)
         cache._few = few
         starts, lengths = zip(*(self.requests[number] for number in chosen), strict=True)
-        cache.place([self.tables[number] for number in chosen], starts, lengths, len(chosen))
+        tables, answered = [self.tables[number] for number in chosen], [rows == 1 for rows in lengths]
+        cache.place(tables, starts, lengths, len(chosen), answered)
         firsts = torch.tensor([0, *(rows for _, rows in self.requests)]).cumsum(0).tolist()
         rows = torch.cat([self.rows[firsts[number] : firsts[number + 1]] for number in chosen])
         nothing = MicrobatchContext(torch.zeros(0), torch.zeros(0), (0,))

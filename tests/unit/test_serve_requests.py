@@ -96,7 +96,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(top_p: float, monkeypatch:
     kept = tokens[:count]
     wanted = torch.zeros(40, dtype=torch.float64)
     wanted[kept] = shares[kept] / shares[kept].sum()
-    found = torch.bincount(torch.tensor(drawn), minlength=40).double() / every
+    found = torch.bincount(torch.tensor([each.token for each in drawn]), minlength=40).double() / every
     assert float((found - wanted).abs().max()) <= 1.01 / every
 
 

@@ -81,6 +81,7 @@ class BaseModel:
 
     Attributes:
         vocabulary: number of logits of a row, of all processes together.
+        backend: what computes the adapters' part of the linear layers.
 
     Raises:
         ModelError: the model cannot be run as blocks, or its blocks give logits other than the whole model's.
@@ -110,6 +111,7 @@ class BaseModel:
         self.vocabulary = int(self._parts.head.weight.shape[0])
         self._tokens = slice(0, self.vocabulary)  # that are here
         self._binding = Binding()
+        self.backend = self._binding.backend
         self.linears: tuple[LinearInfo, ...] = find_linears(model, self._parts.prefix)
         self.outside = find_outside(model, self.linears)
         self._groups: list[list[LinearGroup]] = [[] for _ in self.own]
@@ -213,7 +215,7 @@ class BaseModel:
 
     def install(self, *, backend: str) -> None:
         """Choose the backend that computes the adapters' part of the linear layers."""
-        self._binding.backend = backend
+        self.backend = self._binding.backend = backend
 
     # ---- stages ---------------------------------------------------------------------------------------
 
@@ -441,10 +443,12 @@ class BaseModel:
         if key not in context.shared:
             like = torch.empty(0, dtype=self.dtype, device=self.device)
             tokens = rotary(like, context.position_ids.unsqueeze(0), *kind)
-            most = context.longest if context.cache is None else int(context.position_ids.max()) + 1
-            longest = torch.arange(most, device=self.device)
-            cos, sin = rotary(like, longest.unsqueeze(0), *kind)
-            context.shared[key] = Rotation(tokens, (cos.squeeze(0), sin.squeeze(0)))
+            tables = None
+            if context.cache is None:
+                longest = torch.arange(context.longest, device=self.device)
+                cos, sin = rotary(like, longest.unsqueeze(0), *kind)
+                tables = cos.squeeze(0), sin.squeeze(0)
+            context.shared[key] = Rotation(tokens, tables)
         return context.shared[key]
 
     # ---- preparing the model --------------------------------------------------------------------------

@@ -37,11 +37,12 @@ class Rotation:
 
     Attributes:
         tokens: cos and sin for each token, (1, tokens, rotated size) each.
-        tables: cos and sin by position, (longest, rotated size) each.
+        tables: cos and sin by position, (longest, rotated size) each; None beside a cache, which has rows of
+            any positions.
     """
 
     tokens: tuple[Tensor, Tensor]
-    tables: tuple[Tensor, Tensor]
+    tables: tuple[Tensor, Tensor] | None
 
 
 @dataclass(slots=True, eq=False)

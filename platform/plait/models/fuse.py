@@ -177,14 +177,17 @@ class RotaryAttention:
         qkv = self.group.merged(hidden_states if flat else hidden_states.squeeze(0))
         now = now_running()
         packed = now.context
-        if packed.cache is None and passes.by_triton(now.backend, qkv):
+        by_triton = passes.by_triton(now.backend, qkv)
+        if by_triton:
             qkv = rotated_merged(qkv, self.heads.turned, position_embeddings)
+        elif packed.cache is not None:
+            qkv = self.rotated(qkv, position_embeddings)
+        if packed.cache is not None:
+            out = packed.cache.attend(self.layer, qkv, self.heads, self.rule, packed)
+        elif by_triton:
             out = attend(qkv, self.heads, packed, self.rule, now.backend)
-        elif packed.cache is None:
-            out = packed_attention(qkv, self.heads, packed.layout, self.rule, now.tables)
         else:
-            rotated = self.rotated(qkv, position_embeddings)
-            out = packed.cache.attend(self.layer, rotated, self.heads, self.rule, packed)
+            out = packed_attention(qkv, self.heads, packed.layout, self.rule, now.tables)
         out = self.output.forward(out)
         return out if flat else out.unsqueeze(0), None
 

@@ -66,10 +66,10 @@ class LinearGroup:
         if routing is None:
             return frozen_linear(x, self.weight, self.bias)
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        backend = self.binding.backend
         if isinstance(routing, PooledRows):
-            out = pooled_linear(rows, self.weight, self.bias, self.names, routing)
+            out = pooled_linear(rows, self.weight, self.bias, self.names, routing, backend=backend)
         else:
-            backend = self.binding.backend
             out = multi_lora_linear(
                 rows, self.weight, self.bias, self.names, routing.bank, routing, backend=backend
             )

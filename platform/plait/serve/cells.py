@@ -26,6 +26,7 @@ from plait_kernels.pooled import (
     place_vectors,
     places,
 )
+from plait_kernels.uploads import table, upload
 
 LEAST_PAGE, MOST_PAGE = 16, 64  # tokens of a page
 Weights = Mapping[str, tuple[Tensor, ...]]
@@ -368,7 +369,7 @@ class CellStore:
         placement = self.layout.placement(adapter)
         page, inside = placement.page, placement.inside
         at = torch.tensor(pages)[page.clamp(min=0)] * self.layout.elements + inside
-        offsets = torch.where(page < 0, -1, at).to(self._pool[0].device)
+        offsets = upload(torch.where(page < 0, -1, at), self._pool[0].device)
         placed = PooledAdapter(adapter.rank, adapter.scale, adapter.sites, offsets)
         if self._direct:
             self._place_directly(adapter, placed)
@@ -389,7 +390,7 @@ class CellStore:
 
     def _place_packed(self, packed: Sequence[Tensor], placement: Placement, pages: Sequence[int]) -> None:
         device = self._pool[0].device
-        own = torch.tensor(pages, device=device)
+        own = table(pages, device)
         left = iter(packed)
         for layer, pieces in zip(self._pool, placement.layers, strict=True):
             for piece in pieces:

@@ -19,11 +19,12 @@ from plait.models.context import MicrobatchContext
 from plait.serve.cells import MOST_PAGE, Adapter, AdapterSource, CellLayout, CellStore, page_tokens
 from plait.serve.pages import PagedCache, token_elements
 from plait.serve.requests import Completion, GrowingText, Reason, Request, Score, Update
-from plait.serve.sampling import choose_tokens, score_rows, score_tokens
+from plait.serve.sampling import Chosen, choose_tokens, score_rows
 from plait.serve.scheduler import Demand, Need, Scheduler, Shared
 from plait_kernels import RoutedSegment, Routing, RowCounters
 from plait_kernels.loss import chunk_rows
 from plait_kernels.pooled import AdapterPool, PooledAdapter, PooledRows
+from plait_kernels.uploads import table, together
 
 READ_AHEAD = 8  # requests at the head of the queue whose adapters are read before they have room
 AHEAD = 512  # requests that wait in the queue where all are known in advance
@@ -100,7 +101,7 @@ class Engine:
         self.scheduler = Scheduler(pages, most_prompt_tokens=most_prompt_tokens, most=most)
         shape = pages, self._layout.elements
         pool = [torch.zeros(shape, dtype=base.dtype, device=base.device) for _ in layers]
-        self._cache = PagedCache(pool, self.page_tokens)
+        self._cache = PagedCache(pool, self.page_tokens, base.backend)
         storage = [pool[index].view(-1) for index, own in enumerate(layers) for _ in own]
         self._pool = AdapterPool(base.sites, tuple(storage))
         known = (lambda _: False) if adapters is None else adapters.knows
@@ -220,19 +221,18 @@ class Engine:
     def _generated(self, hidden: Tensor, rows: Sequence[tuple[int, _Running, int]]) -> list[Update]:
         """A token for each request, from its last row."""
         numbers, batch, ends = zip(*rows, strict=True)
-        logits = self._base.head(hidden[torch.tensor(ends, device=hidden.device) - 1])
+        last = table([end - 1 for end in ends], hidden.device)
+        logits = self._base.head(hidden.index_select(0, last))
         samplings = [each.request.sampling for each in batch]
-        finite = torch.isfinite(logits.amax(-1)).tolist()
-        tokens = choose_tokens(logits, samplings, [len(each.new) for each in batch])
-        scores = score_tokens(logits, samplings, tokens)
-        given = zip(numbers, batch, tokens, scores, finite, strict=True)
-        return [self._take(*each) for each in given]
+        chosen = choose_tokens(logits, samplings, [len(each.new) for each in batch])
+        return [self._take(*each) for each in zip(numbers, batch, chosen, strict=True)]
 
     def _scored(self, hidden: Tensor, rows: Sequence[tuple[int, _Running, int]]) -> list[Update]:
         """The scores of requests' tokens, from the rows before them; these requests end."""
         chosen = [at for _, each, end in rows for at in range(end - each.request.scored, end)]
         targets = [token for _, each, _ in rows for token in each.request.tokens[-each.request.scored :]]
-        scores = score_rows(self._base.head, hidden[chosen], targets, chunk_rows(self._base.vocabulary))
+        picked = hidden.index_select(0, table(chosen, hidden.device))
+        scores = score_rows(self._base.head, picked, targets, chunk_rows(self._base.vocabulary))
         updates, start = [], 0
         for number, each, _ in rows:
             own = tuple(scores[start : start + each.request.scored])
@@ -290,16 +290,17 @@ class Engine:
         device = self._base.device
         spans = zip(starts, lengths, strict=True)
         positions = [position for start, length in spans for position in range(start, start + length)]
+        tokens = [token for own in rows for token in own]
+        sent = together([torch.tensor(tokens), torch.tensor(positions)], device)
         context = MicrobatchContext(
-            torch.tensor([token for own in rows for token in own], device=device),
-            torch.tensor(positions, device=device),
+            sent[0],
+            sent[1],
             offsets,
             self._routing(batch, offsets),
             cache=self._cache,
         )
-        self._cache.place(
-            [each.pages for each in batch], starts, lengths, sum(1 for start in starts if start)
-        )
+        begun, answered = sum(1 for start in starts if start), [bool(each.new) for each in batch]
+        self._cache.place([each.pages for each in batch], starts, lengths, begun, answered)
         hidden = self._base.hidden(context)
         for each, length in zip(batch, lengths, strict=True):
             each.stored += length
@@ -328,8 +329,10 @@ class Engine:
         ):
             members = list(group)
             each, start, stop = members[0][0], members[0][1], members[-1][2]
+            if each.adapter is None:
+                continue
             if each.placed is None:
-                others += [RoutedSegment(each.request.adapter, start, stop)]
+                others.append(RoutedSegment(each.request.adapter, start, stop))
             elif each.stored:
                 single += [(row, each.placed) for row in range(start, stop)]
             else:
@@ -341,8 +344,9 @@ class Engine:
             routing = Routing.build(self._adapters.bank, others, counters, training=False)
         return PooledRows(self._pool, tuple(single), tuple(prompts), routing)
 
-    def _take(self, number: int, each: _Running, token: int, score: Score | None, finite: bool) -> Update:
+    def _take(self, number: int, each: _Running, chosen: Chosen) -> Update:
         """Give a request its token."""
+        token, score, finite = chosen.token, chosen.score, chosen.finite
         reason: Reason | None = None if finite else "not finite"
         new = finite and token not in each.ending
         if finite and not new:

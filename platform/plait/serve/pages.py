@@ -1,7 +1,7 @@
 """Keys and values in the pool's pages, and attention over them.
 
-A seam: on a CPU, requests with few rows go through compiled code, which reads the pages; others, and those on
-other devices, through torch, which copies keys and values out of them, and is the reference.
+A seam: with the backend ``triton`` rows go through its kernel, on a CPU those of requests with few through
+compiled code; both read the pages where they lie. Others go through torch, which copies keys and values out.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from plait.models.attention import AttentionLayout, AttentionRule, Heads, packed
 from plait.models.base import BaseModel
 from plait.models.context import MicrobatchContext
 from plait.models.elementwise import PagesShape, attend_pages, compiled
+from plait_kernels import passes
+from plait_kernels.paged import PagedRows, PageShape, Span, attend_by_triton, attend_rows
+from plait_kernels.uploads import together, upload
 
 FEW = 8  # rows of one request for which compiled code is the faster
 GATHERED = 2**25  # elements of keys and values that are copied out of their pages at once
@@ -29,11 +32,12 @@ class _Sizes:
         self.elements = 1
 
     def attend(
-        self, _layer: int, qkv: Tensor, heads: Heads, rule: AttentionRule, context: MicrobatchContext
+        self, _layer: int, qkv: Tensor, heads: Heads, _rule: AttentionRule, _context: MicrobatchContext
     ) -> Tensor:
-        """See ``AttentionStore``."""
-        self.elements = max(self.elements, 2 * heads.shared * (qkv.shape[-1] // heads.total))
-        return packed_attention(qkv, heads, context.layout, rule)
+        """See ``AttentionStore``; the result is not looked at."""
+        size = qkv.shape[-1] // heads.total
+        self.elements = max(self.elements, 2 * heads.shared * size)
+        return qkv.new_zeros(len(qkv), heads.query * size)
 
 
 @torch.no_grad()
@@ -68,28 +72,41 @@ class PagedCache:
 
     Args:
         pool: each layer's pages, (pages, elements).
+        backend: the backend of the model's kernels.
     """
 
-    def __init__(self, pool: Sequence[Tensor], page_tokens: int) -> None:
+    def __init__(self, pool: Sequence[Tensor], page_tokens: int, backend: str = "") -> None:
         self._pool = pool
         self._page_tokens = page_tokens
         self._device = pool[0].device
+        self._triton = passes.by_triton(backend, pool[0])
         self._few = 0 if compiled("attend", pool[0]) is None else FEW
 
     def place(
-        self, tables: Sequence[Sequence[int]], starts: Sequence[int], lengths: Sequence[int], begun: int
+        self,
+        tables: Sequence[Sequence[int]],
+        starts: Sequence[int],
+        lengths: Sequence[int],
+        begun: int,
+        answered: Sequence[bool],
     ) -> None:
         """Set the pages of each request, its earlier tokens and its rows; the first ``begun`` requests have
-        earlier tokens, the others none."""
+        earlier tokens, the others none. The rows of those not ``answered`` yet are a prompt's."""
         longest = max(map(len, tables))
         padded = torch.tensor([[*table, *[0] * (longest - len(table))] for table in tables])
         counts = torch.tensor(lengths)
         owner = torch.repeat_interleave(torch.arange(len(tables)), counts)
         ends = counts.cumsum(0)
         positions = torch.arange(len(owner)) - (ends - counts - torch.tensor(starts))[owner]
-        self._rows = self._at(padded[owner, positions // self._page_tokens], positions)
-        self._begun = int(ends[begun - 1]) if begun else 0
+        pages, inside = padded[owner, positions // self._page_tokens], positions % self._page_tokens
+        self._rows = tuple(together([pages, inside], self._device))
         firsts = ends - counts
+        if self._triton:
+            given = zip(firsts.tolist(), lengths, starts, answered, strict=True)
+            spans = [Span(row, rows, start, prompt=not done) for row, rows, start, done in given]
+            self._paged = PagedRows(tables, spans, self._device)
+            return
+        self._begun = int(ends[begun - 1]) if begun else 0
         self._tables, self._longest = padded, self._page_tokens * longest
         few = ((counts <= self._few) & (torch.arange(len(tables)) < begun))[owner].nonzero()[:, 0]
         self._direct = torch.stack((few, owner[few], positions[few]), dim=1)
@@ -104,12 +121,9 @@ class PagedCache:
         """Requests with equally many rows, of which each begins at one of ``firsts``."""
         own = firsts[:, None] + torch.arange(rows)
         keys = torch.arange(int(positions[own].max()) + 1)
-        pages, inside = self._at(tables[:, keys // self._page_tokens], keys)
-        return _Group(own.to(self._device), positions[own].to(self._device), pages, inside)
-
-    def _at(self, pages: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        inside = (positions % self._page_tokens).expand_as(pages)
-        return pages.to(self._device), inside.to(self._device)
+        pages = tables[:, keys // self._page_tokens]
+        inside = (keys % self._page_tokens).expand_as(pages)
+        return _Group(*(upload(each, self._device) for each in (own, positions[own], pages, inside)))
 
     def attend(
         self, layer: int, qkv: Tensor, heads: Heads, rule: AttentionRule, context: MicrobatchContext
@@ -121,6 +135,23 @@ class PagedCache:
         stored = self._pool[layer][:, : math.prod(shape)].view(-1, *shape)
         stored[self._rows] = x[:, heads.query :].view(len(x), *shape[1:])
         out = torch.empty(len(x), heads.query * x.shape[-1], dtype=qkv.dtype, device=qkv.device)
+        size = x.shape[-1]
+        pages = PageShape(
+            self._page_tokens, heads.shared, heads.group, size, rule.scale, rule.softcap, rule.window
+        )
+        if self._triton:
+            attend_by_triton(out, qkv, self._pool[layer], self._paged, pages)
+        else:
+            self._attend(out, qkv, layer, heads, rule, pages)
+        return out
+
+    def _attend(
+        self, out: Tensor, qkv: Tensor, layer: int, heads: Heads, rule: AttentionRule, pages: PageShape
+    ) -> None:
+        """The same without Triton, once the new keys and values are stored."""
+        shape = (self._page_tokens, 2, heads.shared, pages.size)
+        stored = self._pool[layer][:, : math.prod(shape)].view(-1, *shape)
+        x = qkv.view(len(qkv), heads.total, -1)
         if len(self._direct):
             self._attend_directly(out, qkv, self._pool[layer], heads, rule)
         for group in self._groups:
@@ -129,11 +160,9 @@ class PagedCache:
                 some = slice(first, first + most)
                 rows = group.rows[some]
                 keys, values = stored[group.pages[some], group.inside[some]].unbind(2)
-                q = x[rows, : heads.query]
-                out[rows] = attend_rows(q, keys, values, group.positions[some], heads, rule)
+                out[rows] = attend_rows(x[rows, : heads.query], keys, values, group.positions[some], pages)
         if self._layout is not None:
             out[self._begun :] = packed_attention(qkv[self._begun :], heads, self._layout, rule)
-        return out
 
     def _attend_directly(
         self, out: Tensor, qkv: Tensor, pool: Tensor, heads: Heads, rule: AttentionRule
@@ -142,28 +171,3 @@ class PagedCache:
         window, cap = rule.window or self._longest, rule.softcap or 0.0
         rule_and_sizes = PagesShape(*sizes, window, rule.scale, cap)
         attend_pages(out, qkv, pool, self._tables, self._direct, rule_and_sizes)
-
-
-def attend_rows(
-    q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, heads: Heads, rule: AttentionRule
-) -> Tensor:
-    """Query rows against their samples' keys: (samples, rows, heads, size) to (samples, rows, heads · size).
-
-    Args:
-        keys, values: (samples, longest, shared, size), of which those up to a row's position count. The
-            others may hold anything.
-        positions: (samples, rows), rising in a sample.
-    """
-    grouped = q.reshape(*q.shape[:2], heads.shared, heads.group, -1)
-    scores = torch.einsum("brsgd,bksd->brsgk", grouped, keys).float() * rule.scale
-    if rule.softcap is not None:
-        scores = rule.softcap * torch.tanh(scores / rule.softcap)
-    key = torch.arange(keys.shape[1], device=q.device)
-    hidden = key > positions.unsqueeze(2)
-    if rule.window is not None:
-        hidden |= key <= positions.unsqueeze(2) - rule.window
-    scores.masked_fill_(hidden[:, :, None, None], -torch.inf)
-    weights = torch.softmax(scores, dim=-1).to(q.dtype)
-    unseen = hidden.all(1)[..., None, None]
-    values = values.masked_fill(unseen, 0.0)  # no weight would hide what is not finite
-    return torch.einsum("brsgk,bksd->brsgd", weights, values).flatten(2)

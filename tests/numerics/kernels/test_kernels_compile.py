@@ -85,6 +85,25 @@ def test_the_passes_compile_and_fit_every_generation():
         assert binary["narrow"] == 0, binary
 
 
+@pytest.mark.timeout(1200)
+def test_attention_over_pages_compiles_and_fits_every_generation():
+    found = _compiled("80,90,100", "paged")
+    for capability in (80, 90, 100):
+        own = [each for each in found if each["capability"] == capability]
+        kinds = {(each["kernel"], each["case"]["dtype"], each["case"]["size"]) for each in own}
+        assert len([kind for kind in kinds if kind[0] == "attend"]) == 5
+        assert {each["kernel"] for each in own} == {"attend", "join"}
+    for binary in found:
+        exact = binary["case"]["dtype"] == "torch.float32"
+        assert binary["atomics"] == [], binary
+        assert (binary["tensor_cores"] > 0) == (binary["kernel"] == "attend" and not exact), binary
+        allowed = 0 if binary["capability"] == 90 and not exact else FEW_BYTES
+        assert binary["spilled"] <= allowed, binary
+        assert binary["shared"] <= SMALL_MEMORY, binary
+        assert binary["wide"] > 0, binary
+        assert binary["narrow"] == 0, binary
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("capability", [80, 90, 100])

@@ -2,7 +2,7 @@
 
 Triton's own launch path runs, with the arguments, alignment and constants that a device would see, up to the
 binary that ptxas writes; only the launch itself is left out. Run by test_kernels_compile.py in a process of
-its own, since Triton's interpreter is on in the tests': `CAPABILITY[,CAPABILITY…] all|sample|passes`.
+its own, since Triton's interpreter is on in the tests': `CAPABILITY[,CAPABILITY…] all|sample|passes|paged`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import triton
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from plait_kernels import AdapterStep, Bank, Site, joint_adamw, loss, passes
+from plait_kernels import AdapterStep, Bank, Site, joint_adamw, loss, paged, passes
 from plait_kernels.absent import AbsentDevice
 from plait_kernels.layer import layer_call
 from plait_kernels.plain import GELU_TANH, SILU
@@ -43,6 +43,11 @@ ALL = [
     (torch.float16, (16, 16), 0.0, (64,), False),
     (torch.float32, (3, 100), 0.1, (64, 32), True),
     (torch.float32, (16, 16), 0.0, (48, 9), False),
+]
+
+PAGED = [
+    *((torch.bfloat16, size) for size in (64, 128, 256)),
+    *((torch.float32, size) for size in (128, 256)),
 ]
 
 
@@ -135,6 +140,17 @@ def launch_loss(dtype: torch.dtype) -> None:
             loss.fused_chunk(hidden, whole, targets, weights, slice(0, 4), torch.zeros(4), grad)
 
 
+def launch_paged(dtype: torch.dtype, size: int) -> None:
+    """Attention over pages: a prompt and single rows, of few and of many keys."""
+    shape = paged.PageShape(16, 8, 4, size, 0.1, 50.0 if size == 256 else None)
+    pool = torch.zeros(50, 16 * 16 * size, dtype=dtype)
+    qkv, out = torch.zeros(3, 48 * size, dtype=dtype), torch.zeros(3, 32 * size, dtype=dtype)
+    for last in (20, 700):
+        spans = [paged.Span(0, 1, last, prompt=False), paged.Span(1, 2, 0, prompt=True)]
+        rows = paged.PagedRows([range(50), (1,)], spans, pool.device)
+        paged.attend_by_triton(out, qkv, pool, rows, shape)
+
+
 def launch_adamw(dtype: torch.dtype) -> None:
     """One step of one adapter."""
     bank = Bank([Site("q", 0, 64, 64)], device="cpu", compute_dtype=dtype)
@@ -168,6 +184,9 @@ def main(capabilities: list[int], which: str) -> None:
         for values in {"all": ALL, "sample": SAMPLE}.get(which, ()):
             current = dict(zip(CASE, values, strict=True))
             launch(current, which == "all")
+        for dtype, size in PAGED if which == "paged" else ():
+            current = {"dtype": dtype, "size": size}
+            launch_paged(dtype, size)
         if which == "passes":
             current = {"dtype": torch.bfloat16}
             launch_passes(torch.bfloat16)

@@ -1,0 +1,238 @@
+"""Attention of rows over keys and values that lie in pages of a pool, for generation. Without gradients.
+
+A page has each token's keys, then its values, of all heads. A request's table names its pages in order. By
+Triton they are read where they lie; :func:`attend_by_products`, the reference, copies them.
+
+A row's sums have one order, which depends on its position alone: its bits depend neither on what shares the
+batch nor on where pages lie. A prompt's rows go by tiles of several, also where only one of them is left to
+run; the row of a new token by itself. Its keys are read in chunks of ``CHUNK``, by programs of their own,
+since there may be few such rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait_kernels.launching import launch, room
+from plait_kernels.uploads import together, upload
+
+CHUNK = 256  # keys of a single row that one program reads
+_EVERY = 2**30  # keys: more than there are
+_LOG2E = math.log2(math.e)
+_PROMPT_ROWS = (
+    64  # of a tile, times query heads; float32's products have fewer, since no tensor core has them
+)
+_FEWEST_ROWS = 16  # that a product has
+
+
+@dataclass(frozen=True, slots=True)
+class PageShape:
+    """How keys and values lie in a page, and the rule of attention over them.
+
+    Attributes:
+        tokens: of a page.
+        shared: key and value heads.
+        group: query heads of each.
+        size: features of a head.
+        scale, softcap: scores are softcap · tanh(scale · q·k / softcap); None: scale · q·k.
+        window: keys that a row sees, its own the last; None: all.
+    """
+
+    tokens: int
+    shared: int
+    group: int
+    size: int
+    scale: float
+    softcap: float | None = None
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A request's rows: the first one's number and position, how many, and whether they are its prompt's."""
+
+    row: int
+    rows: int
+    position: int
+    prompt: bool
+
+
+class PagedRows:
+    """The rows of one iteration and the pages of their requests; made once for all layers.
+
+    Args:
+        pages: of each request, in the order of its tokens.
+        spans: the rows of each.
+
+    Attributes:
+        tables: (requests, longest) int32, the pages.
+        single: (n, 4) int32, the rows of new tokens: row, 1, request, position.
+    """
+
+    def __init__(self, pages: Sequence[Sequence[int]], spans: Sequence[Span], device: torch.device) -> None:
+        self.pages, self.spans = pages, spans
+        longest = max(map(len, pages))
+        padded = [[*own, *[0] * (longest - len(own))] for own in pages]
+        self._positions = [each.position for each in spans if not each.prompt]
+        self._device = device
+        self.tables, self.single = together(
+            [torch.tensor(padded, dtype=torch.int32), self._tiles(1, prompt=False)], device
+        )
+        self._prompts: dict[int, Tensor] = {}
+
+    def prompts(self, most: int) -> Tensor:
+        """(n, 4) int32, the prompts' rows in tiles of at most so many: first row, rows, request, position."""
+        if most not in self._prompts:
+            tiles = self._tiles(most, prompt=True)
+            self._prompts[most] = upload(tiles, self._device) if len(tiles) else tiles
+        return self._prompts[most]
+
+    def chunks(self, window: int | None) -> int:
+        """Most chunks of the keys of a single row."""
+        firsts = (0 if window is None else max(0, last - window + 1) for last in self._positions)
+        both = zip(firsts, self._positions, strict=True)
+        return max((last // CHUNK - first // CHUNK + 1 for first, last in both), default=0)
+
+    def _tiles(self, most: int, *, prompt: bool) -> Tensor:
+        tiles = [
+            (each.row + first, min(most, each.rows - first), request, each.position + first)
+            for request, each in enumerate(self.spans)
+            if each.prompt == prompt
+            for first in range(0, each.rows, most)
+        ]
+        return torch.tensor(tiles, dtype=torch.int32).view(-1, 4)
+
+
+def attend_by_products(out: Tensor, qkv: Tensor, pool: Tensor, rows: PagedRows, shape: PageShape) -> None:
+    """Fill the rows of ``out`` by torch's products over copies: the reference of :func:`attend_by_triton`.
+
+    Args:
+        out: (tokens, query heads · size).
+        qkv: (tokens, …), beginning with the query heads.
+        pool: (pages, elements), of which each begins with (tokens, 2, shared, size). The rows' own keys and
+            values are there.
+    """
+    used = math.prod((shape.tokens, 2, shape.shared, shape.size))
+    stored = pool[:, :used].view(-1, shape.tokens, 2, shape.shared, shape.size)
+    heads = shape.shared * shape.group
+    for own, each in zip(rows.pages, rows.spans, strict=True):
+        end = each.position + each.rows
+        pages = torch.tensor(own[: -(-end // shape.tokens)], device=pool.device)
+        keys, values = stored[pages].flatten(0, 1)[None, :end].unbind(2)
+        some = slice(each.row, each.row + each.rows)
+        q = qkv[some, : heads * shape.size].reshape(1, each.rows, heads, shape.size)
+        positions = torch.arange(each.position, end, device=pool.device)[None]
+        out[some] = attend_rows(q, keys, values, positions, shape)[0]
+
+
+def attend_rows(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, shape: PageShape) -> Tensor:
+    """Query rows against their samples' keys: (samples, rows, heads, size) to (samples, rows, heads · size).
+
+    Args:
+        keys, values: (samples, longest, shared, size), of which those up to a row's position count. The
+            others may hold anything.
+        positions: (samples, rows), rising in a sample.
+    """
+    grouped = q.reshape(*q.shape[:2], shape.shared, shape.group, -1)
+    scores = torch.einsum("brsgd,bksd->brsgk", grouped, keys).float() * shape.scale
+    if shape.softcap is not None:
+        scores = shape.softcap * torch.tanh(scores / shape.softcap)
+    key = torch.arange(keys.shape[1], device=q.device)
+    hidden = key > positions.unsqueeze(2)
+    if shape.window is not None:
+        hidden |= key <= positions.unsqueeze(2) - shape.window
+    scores.masked_fill_(hidden[:, :, None, None], -torch.inf)
+    weights = torch.softmax(scores, dim=-1).to(q.dtype)
+    unseen = hidden.all(1)[..., None, None]
+    values = values.masked_fill(unseen, 0.0)  # no weight would hide what is not finite
+    return torch.einsum("brsgk,bksd->brsgd", weights, values).flatten(2)
+
+
+def attend_by_triton(out: Tensor, qkv: Tensor, pool: Tensor, rows: PagedRows, shape: PageShape) -> None:
+    """Fill the rows of ``out`` by Triton; arguments as for :func:`attend_by_products`."""
+    chunks = rows.chunks(shape.window)
+    most = _tile_rows(qkv.dtype, shape)
+    prompts = rows.prompts(most // shape.group)
+    if len(prompts):
+        _attend(out, qkv, pool, rows.tables, prompts, shape, most, chunks=1)
+    if not chunks:
+        return
+    most = max(_FEWEST_ROWS, _power(shape.group))
+    parts = _attend(out, qkv, pool, rows.tables, rows.single, shape, most, chunks=chunks, chunk=CHUNK)
+    if parts is not None:
+        _join(out, parts, rows.single, shape, chunks)
+
+
+def _tile_rows(dtype: torch.dtype, shape: PageShape) -> int:
+    """Rows of a tile of a prompt, each counted once for each query head of a key head."""
+    few = dtype == torch.float32
+    return max(_FEWEST_ROWS if few else _PROMPT_ROWS, _power(shape.group))
+
+
+def _attend(
+    out: Tensor,
+    qkv: Tensor,
+    pool: Tensor,
+    tables: Tensor,
+    tiles: Tensor,
+    shape: PageShape,
+    most: int,
+    *,
+    chunks: int,
+    chunk: int = _EVERY,
+) -> tuple[Tensor, Tensor] | None:
+    """Attention of tiles; of several chunks their sums and marks, for :func:`_join`."""
+    split, capped = chunks > 1, shape.softcap is not None
+    parts = None
+    if split:
+        places = len(tiles) * shape.shared * shape.group * chunks
+        parts = room(out, (places, shape.size), torch.float32), room(out, (places, 2), torch.float32)
+    sums, marks = parts or (out, out)  # which are not written
+    scale = shape.scale / shape.softcap if shape.softcap else shape.scale * _LOG2E
+    launch(
+        _triton().attend,
+        (len(tiles), shape.shared, chunks),
+        *(qkv, pool, tables, tiles, out, sums, marks, qkv.stride(0), out.stride(0), tables.shape[1]),
+        *(shape.tokens, pool.shape[1], shape.shared * shape.size, scale, (shape.softcap or 0.0) * _LOG2E),
+        *(shape.window or _EVERY, chunk, chunks),
+        **{"GROUP": shape.group, "SIZE": shape.size, "CAPPED": capped, "SPLIT": split, "BM": most},
+        **_blocks(qkv.dtype, shape.size),
+    )
+    return parts
+
+
+def _blocks(dtype: torch.dtype, size: int) -> dict[str, Any]:
+    """Constants of the kernel by what is the same for all requests."""
+    width = max(16, _power(size))
+    exact = dtype == torch.float32  # whose products take registers, as no tensor core has them
+    keys = 32 if exact or width > 128 else 64
+    warps = 8 if width > (64 if exact else 128) else 4
+    return {"BN": keys, "BD": width, "PRECISION": "ieee", "num_warps": warps, "num_stages": 2}
+
+
+def _join(out: Tensor, parts: tuple[Tensor, Tensor], single: Tensor, shape: PageShape, chunks: int) -> None:
+    launch(
+        _triton().join,
+        (len(single), shape.shared * shape.group),
+        *(out, *parts, single, out.stride(0), shape.window or _EVERY, CHUNK, chunks),
+        **{"SIZE": shape.size, "BD": _power(shape.size), "num_warps": 1},
+    )
+
+
+def _power(number: int) -> int:
+    """The smallest power of two that is at least ``number``."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+@cache
+def _triton() -> Any:
+    from plait_kernels import triton_paged
+
+    return triton_paged
