@@ -19,9 +19,9 @@ from plait.cost.memory import MemoryCoefficients, MemoryModel
 from plait.cost.profile_store import Profile, ProfileKey
 from plait.engine import build as engine
 from plait.engine import devices
-from plait.engine.admission import LEAST_CAPACITY, choose_capacity
+from plait.engine.admission import LEAST_CAPACITY, Admission, activation_bytes, choose_capacity
 from plait.engine.catalogue import DataCatalogue
-from plait.engine.worker import ActivationShape, WorkerFacts
+from plait.engine.worker import ActivationShape, HeldPart, WorkerFacts
 from plait.models.load import ModelShape
 from plait.models.targets import LinearInfo
 
@@ -63,6 +63,31 @@ def test_on_a_gpu_the_usual_capacity_follows_its_memory() -> None:
     assert len(set(found)) == 3
     assert choose_capacity(OPEN, facts(), profile(512), jobs, on_gpu=True) == 512
     assert choose_capacity(OPEN, facts(), None, jobs, recorded=64, on_gpu=True) == 64
+
+
+def test_on_a_gpu_a_job_leaves_a_quarter_of_the_memory_to_others() -> None:
+    jobs, given = {(ADAPTER, 50, 1)}, replace(OPEN, engine=EngineSettings(capacity=16_384))
+    alone = Admission(facts(), given)
+    least = alone.predicted([alone.demand(ADAPTER, 50)]) / OPEN.planner.memory_share
+    for memory, largest in ((least / 0.75 * 1.001, True), (least / 0.75 * 0.99, False)):
+        found = choose_capacity(OPEN, facts(int(memory)), None, jobs, on_gpu=True)
+        assert (found == 16_384) == largest
+    assert choose_capacity(OPEN, facts(), None, jobs) == USUAL_CAPACITY, "of other devices"
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_the_loss_of_the_last_layers_counts_by_its_part_of_the_vocabulary(tensor: int) -> None:
+    """Logits, their softmax and its gradient in float32, of so many rows at once."""
+    shapes = SHAPE, replace(SHAPE, vocabulary=3 * SHAPE.vocabulary)
+    part = HeldPart(range(1), 0, 0, tensor=tensor)
+    narrow, wide = (
+        activation_bytes(
+            replace(each, logit_rows=100), capacity=512, longest=50, checkpointing=False, part=part
+        )
+        for each in shapes
+    )
+    rows = replace(SHAPE, logit_rows=100).rows_at_once(tensor)
+    assert wide - narrow == 2 * SHAPE.vocabulary // tensor * min(rows, 512) * 4 * 3
 
 
 def test_the_longest_sample_fits() -> None:

@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plait.core.errors import CapacityError
 from plait.core.plans import GlobalBatch, Replica
 from plait.engine.packer import Packer
-from plait.planner.dispatch_step import by_dispatch
+from plait.planner.dispatch_step import Dispatcher, by_dispatch
 from plait.planner.packing import pack
 from plait.planner.subset_sums import bins_bound
 from plait.planner.verify import ScheduleError, verify_contents
@@ -78,11 +79,11 @@ def random_batches(source: random.Random, longest: int) -> tuple[GlobalBatch, ..
 
 
 def test_the_shares_of_all_replicas_make_up_the_global_batch() -> None:
-    """1,000 random global batches, over replicas of up to four capacities and speeds."""
+    """300 random global batches, over replicas of up to four capacities and speeds."""
     source, done, packers = random.Random(5), 0, 0
     packer, rooms = Packer(replicas((80, 1.0))), [80]
-    while done < 1000:
-        if done >= 50 * packers:
+    while done < 300:
+        if done >= 20 * packers:
             more = packers % 3 + 1
             rooms = [80, *(source.choice((20, 40, 80)) for _ in range(more))]
             packer = Packer(replicas(*((room, source.choice((0.5, 1.0, 3.0))) for room in rooms)))
@@ -122,6 +123,27 @@ def test_a_replica_that_is_twice_as_fast_takes_twice_as_much() -> None:
     for each in packed:
         tokens[each.replica] += each.tokens
     assert tokens == {0: 200, 1: 100}
+
+
+def test_a_sample_that_no_replica_takes_is_refused() -> None:
+    for kinds in ([(10, 1.0)], [(10, 1.0), (10, 1.0)]):
+        with pytest.raises(CapacityError, match="11 tokens"):
+            Packer(replicas(*kinds)).pack([batch("a", 3, 11)])
+
+
+def test_dispatch_counts_the_labelled_share_of_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each batch has one over its labelled tokens as the weight of its loss."""
+    shares: list[float] = []
+    parts = Dispatcher.parts
+
+    def noted(self: Dispatcher, batches: Any, share: float) -> Any:
+        shares.append(share)
+        return parts(self, batches, share)
+
+    monkeypatch.setattr(Dispatcher, "parts", noted)
+    batches = [replace(batch("a", 9, 3), loss_weight=1 / 4), replace(batch("b", 8), loss_weight=1 / 6)]
+    Packer(replicas((40, 1.0), (40, 1.0))).pack(batches)
+    assert shares == [pytest.approx(10 / 20)]
 
 
 def test_packing_ahead_gives_the_same_as_packing_now(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.core.errors import ConfigError
-from plait.planner.grouping import JobLoad, expected_noops, group_jobs, head_tail
+from plait.core.plans import GlobalBatch
+from plait.planner.grouping import JobLoad, expected_noops, group_jobs, head_tail, job_load
 
 
 def loads(*means: float, batch: int = 16) -> list[JobLoad]:
     return [JobLoad(f"j{place}", mean, batch) for place, mean in enumerate(means)]
+
+
+def test_the_load_of_a_job_is_the_mean_of_its_batches() -> None:
+    lengths = ((10, 20, 30), (40,))
+    batches = (GlobalBatch("a", 1, (0,) * len(own), (0,) * len(own), own, 1.0) for own in lengths)
+    assert job_load("a", batches) == JobLoad("a", 25.0, 2)
+    assert JobLoad("a", 25.0, 2).tokens == 50.0
+    assert job_load("b", ()) == JobLoad("b", 0.0, 0)
 
 
 def test_jobs_with_the_shortest_and_longest_samples_are_paired() -> None:

@@ -1,12 +1,14 @@
 """First-fit decreasing: every sample once, in order, within capacity; refusals that name the sample."""
 
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.core.errors import CapacityError
 from plait.core.plans import GlobalBatch
-from plait.planner.packing import pack
+from plait.planner.packing import first_fit_decreasing, pack, padded
 
 
 def batch(job: str, lengths: list[int], *, step: int = 0, first: int = 0) -> GlobalBatch:
@@ -38,6 +40,30 @@ def test_every_sample_comes_once_with_its_draw_and_length(
     for item in packed:
         names = [s.job for s in item.segments]
         assert names == sorted(set(names))  # the order of the batches, one segment each
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 60), min_size=8, max_size=20), min_size=1, max_size=4),
+    st.integers(1, 16),
+    st.integers(80, 200),
+)
+def test_each_sample_is_in_the_first_bin_that_had_room(
+    lengths: list[list[int]], tile: int, capacity: int
+) -> None:
+    """As a search through all bins finds it."""
+    bins: list[list[tuple[int, int]]] = []
+    places = [(a, at) for a, own in enumerate(lengths) for at in range(len(own))]
+    for item in sorted(places, key=lambda place: (-lengths[place[0]][place[1]], place)):
+        for own in bins:
+            held = Counter[int]()
+            for a, at in (*own, item):
+                held[a] += lengths[a][at]
+            if sum(padded(tokens, tile) for tokens in held.values()) <= capacity:
+                own.append(item)
+                break
+        else:
+            bins.append([item])
+    assert first_fit_decreasing(lengths, capacity=capacity, tile=tile) == bins
 
 
 def test_segments_are_rounded_up_to_the_tile_one_by_one() -> None:

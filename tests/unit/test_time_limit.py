@@ -18,7 +18,7 @@ def spin(seconds: float) -> None:
 
 
 def test_the_time_of_other_threads_does_not_count() -> None:
-    other = threading.Thread(target=spin, args=(1.5,))
+    other = threading.Thread(target=spin, args=(0.3,))
     with time_limit(0.1):
         other.start()
         while other.is_alive():  # signals are handled between lines of Python
@@ -26,7 +26,7 @@ def test_the_time_of_other_threads_does_not_count() -> None:
 
 
 def test_ones_own_time_counts_beside_that_of_others() -> None:
-    other = threading.Thread(target=spin, args=(0.6,))
+    other = threading.Thread(target=spin, args=(0.3,))
     began = time.thread_time()
     other.start()
     with pytest.raises(TimeoutError, match=r"0\.2 s of processor time"), time_limit(0.2):
@@ -52,7 +52,7 @@ def test_another_thread_has_a_limit_of_its_own_and_keeps_its_trace() -> None:
 
     thread = threading.Thread(target=limited)
     thread.start()
-    spin(0.5)  # it does not count
+    spin(0.3)  # it does not count
     thread.join()
     text, seconds, left = found
     assert text == "not done after 0.2 s of processor time"
