@@ -542,18 +542,18 @@ def test_a_generated_task_is_repeatable_scored_and_divided(tmp_path, tokeniser):
 
 
 def test_rows_do_not_depend_on_the_hash_seed_of_the_process():
-    tasks = ("ransom_note", "word_ladder")
-    assert set(tasks) <= set(HASH_DEPENDENT)
+    task = "ransom_note"
+    assert task in HASH_DEPENDENT
     program = (
         "from plait.data.tasks import TaskOptions, generate_task\n"
-        f"for task in {tasks}: print(generate_task(TaskOptions(task=task, size=5, validation=1)).digest)"
+        f"print(generate_task(TaskOptions(task={task!r}, size=5, validation=1)).digest)"
     )
-    here = [generate_task(TaskOptions(task=task, size=5, validation=1)).digest for task in tasks]
+    here = generate_task(TaskOptions(task=task, size=5, validation=1)).digest
     path = os.pathsep.join(sys.path)
     other = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
     environment = os.environ | {"PYTHONHASHSEED": other, "PYTHONPATH": path}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=True)
-    assert done.stdout.decode().split() == here
+    assert done.stdout.decode().split() == [here]
 
 
 def test_difficulty_is_the_level_of_the_tasks_curriculum(tmp_path, tokeniser):
@@ -571,7 +571,8 @@ def test_a_task_without_written_answers_and_too_few_rows_are_refused():
         check_data(DataSpec.of("reasoning_gym", size=5))
 
 
-def test_every_task_can_be_trained_on_and_scored_or_says_why_not():
+def test_every_task_can_be_trained_on_and_scored_or_says_why_not(monkeypatch):
+    monkeypatch.setattr("plait.data.tasks.HASH_DEPENDENT", ())  # in this process, whatever its rows are
     refused, accepted = {}, 0
     for task in factory.DATASETS:
         options = TaskOptions(task=task, size=2, validation=1)

@@ -22,8 +22,8 @@ from plait.engine.worker import HeldPart, WorkerFacts
 from plait.planner.weighing import Change, MeanStep, Shape
 
 
-def job(name: str, shortest: int, longest: int, steps: int) -> LiveJob:
-    train = TrainSpec(steps=steps, batch_size=8)
+def job(name: str, shortest: int, longest: int, steps: int, batch_size: int = 8) -> LiveJob:
+    train = TrainSpec(steps=steps, batch_size=batch_size)
     spec = JobSpec(name, AdapterSpec(2), train, random_texts(1, shortest, longest, train=40))
     data = random_data(spec.data)
     longest = max(data.train.summary()["longest"], data.validation.summary()["longest"])
@@ -54,9 +54,10 @@ def of_four_layers(stages: tuple[int, ...], memory: int, vocabulary: int = 16) -
 def test_a_job_that_fits_nowhere_changes_the_deployment_at_once() -> None:
     made, asked = weighed((1, 1, 1))
     assert made.widest == 192
-    assert not made.change([job("short", 8, 20, 100)])
+    short, long = job("short", 8, 20, 100, batch_size=2), job("long", 100, 120, 100, batch_size=2)
+    assert not made.change([short])
     for _ in range(2):  # the first time, say, the disk refused the checkpoints
-        assert made.change([job("short", 8, 20, 100), job("long", 100, 120, 100)])
+        assert made.change([short, long])
     assert asked == [(3,)] * 2  # of 1, 2 and 1 layers: no slower than ⟨1,2⟩ of 2 and 2, and sooner full
 
 

@@ -37,6 +37,7 @@ TEXT = {
     r"\bno such choice\b|\bgive null to\b": "unknown …; set … to null",
     r"\bbegun with\b|\bto be had\b": "started with, available",
 }
+ANY = re.compile(rf"\b(?:{'|'.join(TEXT)})", re.IGNORECASE)  # looked for first: hardly a text has one
 # Words of which no name may be made: of a module, class, function, argument or attribute.
 NAMES = {
     *("park", "parks", "parked", "parking", "anew", "desk", "clerk", "mailbox", "ladder", "ladders"),
@@ -91,14 +92,17 @@ def names(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.id
 
 
-def words_of(name: str) -> set[str]:
+@cache
+def words_of(name: str) -> frozenset[str]:
     """The words of a snake_case or CamelCase name."""
-    return set(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().split("_"))
+    return frozenset(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().split("_"))
 
 
 def found_in(text: str) -> list[str]:
     for foreign in FOREIGN:
         text = text.replace(foreign, "")
+    if not ANY.search(text):
+        return []
     return [
         f"{match[0]!r}: say {instead}"
         for pattern, instead in TEXT.items()
