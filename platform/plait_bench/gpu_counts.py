@@ -1,4 +1,5 @@
-"""What a step of an 8B model asks of a GPU, counted over meta tensors: launches, waits, bytes, host time.
+"""What a step of an 8B model, and an iteration of generation, ask of a GPU, counted over meta tensors:
+launches, waits, bytes, host time.
 
 Nothing is timed on a device. Host time is measured twice: with the launches of Triton's kernels left out, the
 time of Plait's own code and of torch's operators up to where they would meet the device; and with them, for a
@@ -15,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from time import process_time
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -26,14 +28,19 @@ from plait.core.settings import RunSettings
 from plait.cost.fake_memory import fake_context, fake_model
 from plait.cost.probes import Probe, ProbeSegment, probe_loss, probe_routing
 from plait.models.base import BaseModel
-from plait.models.context import MicrobatchContext
+from plait.models.context import MicrobatchContext, Rotation
 from plait.models.elementwise import gated, rms_norm
+from plait.models.tiny import byte_tokeniser
+from plait.serve.cells import BankAdapters
+from plait.serve.engine import Engine
+from plait.serve.requests import Request, Sampling
 from plait_bench.benchmarks import BENCHMARKS
 from plait_bench.figures import Baseline, Figure, Report
 from plait_bench.inputs import OPTIONS, at_least_one
 from plait_kernels import AdapterStep, Bank, adamw_step
 from plait_kernels.absent import absent
 from plait_kernels.counting import Counts, counted
+from plait_kernels.paged import CHUNK
 from plait_kernels.plain import SILU
 from plait_kernels.synthetic import Shape, problem
 from plait_kernels.triton_backend import interpreted
@@ -231,6 +238,57 @@ def _step_figures(asked: CountOptions) -> Iterator[Figure]:
         with absent(HOPPER):
             seconds = _host_seconds(short, asked.repeats)
         yield Figure("microbatch: host time, launching", seconds, "s", "measured", aim, _LAUNCHING)
+    yield from _iteration_figures(model, step.bank, asked)
+
+
+# ---- an iteration of generation ---------------------------------------------------------------------------
+
+
+def _iteration_figures(model: BaseModel, bank: Bank, asked: CountOptions) -> Iterator[Figure]:
+    """A token for each of ``adapters`` requests with ``length`` earlier ones, drawn and with its score."""
+    model.tokeniser = byte_tokeniser()
+    with _rotations(model):
+        room = asked.adapters * (asked.length + 2)
+        engine = Engine(model, BankAdapters(bank), pool_tokens=2 * room, most_prompt_tokens=room)
+        sampling = Sampling(3, 0.8, top_p=0.9, stop_tokens=frozenset(), log_probabilities=1)
+        for number in range(asked.adapters):
+            engine.add(Request((number,) + (1,) * (asked.length - 1), str(number), sampling))
+        with counted():
+            engine.step()  # the prompts
+            engine.step()  # what layers make once
+        with counted() as count:
+            engine.step()
+    yield Figure("iteration: launches", count.launches, "", "computed", note=f"{count.uploads} uploads")
+    aim = Baseline(1, "aim", at_most=1.0)
+    yield Figure("iteration: waits of the host", count.waits, "", "computed", aim)
+    moved, least = _attention_bytes(asked.length + 1)
+    moved, least = moved * asked.adapters, least * asked.adapters
+    aim = Baseline(least / 1e9, "least possible", at_most=MOST_BYTES)
+    yield Figure("iteration: attention of a layer, moved", moved / 1e9, "GB", "computed", aim)
+
+
+def _attention_bytes(keys: int) -> tuple[int, int]:
+    """Bytes that a row's attention moves, and the least possible: its keys and values, query and result."""
+    heads = LLAMA_8B.num_attention_heads
+    shared = LLAMA_8B.num_key_value_heads or heads
+    size = LLAMA_8B.hidden_size // heads
+    least = (2 * keys * shared + 2 * heads) * size * DTYPE.itemsize
+    chunks = -(-keys // CHUNK)
+    joined = 2 * chunks * heads * (size + 2) * torch.float32.itemsize if chunks > 1 else 0
+    return least + joined, least
+
+
+@contextmanager
+def _rotations(model: BaseModel) -> Iterator[None]:
+    """Give a fake model the rotations that it cannot compute."""
+    size = LLAMA_8B.hidden_size // LLAMA_8B.num_attention_heads
+
+    def rotation(_layer: int, context: MicrobatchContext) -> Rotation:
+        own = torch.empty(1, len(context.token_ids), size, dtype=DTYPE, device=META)
+        return Rotation((own, own), None)
+
+    with patch.object(model, "_rotation", rotation):
+        yield
 
 
 def _host_seconds(step: _Step, repeats: int) -> float:

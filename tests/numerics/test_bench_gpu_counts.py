@@ -6,7 +6,7 @@ import pytest
 
 from plait.core.settings import RunSettings
 from plait_bench.figures import Report
-from plait_bench.gpu_counts import gpu_counts
+from plait_bench.gpu_counts import _attention_bytes, gpu_counts
 
 OPTIONS = {
     "layers": 1,
@@ -39,6 +39,16 @@ def test_every_part_of_a_step_is_counted(report: Report) -> None:
         assert ours(report, f"step, {part}: launches") > 0
     assert ours(report, "step: waits of the host") >= 1
     assert ours(report, "microbatch: host time") > 0
+
+
+def test_an_iteration_of_generation_waits_once_and_moves_little_beside_its_keys(report: Report) -> None:
+    assert ours(report, "iteration: launches") > 0
+    assert ours(report, "iteration: waits of the host") == 1
+    moved = next(figure for figure in report.figures if figure.name.startswith("iteration: attention"))
+    assert moved.within
+    one, both = (_attention_bytes(keys) for keys in (256, 257))
+    assert one[0] == one[1]
+    assert both[0] > both[1]
 
 
 def test_tables_of_a_microbatch_are_sent_at_once_before_its_first_kernel(report: Report) -> None:
