@@ -105,7 +105,12 @@ Short = tuple[str, ...]
         ),
         (["adapter.rank=1,2", "search.stopping.rungs=[2]"], ["search.stopping.rungs=[2]", "kind=none"]),
         (["adapter.rank=1,2", "search.enqueue=[{adapter.rank: 3}]"], ["search.enqueue[0]: adapter.rank=3"]),
+        (["adapter.rank=1,2", "search.name=' '"], ["search.name=' '", "must be more than blanks"]),
         (["adapter.rank=1,2", "search.prior=none"], ["search.prior=none", "There is no other study"]),
+        (
+            ["adapter.rank=1,2", "search.storage=mysq://host/db"],
+            ["search.storage=mysq://host/db", "not installed"],
+        ),
         (["adapter.rank=1,2", "search.storage=file/study.db"], ["search.storage", "file/study.db"]),
         (
             ["adapter.rank=1,2", "search/stopping=median", "search.stopping.rungs=[9]"],

@@ -310,7 +310,7 @@ def test_texts_are_cut_to_what_the_model_can_take_before_tokenising(overlong, tm
         pytest.param(b'{"text": "a"}\n[1]\n', ["line 2: list instead of an object"], id="list"),
         pytest.param(b'{"text": "a"}\n\n{"body": "a"}\n', ["line 3: fields body"], id="fields"),
         pytest.param(b'{"text": "\xff"}', ["rows.jsonl: byte 10 is not UTF-8"], id="encoding"),
-        pytest.param(b'{"text": "a"}', ["1 rows, 1 of them for validation"], id="too-few"),
+        pytest.param(b'{"text": "a"}', ["1 row, 1 of them for validation"], id="too-few"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_refused_before_a_tokeniser_is_needed(content, words, tmp_path):

@@ -1,13 +1,15 @@
 """What the views learn before an iteration."""
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 from job_results import ended
 
 from plait.core.lifecycle import JobState
-from plait.search.launch import Attend
+from plait.search.launch import Attend, Launch
 from plait.search.orders import Orders
 from plait.search.ownership import DeadWorker, Owner
+from plait.search.results import SearchEnd
 from plait.terminal.text import status_line
 from plait.tracking.leaderboard import JobRecord, Leaderboard
 
@@ -79,3 +81,13 @@ def test_an_outage_of_the_store_is_reported_once() -> None:
         "",
         "http://a answers again; buffered records are being sent.",
     ]
+
+
+def test_a_launched_search_is_resumed_under_its_launcher() -> None:
+    """Alone, it would have one process, and be refused where it needs several."""
+    for place, more in ((None, ""), (Mock(), ", under the launcher")):
+        launch = Mock(_command=Mock(place=place))
+        launch._command_on = lambda verb, *_: f"plait {verb} mine"
+        Launch._report(launch, SearchEnd((), interrupted=True), Mock(), "", "")
+        ((_, facts), _) = launch._screen.summarise.call_args
+        assert facts["resume with"] == f"plait resume mine{more}"

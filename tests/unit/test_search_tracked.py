@@ -92,4 +92,5 @@ def test_the_leaderboard_read_from_the_study_has_the_searchs_name_and_its_trials
     found = board_of_study(TrackingSettings(root=tmp_path), "mine")
     assert found is not None
     assert (found.name, found.state, [each.trial for each in found.records]) == ("mine", "paused", [1, 0])
+    assert all(record.searched_only for record in found.records), "their other settings are as in MLflow"
     assert board_of_study(TrackingSettings(root=tmp_path), "another") is None

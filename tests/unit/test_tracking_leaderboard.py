@@ -211,6 +211,24 @@ def test_columns_that_do_not_fit_are_hidden_and_named() -> None:
     assert "left out" not in wide
 
 
+def test_settings_of_added_trials_cut_no_column() -> None:
+    """Each column that is shown is whole: what is outside goes first, then the widest setting."""
+    listed = records()
+    modules = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    for at, record in enumerate(listed):
+        record.parameters = {
+            "adapter.rank": 4 << at,
+            "train.lr": 1e-4,
+            "adapter.target_modules": modules[at:],
+        }
+        record.outside = " ".join(f"adapter.rank={at}, train.lr=0.00012345" for _ in range(3))
+    for width in (60, 80):
+        text = table_text(width, listed)
+        assert "…" not in text
+        assert ("target modules" in text.partition("hidden columns: ")[2]) == (width == 60)
+        assert "outside" in text.partition("hidden columns: ")[2]
+
+
 def test_the_best_evaluation_is_kept_and_shown_where_the_last_one_is_worse() -> None:
     board = Leaderboard("minimize", 2)
     board.add(JobRecord("a", 0, {"train.lr": 1.0}))

@@ -24,7 +24,15 @@ from plait.utils.spelling import did_you_mean
 FORMATS = ("table", "csv", "json")
 WIDTH = 80  # default width of a table, in characters
 LEAST_REASON = 40  # characters of the column of reasons; with fewer, they would break into many lines
-LEAST_NEEDED = ("reason", "tokens", "train_loss", "best_eval_step", "best_eval_loss", "device_seconds")
+LEAST_NEEDED = (
+    "outside",
+    "reason",
+    "tokens",
+    "train_loss",
+    "best_eval_step",
+    "best_eval_loss",
+    "device_seconds",
+)
 
 
 def show(settings: TrackingSettings, name: str | None, form: str, sort: str | None, *, reverse: bool) -> None:
@@ -188,7 +196,8 @@ def _shown(name: str, cells: Mapping[str, Sequence[Cell]], records: Sequence[Job
 
 
 def _too_wide(shown: Mapping[str, Sequence[Cell]], width: int) -> list[str]:
-    """The columns to leave out so that the others fit; reasons may wrap into a few lines."""
+    """The columns to leave out so that the others fit: the least needed, then the widest settings. Reasons
+    may wrap into a few lines."""
     wanted = {
         name: max(len(heading(name)), *(len(_text(cell)) for cell in column))
         for name, column in shown.items()
@@ -196,7 +205,8 @@ def _too_wide(shown: Mapping[str, Sequence[Cell]], width: int) -> list[str]:
     if "reason" in wanted:
         wanted["reason"] = min(wanted["reason"], LEAST_REASON)
     hidden: list[str] = []
-    for name in LEAST_NEEDED:
+    settings = sorted((name for name in wanted if "." in name), key=lambda name: -wanted[name])
+    for name in (*LEAST_NEEDED, *settings):
         if sum(wanted.values()) + len(wanted) - 1 <= width:
             break
         if wanted.pop(name, None) is not None:

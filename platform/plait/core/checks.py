@@ -56,6 +56,7 @@ def each(rule: Rule) -> Rule:
     return Rule(f"a list of numbers {rule.words}", lambda values: all(map(rule.holds, values)))
 
 
+NOT_BLANK = Rule("more than blanks", lambda value: not value or bool(value.strip()))
 NOT_EMPTY = Rule("non-empty", lambda value: len(value) > 0)
 _FINITE = Rule("finite", lambda value: all(map(math.isfinite, _numbers(value))))
 _NOT_ABSURD = Rule(

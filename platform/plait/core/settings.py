@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from plait.core.checks import POSITIVE_SHARE, Rule, above, at_least, between, check, each, one_of
+from plait.core.checks import NOT_BLANK, POSITIVE_SHARE, Rule, above, at_least, between, check, each, one_of
 from plait.core.errors import ConfigError
 from plait.core.objectives import Constraint, Objective
 from plait.core.plans import ReplicaShape
@@ -413,7 +413,7 @@ class SearchSettings:
         params, default_params: search spaces in override syntax, by config key.
     """
 
-    name: str | None = None
+    name: Annotated[str | None, NOT_BLANK] = None
     trials: Annotated[int, at_least(1)] = 8
     parallel: Annotated[int, at_least(1)] = 8
     sampler: str = "tpe"

@@ -16,6 +16,7 @@ from plait.core.checks import Rule, at_least, check
 from plait.core.errors import ConfigError, DataError
 from plait.core.jobs import DataSpec, Seed
 from plait.data.examples import Example, NamedFields
+from plait.utils.counts import counted
 from plait.utils.registry import Registry
 
 Template = Literal["auto", "chat", "plain"]
@@ -75,7 +76,7 @@ class CommonOptions:
         wanted = self.validation_rows(count)
         if wanted >= count:
             raise DataError(
-                f"{name}: {count} rows, {wanted} of them for validation",
+                f"{name}: {counted(count, 'row')}, {wanted} of them for validation",
                 "At least one row must be left to train on.",
                 "Use more rows, or fewer for validation (data.validation).",
             )

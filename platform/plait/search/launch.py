@@ -446,7 +446,8 @@ class Launch:
             facts["ended early"] = result.why
         if result.interrupted or result.ended_by:
             lifted = [TRY_ALL] if result.ended_by == "failing" else []
-            facts["resume with"] = self._command_on("resume", *lifted)
+            under = ", under the launcher" if self._command.place else ""
+            facts["resume with"] = f"{self._command_on('resume', *lifted)}{under}"
         if result.ended_by == "paused":
             facts["end the pause with"] = self._command_on("control", "resume")
         self._screen.summarise(tracker.board, facts)

@@ -22,7 +22,14 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.study import Study
 from optuna.trial import FrozenTrial
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, OperationalError, PendingRollbackError
+from sqlalchemy.exc import (
+    ArgumentError,
+    DBAPIError,
+    InterfaceError,
+    NoSuchModuleError,
+    OperationalError,
+    PendingRollbackError,
+)
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from plait.core.errors import StorageError
@@ -208,7 +215,7 @@ def _database(url: str) -> BaseStorage:
     arguments = {"connect_timeout": CONNECT_SECONDS} if url.startswith("postgres") else {}
     try:
         return RDBStorage(with_driver(url), engine_kwargs={"connect_args": arguments, "pool_pre_ping": True})
-    except ImportError as error:
+    except (ImportError, NoSuchModuleError) as error:
         raise StorageError(
             f"search.storage={redact(url)}",
             f"The driver for this database is not installed: {error}",

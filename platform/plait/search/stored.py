@@ -228,7 +228,8 @@ def board_of_study(settings: TrackingSettings, name: str) -> SearchResult | None
     board = Leaderboard(first.direction, len(standing.trials), others=tuple(others))
     for trial in standing.trials:
         job = Trial(trial.number).name
-        board.add(JobRecord(job, trial.number, trial.values, trial.state, outside=trial.outside))
+        known = JobRecord(job, trial.number, trial.values, trial.state, outside=trial.outside)
+        board.add(replace(known, searched_only=True))
     for result in standing.result.finished:
         board.jobs[result.job].parameters = result.parameters
         board.take_result(result)
