@@ -987,6 +987,8 @@ def test_the_time_of_a_request_that_a_lost_process_brings_to_nothing_is_known(
     with pytest.raises(LostProcessError, match=r"process 2 .* died"):
         processes.ask_all(Measure())
     assert processes.spent == 1.5 + 4.0 + 4.0
+    clock[0] += 30.0
+    assert not any(each.state("cpu", 60.0).silent for each in processes.all), "they have ended"
 
 
 def test_a_link_that_breaks_without_a_death_ends_all_who_would_wait_for_ever(

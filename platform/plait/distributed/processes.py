@@ -342,6 +342,7 @@ class Processes:
                     process.channel.send(Goodbye())
                     self.dismissed.add(process.hello.process)
             process.channel.close()
+            process.busy = False  # it is no longer waited for, so it is not silent
         self._ended(self._lost_one)
 
     def lost(self, process: Process, how: str) -> LostProcessError:
