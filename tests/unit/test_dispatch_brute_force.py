@@ -101,7 +101,7 @@ def test_dispatch_equals_brute_force(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seed", "equal_shares"), [*((seed, True) for seed in range(50)), *((seed, False) for seed in range(30))]
+    ("seed", "equal_shares"), [*((seed, True) for seed in range(25)), *((seed, False) for seed in range(15))]
 )
 def test_deployment_equals_brute_force(seed: int, equal_shares: bool) -> None:
     rng = np.random.default_rng(1000 + seed)

@@ -144,7 +144,7 @@ def replica_of(items: Iterable[object], step: int | None = None) -> dict[tuple[s
 
 
 def test_the_same_jobs_give_the_same_plan() -> None:
-    batches = jobs(3, steps=4)
+    batches = jobs(3, steps=2)
     first, second = (forecast(batches, [Replica(pp=2)], TIME, PlanOptions({0: 1500})) for _ in range(2))
     assert first.plan == second.plan
 
