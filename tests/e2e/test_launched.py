@@ -74,7 +74,7 @@ def test_two_hosts_with_a_key_train_what_one_does(
 ) -> None:
     command = ["sweep", *short, *SEARCH, "train.eval_every=1"]
     expected = alone(folder, command, leaderboard)
-    command += ["search.fresh=true", f"cluster.port={port}"]
+    command += ["search.fresh=true", f"cluster.port={port}", "cluster.join_seconds=240"]
     runs = [Forked(command, folder, f"host-{number}", hosts(number, port)) for number in range(2)]
     assert [run.end() for run in runs] == [0, 0], [run.output for run in runs]
     assert objectives(leaderboard) == pytest.approx(expected, rel=1e-5)
