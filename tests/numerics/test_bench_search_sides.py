@@ -83,9 +83,11 @@ def test_a_search_whose_sides_disagree_is_neither_kept_nor_reported(settings, mo
         advance(self)
 
     monkeypatch.setattr(SequentialSearch, "advance", other_data)
+    search = replace(settings.search, trials=2, parallel=2, stopping=replace(RULE, cohort=2))
+    settings, jobs = replace(settings, search=search), JOBS[:2]
     with pytest.raises(PlaitError, match="losses of Plait and PEFT differ"):
-        search_vs_sequential(settings, JOBS, {"seeds": 1, "loss_tolerance": 1e-5})
-    assert Kept.open(Options(), settings, JOBS).results == {}
+        search_vs_sequential(settings, jobs, {"seeds": 1, "loss_tolerance": 1e-5})
+    assert Kept.open(Options(), settings, jobs).results == {}
 
 
 def test_settings_that_cannot_be_compared_are_refused(settings):
