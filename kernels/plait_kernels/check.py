@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait_kernels import passes, plain
+from plait_kernels import attention, passes, plain
+from plait_kernels.attention import Capped
 from plait_kernels.autotuning import kernel_errors, refused, taking, usual, with_fused
 from plait_kernels.backends import BACKENDS
 from plait_kernels.bank import GRADIENTS
@@ -189,6 +190,22 @@ def _norm(weight: Tensor, x: Tensor, grad: Tensor, backend: str) -> Both:
     return out, plain.rms_back(grad, x + grad, weight[0], scales, 0.0) + x
 
 
+def _layer_norm(weight: Tensor, x: Tensor, grad: Tensor, backend: str) -> Both:
+    """The LayerNorm of x + grad, likewise."""
+    own, bias = weight[0], weight[1]
+    if backend:
+        out, scales, total = passes.rms(x, own, 1e-5, 0.0, grad, bias=bias, centred=True)
+        return out, passes.rms_back(grad, total, own, scales, 0.0, x, centred=True)
+    out, *found = plain.layer_norm(x + grad, own, bias, 1e-5, 0.0)
+    return out, plain.layer_norm_back(grad, x + grad, own, 0.0, *found) + x
+
+
+def _gelu(_: Tensor, x: Tensor, grad: Tensor, backend: str) -> Both:
+    if backend:
+        return passes.activated(x, plain.GELU), passes.activated_back(grad, x, plain.GELU)
+    return plain.activation(x, plain.GELU), plain.activation_back(grad, x, plain.GELU)
+
+
 def _gated(_: Tensor, x: Tensor, grad: Tensor, backend: str) -> Both:
     own, half = (passes if backend else plain), grad[:, :500].contiguous()
     return own.gated(x, plain.SILU), own.gated_back(half, x, plain.SILU)
@@ -222,12 +239,28 @@ def _paged(pool: Tensor, x: Tensor, _: Tensor, backend: str) -> Both:
     return both[0], both[1]
 
 
+def _capped(_: Tensor, x: Tensor, grad: Tensor, backend: str) -> Both:
+    """Samples of 1, 29 and 7 tokens, 3 queries for each of 5 keys, all of 40 features."""
+    rule, ends = Capped(15, 5, 40, 0.2, 20.0, 9), (0, 1, 30, 37)
+    own = grad[:, :600].contiguous()
+    if backend:
+        table = torch.tensor(ends, dtype=torch.int32, device=x.device)
+        out, sums = attention.forward(x, table, 29, rule)
+        return out, attention.backward(own, x, table, 29, rule, out, sums)
+    leaf = x.clone().requires_grad_()
+    out = plain.attention(leaf, ends, rule)
+    return out.detach(), torch.autograd.grad(out, leaf, own)[0]
+
+
 _PASSES: dict[str, Callable[[Tensor, Tensor, Tensor, str], Both]] = {
     "norm": _norm,
+    "LayerNorm": _layer_norm,
+    "GELU": _gelu,
     "gated MLP": _gated,
     "rotation": _rotated,
     "loss": _loss,
     "paged": _paged,
+    "softcap": _capped,
 }
 
 

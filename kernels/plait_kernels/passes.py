@@ -1,4 +1,4 @@
-"""The passes between the products by Triton: RMSNorm, gated MLP, rotation. `plain` has their references.
+"""The passes between the products by Triton: norms, activations, rotation. `plain` has their references.
 
 No weight gets a gradient, since all of them are frozen.
 """
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from plait_kernels.launching import GIVEN, Launch, room
-from plait_kernels.plain import GELU_TANH
 from plait_kernels.triton_backend import TRITON
 
 _ELEMENTS = 4096  # of a program, if its rows are short
@@ -51,22 +50,30 @@ def _whole_rows(rows: int, features: int) -> tuple[tuple[int], dict[str, int]]:
 
 
 def rms(
-    x: Tensor, weight: Tensor, eps: float, offset: float, residual: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float,
+    residual: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    centred: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """total / rms(total) · (offset + weight), 1 / rms(total) for each row, and total = x + residual.
+    """total / rms(total) · (offset + weight) + bias, 1 / rms(total) for each row, and total = x + residual.
 
-    All contiguous. Without a residual the last is x itself.
+    All contiguous. Without a residual the last is x itself. With ``centred`` this is LayerNorm: the first two
+    are of total less its row's mean.
     """
     out, scales = room(x, x.shape), room(x, (*x.shape[:-1], 1), torch.float32)
     rows = scales.numel()
     total = x if residual is None else room(x, x.shape)
     if rows:
         shape = (rows, x.shape[-1], eps, offset)
-        run = _rms(_kind(x, weight), shape, added=residual is not None)
-        if residual is None:
-            run(x, weight, out, scales)
-        else:
-            run(x, residual, weight, out, total, scales)
+        sums = (residual, None if residual is None else total)
+        run = _rms(
+            _kind(x, weight), shape, added=residual is not None, biased=bias is not None, centred=centred
+        )
+        run(*(each for each in (x, sums[0], weight, bias, out, sums[1], scales) if each is not None))
     return out, scales, total
 
 
@@ -76,36 +83,60 @@ def _kind(*tensors: Tensor) -> tuple[object, ...]:
 
 
 @lru_cache(_KEPT)
-def _rms(_kind: tuple[object, ...], shape: tuple[int, int, float, float], *, added: bool) -> Launch:
+def _rms(
+    _kind: tuple[object, ...],
+    shape: tuple[int, int, float, float],
+    *,
+    added: bool,
+    biased: bool,
+    centred: bool,
+) -> Launch:
     grid, constants = _whole_rows(*shape[:2])
     other = GIVEN if added else None
+    kinds = {
+        "RESIDUAL": added,
+        "CENTRED": centred,
+        "BIASED": biased,
+        "ROUNDED": shape[3] == 0 and not centred,
+    }
     return Launch(
         _kernels().rms,
         grid,
-        *(GIVEN, other, GIVEN, GIVEN, other, GIVEN, *shape),
-        **{"RESIDUAL": added, "ROUNDED": shape[3] == 0, **constants},
+        *(GIVEN, other, GIVEN, GIVEN if biased else None, GIVEN, other, GIVEN, *shape),
+        **kinds,
+        **constants,
     )
 
 
 def rms_back(
-    grad: Tensor, x: Tensor, weight: Tensor, scales: Tensor, offset: float, more: Tensor | None = None
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    offset: float,
+    more: Tensor | None = None,
+    *,
+    centred: bool = False,
 ) -> Tensor:
     """The gradient of x, which was `total`; plus ``more``, that of `total` itself."""
     dx, rows = room(x, x.shape), scales.numel()
     if rows:
-        run = _rms_back(_kind(x, weight), (rows, x.shape[-1], offset), added=more is not None)
+        shape = (rows, x.shape[-1], offset)
+        run = _rms_back(_kind(x, weight), shape, added=more is not None, centred=centred)
         run(grad, x, weight, scales, *(() if more is None else (more,)), dx)
     return dx
 
 
 @lru_cache(_KEPT)
-def _rms_back(_kind: tuple[object, ...], shape: tuple[int, int, float], *, added: bool) -> Launch:
+def _rms_back(
+    _kind: tuple[object, ...], shape: tuple[int, int, float], *, added: bool, centred: bool
+) -> Launch:
     grid, constants = _whole_rows(*shape[:2])
     return Launch(
         _kernels().rms_back,
         grid,
         *(GIVEN, GIVEN, GIVEN, GIVEN, GIVEN if added else None, GIVEN, *shape),
-        **{"RESIDUAL": added, **constants},
+        **{"RESIDUAL": added, "CENTRED": centred, **constants},
     )
 
 
@@ -120,7 +151,7 @@ def gated(x: Tensor, kind: int) -> Tensor:
     width = x.shape[-1] // 2
     out = room(x, (*x.shape[:-1], width))
     if out.numel():
-        _gated("gated", _kind(x), (out.numel() // width, width, kind))(x, out)
+        _by_blocks("gated", _kind(x), (out.numel() // width, width, kind))(x, out)
     return out
 
 
@@ -128,17 +159,33 @@ def gated_back(grad: Tensor, x: Tensor, kind: int) -> Tensor:
     """The gradient of gate and up."""
     dx, width = room(x, x.shape), grad.shape[-1]
     if grad.numel():
-        _gated("gated_back", _kind(x), (grad.numel() // width, width, kind))(grad, x, dx)
+        _by_blocks("gated_back", _kind(x), (grad.numel() // width, width, kind))(grad, x, dx)
     return dx
 
 
 @lru_cache(_KEPT)
-def _gated(name: str, _kind: tuple[object, ...], shape: tuple[int, int, int]) -> Launch:
+def _by_blocks(name: str, _kind: tuple[object, ...], shape: tuple[int, int, int]) -> Launch:
     rows, width, kind = shape
     grid, constants = _blocks(rows, width)
-    tensors = (GIVEN,) * (2 if name == "gated" else 3)
+    tensors = (GIVEN,) * (3 if name.endswith("_back") else 2)
     kernel = getattr(_kernels(), name)
-    return Launch(kernel, grid, *tensors, rows, width, TANH=kind == GELU_TANH, **constants)
+    return Launch(kernel, grid, *tensors, rows, width, KIND=kind, **constants)
+
+
+def activated(x: Tensor, kind: int) -> Tensor:
+    """act(x), of a contiguous tensor."""
+    out, width = room(x, x.shape), x.shape[-1]
+    if x.numel():
+        _by_blocks("activate", _kind(x), (x.numel() // width, width, kind))(x, out)
+    return out
+
+
+def activated_back(grad: Tensor, x: Tensor, kind: int) -> Tensor:
+    """The gradient of x."""
+    dx, width = room(x, x.shape), x.shape[-1]
+    if x.numel():
+        _by_blocks("activate_back", _kind(x), (x.numel() // width, width, kind))(grad, x, dx)
+    return dx
 
 
 def rotate_(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> None:

@@ -5,11 +5,16 @@ They compute with the rounding of transformers' modules: in float32 inside a nor
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-SILU, GELU_TANH = 0, 1
+from plait_kernels.attention import Capped
+
+SILU, GELU_TANH, GELU = range(3)
 
 
 def rms(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
@@ -30,9 +35,38 @@ def rms_back(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, offset: flo
     return (scale * (g - x.float() * (scale.square() * mean))).to(x.dtype)
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float) -> Sequence[Tensor]:
+    """(x − mean) / √(variance + eps) · (offset + weight) + bias; each row's mean and 1 / √(…) in float32."""
+    weight = weight + offset if offset else weight
+    found: tuple[Tensor, ...] = torch.native_layer_norm(x, weight.shape, weight, bias, eps)
+    return found
+
+
+def layer_norm_back(
+    grad: Tensor, x: Tensor, weight: Tensor, offset: float, mean: Tensor, scale: Tensor
+) -> Tensor:
+    """The gradient of x."""
+    weight = weight + offset if offset else weight
+    back = torch.ops.aten.native_layer_norm_backward
+    found: Tensor = back(grad, x, weight.shape, mean, scale, weight, None, [True, False, False])[0]
+    return found
+
+
 def activation(gate: Tensor, kind: int) -> Tensor:
-    """SiLU, or GELU in its tanh form."""
-    return functional.silu(gate) if kind == SILU else functional.gelu(gate, approximate="tanh")
+    """SiLU, GELU in its tanh form, or GELU."""
+    if kind == SILU:
+        return functional.silu(gate)
+    return functional.gelu(gate, approximate="tanh" if kind == GELU_TANH else "none")
+
+
+def activation_back(grad: Tensor, x: Tensor, kind: int) -> Tensor:
+    """The gradient of x."""
+    operators = torch.ops.aten
+    if kind == SILU:
+        found: Tensor = operators.silu_backward(grad, x)
+    else:
+        found = operators.gelu_backward(grad, x, approximate="tanh" if kind == GELU_TANH else "none")
+    return found
 
 
 def gated(x: Tensor, kind: int) -> Tensor:
@@ -65,3 +99,27 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> None:
     turned = first * s[..., half:]
     first.mul_(c[..., :half]).addcmul_(second, s[..., :half], value=-1.0)
     second.mul_(c[..., half:]).add_(turned)
+
+
+def attention(qkv: Tensor, ends: Sequence[int], rule: Capped) -> Tensor:
+    """Causal attention within each sample, scores softcap · tanh(scale · q·k / softcap) in float32 or more.
+
+    Args:
+        qkv: (tokens, (query + 2 · shared) · size): queries, keys, values of a token.
+        ends: where samples begin and end.
+    """
+    counts, parts = (rule.query, rule.shared, rule.shared), []
+    for low, high in pairwise(ends):
+        heads = qkv[low:high].reshape(high - low, sum(counts), rule.size).transpose(0, 1)
+        q, k, v = heads.split_with_sizes(counts)
+        k, v = (each.repeat_interleave(rule.query // rule.shared, dim=0) for each in (k, v))
+        products = q @ k.transpose(1, 2)
+        wide = products if products.dtype == torch.float64 else products.float()
+        scores = rule.softcap * torch.tanh(wide * (rule.scale / rule.softcap))
+        row = torch.arange(high - low, device=qkv.device)
+        hidden = row[None, :] > row[:, None]
+        if rule.window is not None:
+            hidden |= row[:, None] - row[None, :] >= rule.window
+        shares = scores.masked_fill(hidden, -torch.inf).softmax(-1).to(qkv.dtype)
+        parts.append((shares @ v).transpose(0, 1).flatten(1))
+    return torch.cat(parts)

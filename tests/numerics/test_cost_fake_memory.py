@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from transformers import LlamaConfig
+from transformers import Gemma2Config, LlamaConfig
 
 from plait.core.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
 from plait.core.settings import EngineSettings
@@ -107,6 +107,28 @@ def test_bits_of_dropped_features_are_seen() -> None:
     kept = 520 * row * 4 * config.num_hidden_layers  # q, k and v each have their own
     for phase in ("forward", "loss"):
         assert drops[phase] - plain[phase] == kept, phase
+
+
+def test_attention_with_a_softcap_has_no_scores_in_memory_on_a_gpu() -> None:
+    pytest.importorskip("triton")
+    config = Gemma2Config(
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+    )
+
+    def dynamic(backend: str, lengths: tuple[int, ...]) -> float:
+        probe = Probe((ProbeSegment(8, lengths),), 1)
+        return observe_whole(config, probe, ProbeOptions(backend=backend)).dynamic
+
+    long, short = (dynamic("triton", lengths) for lengths in ((2048,), (64,) * 32))
+    tables = 2 * 2048 * 64 * torch.bfloat16.itemsize  # cos and sin by position
+    assert long - short <= tables
+    assert dynamic("grouped", (2048,)) > 2 * long
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from plait.core.settings import ModelSettings
 from plait.models import elementwise
-from plait.models.elementwise import gated, residual_norm, rms_norm
-from plait_kernels.plain import GELU_TANH, SILU
+from plait.models.elementwise import activated, gated, layer_norm, residual_norm, rms_norm
+from plait.models.fuse import Activation, Norm
+from plait.models.load import load_model
+from plait_kernels.plain import GELU, GELU_TANH, SILU
 
 EPS = 1e-5
 
@@ -123,3 +127,49 @@ def test_threads_change_no_bit() -> None:
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("added", "bias", "offset"), [(False, True, 0.0), (True, True, 0.0), (True, False, 1.0)]
+)
+def test_layer_norm(added: bool, bias: bool, offset: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight, other, more = (torch.randn(size, generator=generator) for size in ((7, 33), 33, 33, (7, 33)))
+
+    def formula(x: Tensor) -> Tensor:
+        total = x + more.double() if added else x
+        by = weight.double() + offset
+        out = functional.layer_norm(total, (33,), by, other.double() if bias else None, EPS)
+        return out + total if added else out
+
+    def function(x: Tensor) -> Tensor:
+        given = (weight, other if bias else None, EPS, offset)
+        out, total = layer_norm(x, more if added else None, *given)
+        return out + total if added else out
+
+    compare(function, formula, x, 1e-6)
+
+
+@pytest.mark.parametrize("kind", [SILU, GELU_TANH, GELU])
+def test_activation(kind: int) -> None:
+    x = 3 * torch.randn(7, 33, generator=torch.Generator().manual_seed(0))
+
+    def formula(x: Tensor) -> Tensor:
+        if kind == SILU:
+            return functional.silu(x)
+        return functional.gelu(x, approximate="tanh" if kind == GELU_TANH else "none")
+
+    compare(lambda x: activated(x, kind), formula, x, 1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("family", "norms", "acts"), [("gpt2", 2, 1), ("gpt_neox", 2, 1), ("cohere", 1, 1)])
+def test_layer_norms_and_activations_of_a_model_are_replaced(
+    family: str, norms: int, acts: int, dtype: str, tmp_path: Path
+) -> None:
+    """In every dtype: torch's LayerNorm takes no input of another dtype than its weight's."""
+    base = load_model(ModelSettings(kind="tiny", family=family, dtype=dtype), cache=tmp_path)
+    for layer in base.layers:
+        forwards = [module.forward for module in layer.modules()]
+        assert sum(isinstance(each, Norm) for each in forwards) == norms
+        assert sum(isinstance(each, Activation) for each in forwards) == acts

@@ -23,9 +23,20 @@ from plait_kernels.backends import BACKENDS
 from plait_kernels.launching import noted
 
 LENGTHS = {"one": 7, "two": 13}  # rows of each adapter
-# Launches of rotations, gated MLPs and norms of sums in a layer, forward: attention with norms of q and k is
-# not fused, Gemma has norms of what is added, and GPT-NeoX has LayerNorm and a plain MLP.
-FAMILIES = {"llama": (1, 1, 1), "phi3": (1, 1, 1), "gemma3": (0, 1, 0), "gpt_neox": (0, 0, 0)}
+# Launches of rotations, gated MLPs, norms of sums, activations and attention with a softcap in a layer,
+# forward: attention with norms of q and k is not fused, Gemma has norms of what is added, and GPT-NeoX and
+# Cohere add attention and MLP to the same; of Cohere's both read one norm, so gate and up are no group.
+FAMILIES = {
+    "llama": (1, 1, 1, 0, 0),
+    "phi3": (1, 1, 1, 0, 0),
+    "gemma2": (1, 1, 0, 0, 1),
+    "gemma3": (0, 1, 0, 0, 0),
+    "cohere": (0, 0, 0, 1, 0),
+    "gpt_neox": (0, 0, 0, 1, 0),
+    "gpt2": (0, 0, 1, 1, 0),
+}
+# Each family's last layer has adapters on some linear layers that are not in one group.
+SOME = {"llama": "q_proj|down_proj", "gemma2": "q_proj|down_proj", "gpt2": "c_attn|c_fc"}
 
 pytestmark = [
     pytest.mark.skipif(
@@ -105,17 +116,21 @@ def test_the_blocks_compute_the_same_with_triton_s_passes(
         found = run(base, bank, list(LENGTHS))
     for name in LENGTHS:
         assert_close(found[name], expected[name])
-    rotations, gates, sums = (base.layer_count * count for count in FAMILIES[family])
+    rotations, gates, sums, acts, capped = (base.layer_count * count for count in FAMILIES[family])
     assert launches["rotate"] == 2 * rotations  # and back
     assert launches["gated"] == launches["gated_back"] == gates
     # Backward, both norms of a layer have the gradient of what passes them, but for the first of all.
     assert launches["residual"] == max(0, 3 * sums - 1)
-    assert (launches["rms"] > 0) == (launches["rms_back"] > 0) == (family != "gpt_neox")
+    assert launches["rms"] > 0
+    assert launches["rms_back"] > 0
+    assert launches["activate"] == launches["activate_back"] == acts
+    assert launches["attend"] == launches["query_gradient"] == launches["key_gradient"] == capped
 
 
-def test_joint_equals_solo_with_every_kernel_on(tmp_path: Path) -> None:
-    base = model("llama", tmp_path)
-    bank = bank_of(base, r".*\.3\..*(q_proj|down_proj)")
+@pytest.mark.parametrize("family", SOME)
+def test_joint_equals_solo_with_every_kernel_on(family: str, tmp_path: Path) -> None:
+    base = model(family, tmp_path)
+    bank = bank_of(base, rf".*\.3\..*({SOME[family]})")
     base.install(backend="triton")
     joint = run(base, bank, list(LENGTHS))
     again = run(base, bank, list(LENGTHS))

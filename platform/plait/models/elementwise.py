@@ -143,6 +143,87 @@ def _norm_back(
     return dx if more is None else dx.add_(more)
 
 
+def layer_norm(
+    x: Tensor,
+    added: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    offset: float,
+    *,
+    backend: str = "",
+) -> tuple[Tensor, Tensor]:
+    """LayerNorm of x + ``added`` with ``offset`` + ``weight`` and ``bias``, all frozen, and this sum, which
+    without ``added`` is x; see :func:`residual_norm`."""
+    return cast("tuple[Tensor, Tensor]", apply(LayerNorm, x, added, weight, bias, eps, offset, backend))
+
+
+class LayerNorm(torch.autograd.Function):
+    """The LayerNorm of a sum, and the sum; its gradient is that of both terms."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        added: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        offset: float,
+        backend: str,
+    ) -> tuple[Tensor, Tensor]:
+        """See :func:`layer_norm`."""
+        x = x.contiguous()
+        ctx.set_materialize_grads(False)
+        ctx.offset, ctx.two = offset, added is not None
+        ctx.triton = passes.by_triton(backend, x) and x.shape[-1] <= passes.WIDEST
+        if ctx.triton:
+            added = None if added is None else added.contiguous()
+            out, *found, total = passes.rms(x, weight, eps, offset, added, bias=bias, centred=True)
+        else:
+            total = x if added is None else x + added
+            out, *found = plain.layer_norm(total, weight, bias, eps, offset)
+        ctx.save_for_backward(total, weight, *found)
+        return out, total
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad: Tensor | None, more: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
+        """Given the gradients of norm and sum."""
+        total, weight, *found = ctx.saved_tensors
+        if grad is None:
+            dx = more
+        elif ctx.triton:
+            more = None if more is None else more.contiguous()
+            given = (grad.contiguous(), total, weight, *found, ctx.offset, more)
+            dx = passes.rms_back(*given, centred=True)
+        else:
+            dx = plain.layer_norm_back(grad.contiguous(), total, weight, ctx.offset, *found)
+            dx = dx if more is None else dx.add_(more)
+        return dx, dx if ctx.two else None, None, None, None, None, None
+
+
+def activated(x: Tensor, kind: int, *, backend: str = "") -> Tensor:
+    """act(x), one of `plain`'s kinds; ``backend`` is that of the model's kernels."""
+    return cast("Tensor", apply(_Activated, x, kind, backend))
+
+
+class _Activated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kind: int, backend: str) -> Tensor:
+        x = x.contiguous()
+        ctx.save_for_backward(x)
+        ctx.kind, ctx.triton = kind, passes.by_triton(backend, x)
+        return passes.activated(x, kind) if ctx.triton else plain.activation(x, kind)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        back = passes.activated_back if ctx.triton else plain.activation_back
+        return back(grad.contiguous(), x, ctx.kind), None, None
+
+
 def gated(x: Tensor, kind: int, *, backend: str = "") -> Tensor:
     """act(gate) · up, for gate and up side by side: (..., 2n) to (..., n); act is SILU or GELU_TANH.
 

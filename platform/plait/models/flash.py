@@ -1,7 +1,7 @@
-"""Attention of packed samples by torch's variable-length flash attention, on devices that have it.
+"""Attention of packed samples without scores in memory, by torch's flash kernels or Plait's own.
 
 A seam: the model's attention goes through :func:`attend`, which takes the flash kernels where they compute
-the rule, and the products of ``attention`` elsewhere.
+the rule, Plait's where there is a softcap, and the products of ``attention`` elsewhere.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import Tensor
 from plait.models.attention import AttentionRule, Heads, packed_attention
 from plait.models.context import MicrobatchContext
 from plait_kernels import passes
+from plait_kernels.attention import WIDEST_HEAD, Capped, backward, forward
 from plait_kernels.chain import apply
 
 _DTYPES = (torch.float16, torch.bfloat16)
-_WIDEST_HEAD = 256
 _NOT_EVERYWHERE = range(193, 225)  # of whose gradient some devices lack the kernel
 
 
@@ -33,16 +33,28 @@ def attend(
         qkv: (tokens, (query + 2 · shared) · head size): all queries, all keys, all values of a token.
         backend: the backend of the model's kernels.
     """
-    if passes.by_triton(backend, qkv) and takes(qkv, heads, rule):
-        return cast("Tensor", apply(_Flash, qkv, heads, context.ends, context.longest, rule))
+    if passes.by_triton(backend, qkv):
+        if takes(qkv, heads, rule):
+            return cast("Tensor", apply(_Flash, qkv, heads, context.ends, context.longest, rule))
+        own = _capped(qkv, heads, rule)
+        if own is not None:
+            return cast("Tensor", apply(_Capped, qkv, context.ends, context.longest, own))
     return packed_attention(qkv, heads, context.layout, rule)
 
 
 def takes(qkv: Tensor, heads: Heads, rule: AttentionRule) -> bool:
     """Whether the flash kernels compute this: half precision, no softcap, heads of up to 256 features."""
     size = qkv.shape[-1] // heads.total
-    sized = size <= _WIDEST_HEAD and size % 8 == 0 and size not in _NOT_EVERYWHERE
+    sized = size <= WIDEST_HEAD and size % 8 == 0 and size not in _NOT_EVERYWHERE
     return sized and qkv.dtype in _DTYPES and rule.softcap is None and _device_has_it(qkv.device)
+
+
+def _capped(qkv: Tensor, heads: Heads, rule: AttentionRule) -> Capped | None:
+    """What Plait's own kernels are asked for, if they compute this: a softcap, heads of up to 256."""
+    size = qkv.shape[-1] // heads.total
+    if rule.softcap is None or size > WIDEST_HEAD:
+        return None
+    return Capped(heads.query, heads.shared, size, rule.scale, rule.softcap, rule.window)
 
 
 def _device_has_it(device: torch.device) -> bool:
@@ -84,6 +96,24 @@ class _Flash(torch.autograd.Function):
                 *(rule.scale, _window(rule)),
             )
         return torch.cat(found, dim=1).flatten(1), None, None, None, None
+
+
+class _Capped(torch.autograd.Function):
+    """Plait's kernels of attention with a softcap, and their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, ends: Tensor, longest: int, rule: Capped) -> Tensor:
+        qkv = qkv.contiguous()
+        out, sums = forward(qkv, ends, longest, rule)
+        ctx.save_for_backward(qkv, ends, out, sums)
+        ctx.longest, ctx.rule = longest, rule
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        qkv, ends, out, sums = ctx.saved_tensors
+        found = backward(grad.contiguous(), qkv, ends, ctx.longest, ctx.rule, out, sums)
+        return found, None, None, None
 
 
 def forward_kernel(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:

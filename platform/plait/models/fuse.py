@@ -7,6 +7,7 @@ attention, and the replacement gives the same result on random input. Everything
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -16,12 +17,21 @@ from torch import Tensor, nn
 
 from plait.models.attention import AttentionRule, Heads, packed_attention
 from plait.models.context import MicrobatchContext, Rotation, Running, now_running, running
-from plait.models.elementwise import RmsNorm, gated, residual_norm, rms_norm, rotate_heads_, rotated_merged
+from plait.models.elementwise import (
+    LayerNorm,
+    RmsNorm,
+    activated,
+    gated,
+    layer_norm,
+    residual_norm,
+    rotate_heads_,
+    rotated_merged,
+)
 from plait.models.flash import attend
 from plait.models.lora import Binding, GroupedLinear, LinearGroup
 from plait_kernels import KernelError, Routing, passes
 from plait_kernels.chain import recorded
-from plait_kernels.plain import GELU_TANH, SILU, activation
+from plait_kernels.plain import GELU, GELU_TANH, SILU, activation
 
 # ‖replacement − module‖ / ‖module‖ on random input from rounding alone; a real difference is far larger.
 ROUNDING = {torch.float32: 5e-6, torch.float16: 5e-3, torch.bfloat16: 4e-2}
@@ -32,21 +42,25 @@ Forward = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """Forward of an RMSNorm; with ``offset`` 1 its weight counts from 1."""
+    """Forward of an RMSNorm or, ``centred``, of a LayerNorm; with ``offset`` 1 its weight counts from 1."""
 
     weight: Tensor
     eps: float
     offset: float
     binding: Binding
+    centred: bool = False
+    bias: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """(..., features) to the same."""
-        return rms_norm(x, self.weight, self.eps, self.offset, backend=self.binding.backend)
+        return self.of_sum(x, None)[0]
 
     def of_sum(self, x: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
         """The norm of x + ``added``, and the sum."""
-        backend = self.binding.backend
-        return residual_norm(x, added, self.weight, self.eps, self.offset, backend=backend)
+        given, backend = (self.eps, self.offset), self.binding.backend
+        if self.centred:
+            return layer_norm(x, added, self.weight, self.bias, *given, backend=backend)
+        return residual_norm(x, added, self.weight, *given, backend=backend)
 
 
 def fuse_layer(
@@ -55,15 +69,16 @@ def fuse_layer(
     """Replace what can be replaced in a decoder layer; attention needs a rotation to be tried with."""
     fuse_norms(layer, binding)
     fuse_mlps(layer)
+    fuse_activations(layer, binding)
+    trial = Running(context, None if rotation is None else rotation.tables)
     if rotation is not None:
-        trial = Running(context, rotation.tables)
         fuse_attentions(layer, trial, rotation.tokens)
-        fuse_residuals(layer, trial, rotation.tokens)
+    fuse_residuals(layer, trial, None if rotation is None else rotation.tokens)
 
 
 def fuse_norms(root: nn.Module, binding: Binding) -> int:
-    """Replace the forward of every RMSNorm below ``root``; return how many."""
-    norms = [module for module in root.modules() if "RMSNorm" in type(module).__name__]
+    """Replace the forward of every RMSNorm and LayerNorm below ``root``; return how many."""
+    norms = [module for module in root.modules() if re.search("RMSNorm|LayerNorm", type(module).__name__)]
     return sum(_fuse_norm(module, binding) for module in norms)
 
 
@@ -74,9 +89,11 @@ def _fuse_norm(module: nn.Module, binding: Binding) -> bool:
         return False
 
     x = _noise(3, len(weight), like=weight)
+    bias, centred = getattr(module, "bias", None), "RMSNorm" not in type(module).__name__
     for offset in (0.0, 1.0):
-        norm = Norm(weight, eps, offset, binding)
-        if _same(norm, module, x) and _same(norm, module, x.float()):
+        norm = Norm(weight, eps, offset, binding, centred, bias)
+        # A LayerNorm rounds once, and torch's takes no input of another dtype than its weight's.
+        if _same(norm, module, x) and (centred or _same(norm, module, x.float())):
             module.forward = norm
             return True
     return False
@@ -129,7 +146,7 @@ def _fuse_mlp(module: nn.Module) -> bool:
     act = getattr(module, "act_fn", getattr(module, "activation_fn", None))
     if pair is None or act is None or not isinstance(down, GroupedLinear) or not _takes_one(module):
         return False
-    kind = _activation_kind(act)
+    kind = _activation_kind(act, SILU, GELU_TANH)
     if kind is None:
         return False
     forward = GatedMlp(pair.group, down, kind)
@@ -140,15 +157,37 @@ def _fuse_mlp(module: nn.Module) -> bool:
     return True
 
 
-def _activation_kind(act: Callable[[Tensor], Tensor]) -> int | None:
-    """The compiled activation that this is, compared in float32, in which GELU's two forms differ."""
+def _activation_kind(act: Callable[[Tensor], Tensor], *kinds: int) -> int | None:
+    """Which of these this is, compared in float32, in which GELU's two forms differ."""
     gate = torch.linspace(-6.0, 6.0, 100)
     try:
         expected = act(gate)
     except TypeError:  # it needs more than the gate, like Inkling 2's, so it is not a plain activation
         return None
-    fitting = (kind for kind in (SILU, GELU_TANH) if _close(activation(gate, kind), expected))
+    fitting = (kind for kind in kinds if _close(activation(gate, kind), expected))
     return next(fitting, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """Forward of an activation between two products."""
+
+    kind: int
+    binding: Binding
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Any shape to the same."""
+        return activated(x, self.kind, backend=self.binding.backend)
+
+
+def fuse_activations(root: nn.Module, binding: Binding) -> int:
+    """Replace the forward of every GELU and SiLU below ``root``; return how many."""
+    found = [each for each in root.modules() if re.search("GELU|SiLU", type(each).__name__)]
+    kinds = {id(each): _activation_kind(each, SILU, GELU_TANH, GELU) for each in found}
+    fitting = [each for each in found if kinds[id(each)] is not None]
+    for each in fitting:
+        each.forward = Activation(cast(int, kinds[id(each)]), binding)
+    return len(fitting)
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,29 +362,39 @@ class _Layer(torch.autograd.Function):
         found: Tensor | None = grad
         more = grad  # the gradient of the sum that passes what is added to it
         for step in reversed(ctx.chain.steps):
-            if step.function is RmsNorm:
+            if step.function in (RmsNorm, LayerNorm):
                 found = more = step.back(found, more)
             else:
                 found = step.back(found)
         return found, None, None, None
 
 
-def fuse_residuals(layer: nn.Module, trial: Running, position_embeddings: tuple[Tensor, Tensor]) -> bool:
+# Names of the first norm, attention, the second norm and the MLP of layers in which one follows another.
+_SEQUENCES = (
+    ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"),
+    ("ln_1", "attn", "ln_2", "mlp"),
+)
+
+
+def fuse_residuals(
+    layer: nn.Module, trial: Running, position_embeddings: tuple[Tensor, Tensor] | None
+) -> bool:
     """Replace the forward of a decoder layer x + attention(norm(x)) + MLP(norm(x + attention(norm(x)))), so
     that its sums and those of their gradients are made by its norms; return whether it is one."""
     parts = {name: part for name, part in layer.named_children() if not isinstance(part, nn.Dropout)}
-    if parts.keys() != {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}:
+    names = next((names for names in _SEQUENCES if parts.keys() == set(names)), None)
+    if names is None:
         return False
-    first, second = (parts[name].forward for name in ("input_layernorm", "post_attention_layernorm"))
-    if not isinstance(first, Norm) or not isinstance(second, Norm) or not _takes_one(parts["mlp"]):
+    norm, attention, other, mlp = (parts[name] for name in names)
+    first, second = norm.forward, other.forward
+    if not isinstance(first, Norm) or not isinstance(second, Norm) or not _takes_one(mlp):
         return False
-    residual = Residual(first, parts["self_attn"], second, parts["mlp"])
+    residual = Residual(first, attention, second, mlp)
     x = _noise(1, len(trial.context.token_ids), len(first.weight), like=first.weight)
     given = {
         "attention_mask": None,
         "position_ids": trial.context.position_ids.unsqueeze(0),
-        "position_embeddings": position_embeddings,
-    }
+    } | ({} if position_embeddings is None else {"position_embeddings": position_embeddings})
 
     def forward(hidden_states: Tensor, **options: Any) -> Any:
         out = residual(hidden_states, **options)
@@ -362,7 +411,8 @@ def fuse_residuals(layer: nn.Module, trial: Running, position_embeddings: tuple[
     if not torch.equal(*pair):  # the same operations in the same order
         return False
     node = OneNode(residual)
-    layer.forward = node if _has_steps(node, x.squeeze(0), trial, position_embeddings) else forward
+    chained = position_embeddings is not None and _has_steps(node, x.squeeze(0), trial, position_embeddings)
+    layer.forward = node if chained else forward
     return True
 
 

@@ -73,7 +73,16 @@ def test_kernels_compile_for_a_gpu_without_one():
 
 def test_the_passes_compile_and_fit_every_generation():
     found = _compiled("80,90,100", "passes")
-    kernels = {"rms", "rms_back", "gated", "gated_back", "rotate", "cross_entropy"}
+    kernels = {
+        "rms",
+        "rms_back",
+        "gated",
+        "gated_back",
+        "activate",
+        "activate_back",
+        "rotate",
+        "cross_entropy",
+    }
     kernels |= {"squares", "norms", "adamw"}
     for capability in (80, 90, 100):
         assert {each["kernel"] for each in found if each["capability"] == capability} == kernels
@@ -100,6 +109,24 @@ def test_attention_over_pages_compiles_and_fits_every_generation():
         allowed = 0 if binary["capability"] == 90 and not exact else FEW_BYTES
         assert binary["spilled"] <= allowed, binary
         assert binary["shared"] <= SMALL_MEMORY, binary
+        assert binary["wide"] > 0, binary
+        assert binary["narrow"] == 0, binary
+
+
+@pytest.mark.timeout(1200)
+def test_attention_with_a_softcap_compiles_and_fits_every_generation():
+    """Up to 9.0 on the smallest devices, too, whose programs have 99 KiB of shared memory."""
+    found = _compiled("80,90,100", "attention")
+    kernels = {"attend", "query_gradient", "key_gradient"}
+    for capability in (80, 90, 100):
+        assert {each["kernel"] for each in found if each["capability"] == capability} == kernels
+    for binary in found:
+        exact = binary["case"]["dtype"] == "torch.float32"
+        assert binary["atomics"] == [], binary
+        assert exact or binary["spilled"] <= (0 if binary["capability"] == 90 else FEW_BYTES), binary
+        assert binary["registers"] > 32, binary  # the compiler gives up on products of too many terms
+        assert binary["shared"] <= (HOPPER_MEMORY if binary["capability"] == 100 else SMALL_MEMORY), binary
+        assert (binary["tensor_cores"] > 0) == (not exact), binary
         assert binary["wide"] > 0, binary
         assert binary["narrow"] == 0, binary
 

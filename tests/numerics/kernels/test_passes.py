@@ -79,6 +79,50 @@ def plain_rms_back(grad, value, weight, scale, offset):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("biased", "offset"), [(True, 0.0), (False, 0.0), (True, 1.0)])
+@pytest.mark.parametrize(("rows", "features"), ROWS[1:])
+@pytest.mark.parametrize("residual", [False, True])
+def test_layer_norm(dtype, biased, offset, rows, features, residual):
+    """Of rows whose mean is far from 0."""
+    x = noise(rows, features, dtype=dtype) + 5
+    weight = noise(features, dtype=dtype, seed=1, scale=1.0)
+    bias = noise(features, dtype=dtype, seed=5) if biased else None
+    other = noise(rows, features, dtype=dtype, seed=2) if residual else None
+    grad, more = noise(rows, features, dtype=dtype, seed=3), noise(rows, features, dtype=dtype, seed=4)
+    kind = {"bias": bias, "centred": True}
+    with poisoned_memory():
+        out, scales, total = passes.rms(x, weight, EPS, offset, other, **kind)
+        again = passes.rms(x, weight, EPS, offset, other, **kind)
+        dx = passes.rms_back(grad, total, weight, scales, offset, more if residual else None, centred=True)
+    assert all(torch.equal(one, two) for one, two in zip((out, scales, total), again, strict=True))
+    expected = x if other is None else x + other
+    assert torch.equal(total, expected)
+
+    def by_torch(dtype):
+        value, w, g = (tensor.to(dtype) for tensor in (expected, weight, grad))
+        b = None if bias is None else bias.to(dtype)
+        made, mean, scale = plain.layer_norm(value, w, b, EPS, offset)
+        back = plain.layer_norm_back(g, value, w, offset, mean, scale)
+        return made, back + more.to(dtype) if residual else back
+
+    check((out, dx), by_torch(dtype), by_torch(torch.float64))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", [plain.SILU, plain.GELU_TANH, plain.GELU])
+@pytest.mark.parametrize("shape", [(1, 1), (7, 133), (3, 2500)])
+def test_activation(dtype, kind, shape):
+    x, grad = noise(*shape, dtype=dtype), noise(*shape, dtype=dtype, seed=1)
+    with poisoned_memory():
+        found = passes.activated(x, kind), passes.activated_back(grad, x, kind)
+        again = passes.activated(x, kind), passes.activated_back(grad, x, kind)
+    assert all(torch.equal(one, two) for one, two in zip(found, again, strict=True))
+    rough = plain.activation(x, kind), plain.activation_back(grad, x, kind)
+    truth = plain.activation(x.double(), kind), plain.activation_back(grad.double(), x.double(), kind)
+    check(found, rough, truth)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", [plain.SILU, plain.GELU_TANH])
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (5, 37), (130, 16), (3, 2500)])
 def test_gated_mlp(dtype, kind, rows, width):
@@ -120,6 +164,7 @@ def test_no_kernel_is_launched_for_zero_rows():
     empty = torch.empty(0, 8, device=DEVICE)
     assert passes.gated(empty, plain.SILU).shape == (0, 4)
     assert passes.rms(empty, empty.new_ones(8), EPS, 0.0)[0].shape == (0, 8)
+    assert passes.activated(empty, plain.GELU).shape == passes.activated_back(empty, empty, plain.GELU).shape
     passes.rotate_(empty.view(0, 2, 4), empty[:, :4], empty[:, :4])
 
 
@@ -127,6 +172,8 @@ def test_extreme_values_stay_finite_and_nan_stays_in_its_row():
     x = torch.tensor([[-1e4, 1e4, -90.0, 90.0, 1.0, 1.0, 1.0, 1.0]] * 3, device=DEVICE)
     assert passes.gated(x, plain.SILU)[0].tolist() == pytest.approx([0.0, 1e4, 0.0, 90.0], abs=1e-30)
     assert passes.gated_back(x[:, :4] * 0 + 1, x, plain.GELU_TANH).isfinite().all()
+    assert passes.activated(x, plain.GELU)[0, :4].tolist() == pytest.approx([0.0, 1e4, 0.0, 90.0], abs=1e-30)
+    assert passes.activated_back(x * 0 + 1, x, plain.GELU).isfinite().all()
     x[1, 0] = torch.nan
     for out in (passes.gated(x, plain.SILU), passes.rms(x, torch.ones(8, device=DEVICE), EPS, 0.0)[0]):
         assert out[1].isnan().any()

@@ -2,7 +2,7 @@
 
 Triton's own launch path runs, with the arguments, alignment and constants that a device would see, up to the
 binary that ptxas writes; only the launch itself is left out. Run by test_kernels_compile.py in a process of
-its own, since Triton's interpreter is on in the tests': `CAPABILITY[,CAPABILITY…] all|sample|passes|paged`.
+its own, since Triton's interpreter is on in the tests': `CAPABILITY[,…] all|sample|passes|paged|attention`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ import triton
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from plait_kernels import AdapterStep, Bank, Site, joint_adamw, loss, paged, passes
+from plait_kernels import AdapterStep, Bank, Site, attention, joint_adamw, loss, paged, passes
 from plait_kernels.absent import AbsentDevice
+from plait_kernels.attention import Capped
 from plait_kernels.layer import layer_call
-from plait_kernels.plain import GELU_TANH, SILU
+from plait_kernels.plain import GELU, GELU_TANH, SILU
 from plait_kernels.synthetic import Shape, problem
 from plait_kernels.tiles import CANDIDATES, DEFAULT, SMALL, SMALL_CANDIDATES, Choice
 from plait_kernels.triton_launch import Launcher
@@ -123,9 +124,13 @@ def launch_passes(dtype: torch.dtype) -> None:
         for other in (None, x):
             _, scales, total = passes.rms(x, weight, 1e-5, 0.0, other)
             passes.rms_back(x, total, weight, scales, 0.0, other)
+            _, scales, total = passes.rms(x, weight, 1e-5, 0.0, other, bias=weight, centred=True)
+            passes.rms_back(x, total, weight, scales, 0.0, other, centred=True)
     x = torch.zeros(4, 2 * 14336, dtype=dtype)
     for kind in (SILU, GELU_TANH):
         passes.gated_back(passes.gated(x, kind), x, kind)
+    for kind in (GELU_TANH, GELU):
+        passes.activated_back(x, passes.activated(x, kind), kind)
     table = torch.zeros(4, 128, dtype=dtype)
     passes.rotate_(torch.zeros(4, 48 * 128, dtype=dtype).view(4, 48, 128)[:, :40], table, table)
 
@@ -149,6 +154,17 @@ def launch_paged(dtype: torch.dtype, size: int) -> None:
         spans = [paged.Span(0, 1, last, prompt=False), paged.Span(1, 2, 0, prompt=True)]
         rows = paged.PagedRows([range(50), (1,)], spans, pool.device)
         paged.attend_by_triton(out, qkv, pool, rows, shape)
+
+
+def launch_attention(case: dict[str, object]) -> None:
+    """Attention with a softcap of heads of every padded size, with and without a window."""
+    cases = [(torch.bfloat16, 64, None), (torch.bfloat16, 80, 4096), (torch.bfloat16, 256, 4096)]
+    for dtype, size, window in (*cases, (torch.float32, 256, 4096)):
+        case |= {"dtype": dtype, "size": size}
+        qkv, ends = torch.zeros(8, 8 * size, dtype=dtype), torch.zeros(2, dtype=torch.int32)
+        rule = Capped(4, 2, size, size**-0.5, 50.0, window)
+        out, sums = attention.forward(qkv, ends, 8, rule)
+        attention.backward(out, qkv, ends, 8, rule, out, sums)
 
 
 def launch_adamw(dtype: torch.dtype) -> None:
@@ -179,7 +195,13 @@ def main(capabilities: list[int], which: str) -> None:
     JITFunction.run = compile_only
     for capability in capabilities:
         driver.set_active(AbsentDevice(capability))
-        for kept in (passes._rms, passes._rms_back, passes._gated, passes._rotate):
+        for kept in (
+            passes._rms,
+            passes._rms_back,
+            passes._by_blocks,
+            passes._rotate,
+            attention._launch,
+        ):
             kept.cache_clear()  # binaries of the device before
         for values in {"all": ALL, "sample": SAMPLE}.get(which, ()):
             current = dict(zip(CASE, values, strict=True))
@@ -187,6 +209,9 @@ def main(capabilities: list[int], which: str) -> None:
         for dtype, size in PAGED if which == "paged" else ():
             current = {"dtype": dtype, "size": size}
             launch_paged(dtype, size)
+        if which == "attention":
+            current = {}
+            launch_attention(current)
         if which == "passes":
             current = {"dtype": torch.bfloat16}
             launch_passes(torch.bfloat16)

@@ -13,12 +13,13 @@ import torch
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from plait_kernels import passes
+from plait_kernels import attention, passes
 from plait_kernels.absent import AbsentDevice
+from plait_kernels.attention import Capped
 from plait_kernels.autotuning import with_fused
 from plait_kernels.launching import Launch
 from plait_kernels.layer import layer_call
-from plait_kernels.plain import SILU
+from plait_kernels.plain import GELU, SILU
 from plait_kernels.synthetic import Shape, problem
 from plait_kernels.tiles import CANDIDATES, DEFAULT
 from plait_kernels.triton_launch import launcher
@@ -62,6 +63,14 @@ def layers(dtype: torch.dtype, ranks: tuple[int, ...], dropout: float) -> None:
             run.dx(call, made.grad, ds, kept, made.weight)
 
 
+def capped(rows: int, shift: int) -> None:
+    """Attention with a softcap over one sample."""
+    rule, whole = Capped(2, 1, 16, 0.25, 50.0), torch.zeros(rows * 64 + 16, dtype=torch.bfloat16)
+    qkv, ends = whole[shift : shift + rows * 64].view(rows, 64), torch.zeros(2, dtype=torch.int32)
+    out, sums = attention.forward(qkv, ends, rows, rule)
+    attention.backward(out, qkv, ends, rows, rule, out, sums)
+
+
 def every_pass(rows: int, shift: int) -> None:
     """The passes between the products on memory that begins ``shift`` elements after a multiple of 16."""
     size = 64
@@ -72,6 +81,10 @@ def every_pass(rows: int, shift: int) -> None:
     for other in (None, x):
         _, scales, total = passes.rms(x, weight, 1e-5, 0.0, other)
         passes.rms_back(x, total, weight, scales, 0.0, other)
+        _, scales, total = passes.rms(x, weight, 1e-5, 0.0, other, bias=weight, centred=True)
+        passes.rms_back(x, total, weight, scales, 0.0, other, centred=True)
+    passes.activated_back(x, passes.activated(x, GELU), GELU)
+    capped(rows, shift)
     passes.gated_back(passes.gated(pair, SILU), pair, SILU)
     table = torch.zeros(rows, 16, dtype=torch.bfloat16)
     passes.rotate_(x.view(rows, 4, 16), table, table)
