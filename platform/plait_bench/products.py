@@ -1,8 +1,8 @@
 """Bytes that a product in tiles reads from a device's memory, beside its cache.
 
-Processors take one tile of the output each, the next ones when these are done: a wave. The tiles of a wave read
-the same rows and columns at the same time, so each is read once a wave; whether it is still cached from an earlier
-one depends on what was brought in since.
+Processors take one tile of the output each, the next ones when these are done: a wave. The tiles of a wave
+read the same rows and columns at the same time, so each is read once a wave; whether it is still cached from an
+earlier one depends on what was brought in since.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Cached:
                     yield row, column
 
     def _gone(self, since: float | None) -> float:
-        """The share of a strip that is no longer cached, if so many bytes came in since; None: it never was."""
+        """The share of a strip that is not cached, if so many bytes came in since; None: it never was."""
         size = self.mebibytes * 2**20
         if since is None:
             return 1.0
