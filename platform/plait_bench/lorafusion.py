@@ -16,7 +16,7 @@ from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings
 from plait.cost.profiles import ClusterProfile
 from plait.cost.replica import balanced_split, even_split
-from plait.cost.time import LayerTime, MicrobatchShape, StageTime, TimeModel
+from plait.cost.time import HeadTime, LayerTime, MicrobatchShape, StageTime, TimeModel
 from plait.planner.grouping import JobLoad, group_jobs
 from plait.planner.packing_exact import GREEDY, PackingLimits, pack_all, solve_packing
 from plait.planner.schedule import turns
@@ -65,20 +65,18 @@ class Alternative:
         seed: of the draws; None keeps it.
         square: seconds of a layer for each squared token of a sample (attention), forward and backward, in
             addition to the profile's own.
-        last: seconds of the last stage over those of the profile, less 1.
-        filling: whether parts of microbatches are merged, or whole ones alone.
+        head: factor of the seconds of head and loss; None keeps it.
         spread: factor of the data sets' sigma.
-        own_order: whether microbatches are ordered and merged as in LoRAFusion's artifact.
+        plaits: whether microbatches are ordered and merged as Plait does it, not as LoRAFusion's artifact.
     """
 
     label: str
     means: dict[str, float]
     seed: int | None = None
     square: float = 0.0
-    last: float = 0.0
-    filling: bool = True
+    head: float | None = None
     spread: float = 1.0
-    own_order: bool = False
+    plaits: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +95,7 @@ class Options:
         capacity: most tokens of a microbatch.
         tile: padding multiple of LoRAFusion.
         samples: samples of one microbatch, if a system does not pack.
+        head: factor of the profile's seconds of head and loss.
         sizes: the same by system and workload, where they differ.
         alternatives: other assumptions.
         timeline: where to write Plait's schedule as a Chrome trace; None writes none.
@@ -121,6 +120,7 @@ class Options:
     capacity: int
     tile: int
     samples: int
+    head: float = 1.0
     sizes: dict[str, dict[str, int]] = field(default_factory=dict)
     alternatives: tuple[Alternative, ...] = ()
     timeline: str | None = None
@@ -227,6 +227,12 @@ def with_attention(time: TimeModel, square: float) -> TimeModel:
     return replace(time, layer=layers)
 
 
+def with_head(time: TimeModel, factor: float) -> TimeModel:
+    """The time model with a head and loss that take ``factor`` times as long."""
+    head = {tp: HeadTime(factor * each.fixed, factor * each.labelled) for tp, each in time.head.items()}
+    return replace(time, head=head)
+
+
 @dataclass(frozen=True, slots=True)
 class Opening:
     """What benchmarks of LoRAFusion's workload begin with: options, profile, trace, and equal stages."""
@@ -240,6 +246,8 @@ class Opening:
 def opened(settings: RunSettings, options: Mapping[str, object]) -> Opening:
     """Read options, profile and trace; with ``engine.checkpointing`` each layer's forward runs twice.
 
+    The profile's head and loss take ``head`` times as long as it says.
+
     Raises:
         ConfigError: no described cluster, or an unknown option.
         DataError: the trace cannot be read.
@@ -247,12 +255,12 @@ def opened(settings: RunSettings, options: Mapping[str, object]) -> Opening:
     asked, profile = read_options(options), read_profile(settings)
     if settings.engine.checkpointing:
         profile = replace(profile, time=profile.time.recomputing())
+    profile = replace(profile, time=with_head(profile.time, asked.head))
     even = machine(profile, even_split(profile.time.layers, asked.stages))
     return Opening(asked, profile, asked.lengths(), even)
 
 
-WHOLE = "whole microbatches merged"
-OWN = "its artifact's order and merging"
+PLAITS = "Plait's order and merging"
 IN_ORDER = "its microbatches in 1F1B order, as LoRAFusion ran it"
 
 
@@ -275,17 +283,16 @@ def bubble_ratio(settings: RunSettings, jobs: Sequence[JobSpec], options: Mappin
         piece(_named(count))
         some = {job: trace[job] for job in list(trace)[:count]}
         plan = ours[0].ours if count == len(trace) else None
-        figures.append(replace(_idle(_named(count), _lorafusion(some, even, asked)), plait=plan))
-    counts, ways = range(3, len(trace) + 1), ((WHOLE, True), ("without merging", False))
+        figures.append(replace(_idle(_named(count), lorafusion(some, even, asked)), plait=plan))
+    counts, ways = range(3, len(trace) + 1), {PLAITS: plaits_order, "without merging": unmerged}
     piece = part(
         "without merging, and under other assumptions", len(counts) * len(ways) + len(asked.alternatives)
     )
     for count in counts:
         some = {job: trace[job] for job in list(trace)[:count]}
-        for how, merging in ways:
+        for how, scheduled in ways.items():
             piece(f"{_named(count)}, {how}")
-            pipeline = _lorafusion(some, even, asked, merging=merging, filling=False)
-            figures.append(_idle(f"{_named(count)}, {how}", pipeline))
+            figures.append(_idle(f"{_named(count)}, {how}", scheduled(some, even, asked)))
     figures += ours
     for alternative in asked.alternatives:
         piece(alternative.label)
@@ -313,26 +320,46 @@ def _baselines(trace: Trace, even: Machine, asked: Options) -> list[Figure]:
     return figures
 
 
-def _lorafusion(
-    trace: Trace, even: Machine, asked: Options, *, merging: bool = True, filling: bool = True
+def lorafusion(
+    trace: Trace, even: Machine, asked: Options, *, stages: int | None = None, merging: bool = True
 ) -> Pipeline:
-    """LoRAFusion's schedule by Plait's packer, with its padding multiple, padding rows and equal stages."""
+    """LoRAFusion's schedule by Plait's packer, in its artifact's order and merged as there, with its padding
+    rows and equal stages.
+
+    Args:
+        stages: microbatches between two steps of a job; None: as many as the pipeline has stages.
+    """
+    depth = stages or even.stages
+    order = list(turns(global_batches(trace), groups_of(trace, asked, depth)))
+    packed = pack_all(order, capacity=asked.capacity, tile=asked.tile)
+    return ordered(packed, even, capacity=asked.capacity, tile=asked.tile, merging=merging, stages=depth)
+
+
+def unmerged(trace: Trace, even: Machine, asked: Options) -> Pipeline:
+    """The same if nothing is merged."""
+    return lorafusion(trace, even, asked, merging=False)
+
+
+def plaits_order(
+    trace: Trace,
+    even: Machine,
+    asked: Options,
+    *,
+    limits: PackingLimits | None = None,
+    merging: bool = True,
+    filling: bool = True,
+) -> Pipeline:
+    """The same, ordered and merged as Plait does it."""
     plan = plan_schedule(
         trace,
         stages=even.stages,
         capacity=asked.capacity,
         tile=asked.tile,
+        limits=limits,
         merging=merging,
         filling=filling,
     )
     return planned_pipeline(plan, even, padding=True)
-
-
-def _own(trace: Trace, even: Machine, asked: Options) -> Pipeline:
-    """LoRAFusion's schedule in its artifact's order, merged as there."""
-    order, size = list(turns(global_batches(trace), _groups(trace, asked))), asked.capacity
-    packed = pack_all(order, capacity=size, tile=asked.tile)
-    return ordered(packed, even, capacity=size, tile=asked.tile, merging=True)
 
 
 def balanced(profile: ClusterProfile, asked: Options) -> tuple[int, ...]:
@@ -362,29 +389,17 @@ def _plait(trace: Trace, profile: ClusterProfile, asked: Options) -> list[Figure
 
 def _under(alternative: Alternative, profile: ClusterProfile, asked: Options) -> list[Figure]:
     """The main figures under another assumption."""
+    if alternative.head is not None:
+        profile = replace(profile, time=with_head(profile.time, alternative.head / asked.head))
     trace, split = asked.drawn(alternative), balanced(profile, asked)
     even = machine(profile, even_split(profile.time.layers, asked.stages), square=alternative.square)
+    scheduled = plaits_order if alternative.plaits else lorafusion
     pipelines = {}
     for count in range(1, len(trace) + 1):
         some = {job: trace[job] for job in list(trace)[:count]}
-        pipelines[_named(count)] = (
-            _own(some, even, asked)
-            if alternative.own_order
-            else _lorafusion(some, even, asked, filling=alternative.filling)
-        )
+        pipelines[_named(count)] = scheduled(some, even, asked)
     pipelines["Plait"] = planned(trace, machine(profile, split, square=alternative.square), asked)
-    return [
-        _idle(f"{name}; {alternative.label}", slower_at_the_end(pipeline, alternative.last))
-        for name, pipeline in pipelines.items()
-    ]
-
-
-def slower_at_the_end(pipeline: Pipeline, share: float) -> Pipeline:
-    """The pipeline with a last stage that takes so much longer."""
-    *before, last = pipeline.seconds
-    more = 1.0 + share
-    slowed = [StageTime(more * each.forward, more * each.backward) for each in last]
-    return replace(pipeline, seconds=[*before, slowed])
+    return [_idle(f"{name}; {alternative.label}", pipeline) for name, pipeline in pipelines.items()]
 
 
 def _idle(name: str, pipeline: Pipeline, *, note: str = "") -> Figure:
@@ -408,123 +423,90 @@ def packing_gain(settings: RunSettings, jobs: Sequence[JobSpec], options: Mappin
     begun = opened(settings, options)
     asked, trace, even = begun.asked, begun.trace, begun.even
     part("schedules with and without merging and two-stage packing")
-    runs = {
-        (exact, merging): _throughput(trace, even, asked, exact=exact, merging=merging)
-        for exact in (False, True)
-        for merging in (False, True)
-    }
-    speed = {key: metrics.tokens_per_second for key, metrics in runs.items()}
-
-    def gain(after: tuple[bool, bool], before: tuple[bool, bool]) -> float:
-        return 100 * (speed[after] / speed[before] - 1)
-
-    def counts(key: tuple[bool, bool]) -> str:
-        return f"{runs[key].microbatches} microbatches, {100 * runs[key].padding_share:.2f} % padding"
-
-    own = planned(trace, machine(begun.profile, balanced(begun.profile, asked)), asked)
-    plait = measure({0: own})[0].tokens_per_second
-    best, greedy, apart = (True, True), (False, True), (True, False)
-    plaits = {before: 100 * (plait / speed[before] - 1) for before in (apart, greedy)}
-    figures = (
-        Figure("merging", gain(best, apart), "%", "simulated", note=counts(apart), plait=plaits[apart]),
-        Figure("merging, packed greedily", gain(greedy, (False, False)), "%", "simulated"),
-        *_whole_gains(begun, {exact: speed[exact, False] for exact in (True, False)}),
-        Figure(
-            "two-stage packing over greedy, merged",
-            gain(best, greedy),
-            "%",
-            "simulated",
-            note=f"{counts(best)}; greedy {counts(greedy)}",
-            plait=plaits[greedy],
-        ),
-        Figure(
-            "two-stage packing over greedy, not merged",
-            gain((True, False), (False, False)),
-            "%",
-            "simulated",
-            note=counts((False, False)),
-        ),
-        *_own_gains(trace, even, asked),
-        Figure("packings better than greedy", _share_better(trace, asked), "%", "computed"),
-    )
-    return Report("lorafusion/packing_gain", figures, asked.assumptions())
-
-
-def _whole_gains(begun: Opening, apart: Mapping[bool, float]) -> list[Figure]:
-    """What merging gains over the tokens a second ``apart``, by packing, if it moves whole microbatches."""
-    figures = []
-    for exact, how in ((True, ""), (False, ", packed greedily")):
-        found = _throughput(begun.trace, begun.even, begun.asked, exact=exact, merging=True, filling=False)
-        gained = 100 * (found.tokens_per_second / apart[exact] - 1)
-        name, note = f"merging, whole microbatches only{how}", f"{found.microbatches} microbatches"
-        figures.append(Figure(name, gained, "%", "simulated", note=note))
-    return figures
-
-
-def _own_gains(trace: Trace, even: Machine, asked: Options) -> list[Figure]:
-    """The gains with the order and merging of LoRAFusion's artifact, over two packings without search."""
-    order, size = list(turns(global_batches(trace), _groups(trace, asked))), asked.capacity
+    order, size = list(turns(global_batches(trace), groups_of(trace, asked, even.stages))), asked.capacity
     packed = {
-        "two-stage": pack_all(order, capacity=size, tile=asked.tile),
+        "two-stage packing": pack_all(order, capacity=size, tile=asked.tile),
         "greedy": pack_all(order, capacity=size, tile=asked.tile, limits=GREEDY),
         "samples as they come": [next_fit(turn, capacity=size, tile=asked.tile) for turn in order],
     }
-    speed = {
+    runs = {
         (how, merging): measure({
             0: ordered(each, even, capacity=size, tile=asked.tile, merging=merging)
-        })[0].tokens_per_second
+        })[0]
         for how, each in packed.items()
         for merging in (True, False)
     }  # fmt: skip
+    own = planned(trace, machine(begun.profile, balanced(begun.profile, asked)), asked)
+    plait = measure({0: own})[0].tokens_per_second
     best, *others = packed
-    gained = 100 * (speed[best, True] / speed[best, False] - 1)
-    return [
-        Figure(f"merging, {OWN}", gained, "%", "simulated"),
-        *(
-            Figure(
-                f"two-stage packing over {how}, {OWN}",
-                100 * (speed[best, True] / speed[how, True] - 1),
-                "%",
-                "simulated",
-                note=f"{100 * (speed[best, False] / speed[how, False] - 1):.2f} % without merging",
-            )
-            for how in others
+    figures = [
+        replace(
+            _gain("merging", runs[best, True], runs[best, False]), plait=_percent(plait, runs[best, False])
         ),
+        _gain(f"merging, {GREEDILY}", runs["greedy", True], runs["greedy", False]),
     ]
+    for how in others:
+        name = f"{best} over {how}"
+        merged = _gain(f"{name}, merged", runs[best, True], runs[how, True])
+        figures += [
+            replace(merged, plait=_percent(plait, runs[how, True])),
+            _gain(f"{name}, not merged", runs[best, False], runs[how, False]),
+        ]
+    figures += _plaits_gains(begun)
+    figures.append(Figure("packings better than greedy", _share_better(trace, asked), "%", "computed"))
+    return Report("lorafusion/packing_gain", tuple(figures), asked.assumptions())
 
 
-def _throughput(
-    trace: Trace, even: Machine, asked: Options, *, exact: bool, merging: bool, filling: bool = True
-) -> Metrics:
-    plan = plan_schedule(
-        trace,
-        stages=even.stages,
-        capacity=asked.capacity,
-        tile=asked.tile,
-        limits=PackingLimits() if exact else GREEDY,
-        merging=merging,
-        filling=filling,
+GREEDILY = "packed greedily"
+
+
+def _percent(after: float, before: Metrics) -> float:
+    """Tokens a second over those of another run, less 1."""
+    return 100 * (after / before.tokens_per_second - 1)
+
+
+def _gain(name: str, after: Metrics, before: Metrics) -> Figure:
+    note = ", after ".join(
+        f"{each.microbatches} microbatches, {100 * each.padding_share:.2f} % padding"
+        for each in (after, before)
     )
-    metrics, _ = measure({0: planned_pipeline(plan, even, padding=True)})
-    return metrics
+    return Figure(name, _percent(after.tokens_per_second, before), "%", "simulated", note=note)
+
+
+def _plaits_gains(begun: Opening) -> list[Figure]:
+    """The gains in Plait's order: merging whole microbatches and parts of them, and two-stage packing."""
+    figures, merged = [], {}
+    for limits, how in ((PackingLimits(), ""), (GREEDY, f", {GREEDILY}")):
+        apart, whole, merged[how] = (
+            measure({
+                0: plaits_order(
+                    begun.trace, begun.even, begun.asked, limits=limits, merging=merging, filling=filling
+                )
+            })[0]
+            for merging, filling in ((False, False), (True, False), (True, True))
+        )  # fmt: skip
+        figures += [
+            _gain(f"{PLAITS}: merging{how}", merged[how], apart),
+            _gain(f"{PLAITS}: merging, whole microbatches only{how}", whole, apart),
+        ]
+    figures.append(_gain(f"{PLAITS}: two-stage packing over greedy", *merged.values()))
+    return figures
 
 
 def _share_better(trace: Trace, asked: Options) -> float:
     """Share of packings in which the two-stage packer's answer is used."""
     better = total = 0
-    for turn in turns(global_batches(trace), _groups(trace, asked)):
+    for turn in turns(global_batches(trace), groups_of(trace, asked, asked.stages)):
         packing = solve_packing([batch.lengths for batch in turn], capacity=asked.capacity, tile=asked.tile)
         better += packing.method != "greedy"
         total += 1
     return 100 * better / total
 
 
-def _groups(trace: Trace, asked: Options) -> tuple[tuple[str, ...], ...]:
-    loads = [
-        JobLoad(job, sum(map(sum, own)) / sum(map(len, own)), asked.global_batch)
-        for job, own in trace.items()
-    ]
-    return group_jobs(loads, stages=asked.stages, capacity=asked.capacity)
+def groups_of(trace: Trace, asked: Options, stages: int) -> tuple[tuple[str, ...], ...]:
+    """The groups of a trace's jobs, by mean length."""
+    loads = [JobLoad(job, sum(map(sum, own)) / sum(map(len, own)), len(own[0])) for job, own in trace.items()]
+    return group_jobs(loads, stages=stages, capacity=asked.capacity)
 
 
 @BENCHMARKS.register("lorafusion/scheduler_time")
@@ -553,7 +535,7 @@ def scheduler_time(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapp
 
 def _planning_seconds(trace: Lengths, asked: Options, pool: ProcessPoolExecutor) -> tuple[float, float]:
     """Seconds of packing alone, and with grouping, merging, ordering and the verifier."""
-    order = list(turns(global_batches(trace), _groups(trace, asked)))
+    order = list(turns(global_batches(trace), groups_of(trace, asked, asked.stages)))
     begin = perf_counter()
     pack_all(order, capacity=asked.capacity, tile=asked.tile, pool=pool)
     packing = perf_counter() - begin

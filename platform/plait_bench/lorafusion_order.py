@@ -32,16 +32,27 @@ def next_fit(batches: Sequence[GlobalBatch], *, capacity: int, tile: int) -> Pac
 
 
 def ordered(
-    packed: Sequence[PackedBatches], machine: Machine, *, capacity: int, tile: int, merging: bool
+    packed: Sequence[PackedBatches],
+    machine: Machine,
+    *,
+    capacity: int,
+    tile: int,
+    merging: bool,
+    stages: int | None = None,
 ) -> Pipeline:
-    """The pipeline of these turns in that order, rows that round a segment up to the tile computed."""
+    """The pipeline of these turns in that order, rows that round a segment up to the tile computed.
+
+    Args:
+        stages: microbatches from a step of a job to its next one; None: as many as the machine has stages.
+    """
+    depth = stages or machine.stages
     turns = [[Draft.of(each.batches, items, tile) for items in each.bins] for each in packed]
     turns = [sorted(each, key=lambda draft: -draft.fill) for each in turns]
     if merging:
         for number in range(len(turns) - 1):
-            if _far_enough(turns, number, machine.stages):
+            if _far_enough(turns, number, depth):
                 _merge(turns[number], turns[number + 1], capacity)
-    stream = _apart([draft for each in turns for draft in each], machine.stages, tile)
+    stream = _apart([draft for each in turns for draft in each], depth, tile)
     microbatches = [draft.microbatch(0, index) for index, draft in enumerate(stream)]
     return machine.in_order([schedule_work(each, tile, computed_tile=tile) for each in microbatches])
 

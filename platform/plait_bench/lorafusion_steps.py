@@ -10,6 +10,8 @@ from statistics import mean
 from plait.core.jobs import JobSpec
 from plait.core.plans import Replica
 from plait.core.settings import RunSettings
+from plait.planner.packing_exact import pack_all
+from plait.planner.schedule import turns
 from plait.simulate.events import Pipeline, Work
 from plait.simulate.forecast import Machine, PlanOptions, make_plan, plan_pipelines
 from plait.simulate.report import measure
@@ -22,10 +24,13 @@ from plait_bench.lorafusion import (
     Opening,
     Options,
     balanced,
+    groups_of,
+    lorafusion,
     machine,
     opened,
     planned,
 )
+from plait_bench.lorafusion_order import ordered
 from plait_bench.pipelines import (
     global_batches,
     in_data_order,
@@ -52,9 +57,9 @@ def breakdown(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[s
     asked, figures = begun.asked, list[Figure]()
     for padded, how in ((False, ""), (True, ", samples padded to the longest")):
         base, turn, fused, own = systems(begun, begun.trace, asked, padded=padded)
-        rates = {"jobs in turn": (turn, own), "balanced": (fused, own)}
+        rates = {"jobs in turn": (turn, own), "balanced, several adapters a microbatch": (fused, own)}
         if not padded:
-            rates["balanced, one adapter a microbatch"] = (_apart(begun), own)
+            rates["balanced"] = (_apart(begun), own)
             rates |= {_with_kernels(each, asked): (each * fused, each * own) for each in asked.kernels}
         figures += [
             Figure(f"{name}{how}", each / base, "× 1F1B", "simulated", plait=plait / base)
@@ -70,16 +75,10 @@ def _with_kernels(factor: float, asked: Options) -> str:
 
 def _apart(begun: Opening) -> float:
     """Tokens a second of LoRAFusion's schedule if no microbatch holds samples of two adapters."""
-    asked, trace = begun.asked, begun.trace
-    plan = plan_schedule(
-        trace,
-        stages=asked.stages,
-        capacity=asked.capacity,
-        tile=asked.tile,
-        merging=False,
-        groups=len(trace),
-    )
-    return _rate(planned_pipeline(plan, begun.even, padding=True))
+    asked = begun.asked
+    order = list(turns(global_batches(begun.trace), tuple((job,) for job in begun.trace)))
+    packed = pack_all(order, capacity=asked.capacity, tile=asked.tile)
+    return _rate(ordered(packed, begun.even, capacity=asked.capacity, tile=asked.tile, merging=False))
 
 
 def systems(begun: Opening, trace: Lengths, asked: Options, *, padded: bool = False) -> tuple[float, ...]:
@@ -96,7 +95,7 @@ def pipelines_of(
     return (
         one_after_another(trace, even, size=asked.samples, padded=padded, gpipe=False),
         even.in_order(works),
-        _lorafusion(even, trace, asked),
+        lorafusion(trace, even, asked),
         planned(trace, machine(begun.profile, balanced(begun.profile, asked)), asked),
     )
 
@@ -120,7 +119,7 @@ def end_to_end(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[
     for name, capacity in asked.capacities.items():
         piece(name)
         trace, at = asked.workload(name), replace(asked, capacity=capacity)
-        fused = _rate(_lorafusion(begun.even, trace, at))
+        fused = _rate(lorafusion(trace, begun.even, at))
         own = _rate(planned(trace, machine(begun.profile, balanced(begun.profile, at)), at))
         others = _others(begun, name)
         for other, rate in others.items():
@@ -169,12 +168,6 @@ def _others(begun: Opening, name: str, under: Alternative | None = None) -> dict
             trace, begun.profile.time, devices=asked.stages, size=size["FSDP"], gather=gather
         )
     return found
-
-
-def _lorafusion(even: Machine, trace: Lengths, asked: Options) -> Pipeline:
-    """LoRAFusion's schedule, with its padding."""
-    plan = plan_schedule(trace, stages=asked.stages, capacity=asked.capacity, tile=asked.tile)
-    return planned_pipeline(plan, even, padding=True)
 
 
 @BENCHMARKS.register("lorafusion/profiler")
@@ -263,12 +256,10 @@ def _larger(asked: Options, number: int) -> Lengths:
 
 def _lorafusion_copies(begun: Opening, number: int) -> tuple[float, float]:
     """Tokens a second of LoRAFusion's schedule on ``number`` pipelines, as of :func:`_shared`."""
-    asked = begun.asked
-    plan = plan_schedule(
-        _larger(asked, number), stages=number * asked.stages, capacity=asked.capacity, tile=asked.tile
-    )
-    groups = {job: group[0] for group in plan.groups for job in group}
-    return _shared(planned_pipeline(plan, begun.even, padding=True).works, begun.even, number, groups)
+    trace, depth = _larger(begun.asked, number), number * begun.asked.stages
+    groups = {job: group[0] for group in groups_of(trace, begun.asked, depth) for job in group}
+    works = lorafusion(trace, begun.even, begun.asked, stages=depth).works
+    return _shared(works, begun.even, number, groups)
 
 
 def _mlora_copies(begun: Opening, number: int) -> tuple[float, float]:

@@ -1,8 +1,8 @@
 """Bytes that a product in tiles reads from a device's memory, beside its cache.
 
 Processors take one tile of the output each, the next ones when these are done: a wave. The tiles of a wave
-read the same rows and columns at the same time, so each is read once a wave; whether it is still cached from an
-earlier one depends on what was brought in since.
+read the same rows and columns at the same time, so each is read once a wave. Whether it is still cached from
+an earlier one depends on what was brought in since.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from plait.cost.time import StageTime
 from plait.simulate.events import OneFOneB, Pipeline, Work, simulate
 from plait.utils.paths import conf_dir, sweeps_dir
 from plait_bench.blocking import blocking_seconds
-from plait_bench.lorafusion import bubble_ratio, packing_gain, read_options, scheduler_time
+from plait_bench.lorafusion import bubble_ratio, opened, packing_gain, read_options, scheduler_time
 from plait_bench.mlora import bubble_ratio as mlora_bubble_ratio
 
 SMALL = {"adapters": 2, "steps": 4, "workers": 1}
@@ -62,6 +62,13 @@ def test_every_published_gain_has_its_figure(tmp_path: Path) -> None:
     file = content("lorafusion/packing_gain")
     report = packing_gain(h100(), (), file["bench"]["options"] | SMALL | short_trace(tmp_path))
     assert {item["name"] for item in file["published"]} <= {figure.name for figure in report.figures}
+
+
+def test_head_and_loss_take_the_given_factor_longer() -> None:
+    options = content("lorafusion/bubble_ratio")["bench"]["options"]
+    once, more = (opened(h100(), options | {"head": head}).profile.time for head in (1.0, 3.0))
+    assert more.layer == once.layer
+    assert more.head[1].labelled == pytest.approx(3 * once.head[1].labelled)
 
 
 def test_planning_time_is_measured_by_samples() -> None:

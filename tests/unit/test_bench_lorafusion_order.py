@@ -49,3 +49,9 @@ def test_a_whole_microbatch_is_taken_where_it_fits() -> None:
 def test_a_turn_alone_between_two_of_a_job_is_not_emptied_and_no_ops_keep_steps_apart() -> None:
     turns = [packed(batch("a", step, 4)) for step in range(2)]
     assert works(turns, merging=True) == [4, 0, 4]
+
+
+def test_more_pipelines_keep_steps_further_apart() -> None:
+    turns = [packed(batch("a", step, 4)) for step in range(2)]
+    pipeline = ordered(turns, MACHINE, capacity=CAPACITY, tile=TILE, merging=True, stages=4)
+    assert [work.tokens for work in pipeline.works] == [4, 0, 0, 0, 4]
