@@ -55,7 +55,7 @@ class Cached:
             wave = tiles[first : first + self.processors]
             strips = {("rows", row): height for row, _ in wave} | {("columns", at): width for _, at in wave}
             missed = sum(
-                wide * inner * VALUE_BYTES * self._gone(brought - seen[strip] if strip in seen else None)
+                wide * inner * VALUE_BYTES * self._missing(brought - seen[strip] if strip in seen else None)
                 for strip, wide in strips.items()
             )
             seen |= dict.fromkeys(strips, brought)
@@ -70,7 +70,7 @@ class Cached:
                 for row in range(first, min(first + self.group, rows)):
                     yield row, column
 
-    def _gone(self, since: float | None) -> float:
+    def _missing(self, since: float | None) -> float:
         """The share of a strip that is not cached, if so many bytes came in since; None: it never was."""
         size = self.mebibytes * 2**20
         if since is None:
