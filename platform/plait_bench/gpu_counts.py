@@ -335,9 +335,22 @@ def _in_compiled_code() -> Iterator[None]:
         shape[dim] = sum(part.shape[dim] for part in parts)
         return torch.empty(shape, dtype=parts[0].dtype, device=META)
 
+    def flash(query: Tensor, *_given: object, **_options: object) -> tuple[Tensor, ...]:
+        sums = torch.empty((query.shape[1], len(query)), device=META)
+        state = torch.empty(2, dtype=torch.uint64, device=META)
+        return torch.empty_like(query), sums, state, state, state
+
+    def flash_back(_grad: Tensor, *given: Tensor, **_options: object) -> tuple[Tensor, ...]:
+        query, key, value = given[:3]
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
     with warnings.catch_warnings(), torch.library._scoped_library("aten", "IMPL") as library:
         warnings.simplefilter("ignore")  # torch warns that these have a kernel already
-        for name, made in (("add.Tensor", like), ("empty_like", like), ("cat", cat)):
+        replaced: tuple[tuple[str, Callable[..., object]], ...] = (
+            *(("add.Tensor", like), ("empty_like", like), ("cat", cat)),
+            *(("_flash_attention_forward", flash), ("_flash_attention_backward", flash_back)),
+        )
+        for name, made in replaced:
             library.impl(name, made, "Meta")
         yield
 

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import varlen
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from plait.models import flash
@@ -26,48 +28,38 @@ HEADS, SIZE = Heads(4, 2), 8
 RULES = [AttentionRule(0.3), AttentionRule(0.5, window=1), AttentionRule(0.2, window=4)]
 
 
-def plain_varlen(
-    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, causal: bool, scale: float, window: list[int]
-) -> Tensor:
-    """What torch's documentation says of ``varlen_attn``: the left window counts the keys before the own."""
+def plain_varlen(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, rule: AttentionRule) -> Tensor:
+    """Attention of samples that end there, (tokens, heads, size), by torch's plain one."""
     assert ends.dtype == torch.int32
-    left, right = window
-    assert right == 0
-    assert causal == (left == -1)
     enable_gqa = query.shape[1] != key.shape[1]
     parts = []
     for low, high in zip(ends.tolist(), ends.tolist()[1:], strict=False):
         row = torch.arange(high - low)
         seen = row[:, None] >= row[None, :]
-        if left >= 0:
-            seen &= row[:, None] - row[None, :] <= left
+        if rule.window is not None:
+            seen &= row[:, None] - row[None, :] < rule.window
         q, k, v = (part[low:high].transpose(0, 1) for part in (query, key, value))
-        out = scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=enable_gqa)
+        out = scaled_dot_product_attention(q, k, v, seen, scale=rule.scale, enable_gqa=enable_gqa)
         parts.append(out.transpose(0, 1))
     return torch.cat(parts)
 
 
 def plain_forward(
-    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, key_ends: Tensor, most: int, most_keys: int,
-    causal: bool, scale: float, window: list[int], gqa: bool, used: None, blocks: None, splits: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    assert torch.equal(ends, key_ends)
-    assert most == most_keys == max(ends.diff().tolist())
-    assert gqa == (query.shape[1] != key.shape[1])
-    assert (used, blocks, splits) == (None, None, 1)
-    return plain_varlen(query, key, value, ends, causal, scale, window), torch.zeros(1), torch.zeros(2)
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, most: int, rule: AttentionRule
+) -> tuple[Tensor, Tensor, Tensor]:
+    assert most == max(ends.diff().tolist())
+    return plain_varlen(query, key, value, ends, rule), torch.zeros(1), torch.zeros(2)
 
 
 def plain_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, ends: Tensor,
-    key_ends: Tensor, most: int, most_keys: int, causal: bool, state: Tensor, scale: float, window: list[int],
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, state: Tensor,
+    ends: Tensor, most: int, rule: AttentionRule,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    assert torch.equal(ends, key_ends)
-    assert most == most_keys == max(ends.diff().tolist())
+    assert most == max(ends.diff().tolist())
     assert (sums.shape, state.shape) == ((1,), (2,))
     leaves = [each.detach().requires_grad_() for each in (query, key, value)]
     with torch.enable_grad():
-        again = plain_varlen(*leaves, ends, causal, scale, window)
+        again = plain_varlen(*leaves, ends, rule)
     torch.testing.assert_close(again.detach(), out)
     return torch.autograd.grad(again, leaves, grad)
 
@@ -172,6 +164,44 @@ def test_torch_s_own_operator_takes_the_call_and_its_gradient() -> None:
     assert qkv.grad is not None
     assert qkv.grad.shape == qkv.shape
     assert counts.launches <= 5  # flash, its gradient, and what puts the gradient's three parts together
+
+
+class Asked(TorchDispatchMode):
+    """Notes what operators below torch's own functions are asked for, tensors by their sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "flash_attention" in str(func):
+            self.calls.append((func, *map(told, args), {key: told(each) for key, each in kwargs.items()}))
+        return func(*args, **(kwargs or {}))
+
+
+def told(value: Any) -> Any:
+    return (tuple(value.shape), value.stride()) if isinstance(value, Tensor) else value
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_operators_are_asked_as_torch_s_varlen_attn_asks_them(rule: AttentionRule) -> None:
+    """By whose documentation the left window counts the keys before the own, and a causal one is (-1, 0)."""
+    q, k, v = torch.empty(17, HEADS.total, 8, dtype=torch.bfloat16, device="meta").split([4, 2, 2], dim=1)
+    ends, out = torch.empty(4, dtype=torch.int32, device="meta"), torch.empty_like(q)
+    with Asked() as own:
+        _, sums, state = flash.forward_kernel(q, k, v, ends, 11, rule)
+        flash.backward_kernel(out, q, k, v, out, sums, state, ends, 11, rule)
+    samples, window = (ends, ends, 11, 11), [-1 if rule.window is None else rule.window - 1, 0]
+    causal = window == [-1, 0]
+    with Asked() as torchs:
+        forward, backward = varlen._varlen_attn._init_fn, varlen._varlen_attn_backward._init_fn
+        forward(q, k, v, *samples, causal, rule.scale, window, True, None, None, 1)
+        backward(out, q, k, v, out, sums, *samples, causal, state, rule.scale, window)
+    assert len(own.calls) == len(torchs.calls) == 2
+    assert own.calls[0] == torchs.calls[0]
+    (*mine, mine_last, options), (*theirs, _unused, others) = own.calls[1], torchs.calls[1]
+    assert (mine, options) == (theirs, others)
+    assert mine_last == mine[-1]  # where torch gives a tensor that it calls unused
 
 
 @pytest.mark.gpu

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, cast
 
 import torch
-import torch.nn.attention.varlen  # registers its operators
 from torch import Tensor
 
 from plait.models.attention import AttentionRule, Heads, packed_attention
@@ -74,27 +74,18 @@ class _Flash(torch.autograd.Function):
     def forward(
         ctx: Any, qkv: Tensor, heads: Heads, ends: Tensor, longest: int, rule: AttentionRule
     ) -> Tensor:
-        out, sums, state = forward_kernel(
-            *_split(qkv, heads),
-            *(ends, ends, longest, longest, rule.window is None, rule.scale, _window(rule)),
-            *(heads.group > 1, None, None),
-            None if torch.version.hip else 1,  # splits of the keys: a sample's bits are its own
-        )
-        ctx.save_for_backward(qkv, ends, out, sums, state)
-        ctx.heads, ctx.longest, ctx.rule = heads, longest, rule
+        out, sums, state = forward_kernel(*_split(qkv, heads), ends, longest, rule)
+        ctx.save_for_backward(qkv, out, sums, state)
+        ctx.heads, ctx.ends, ctx.longest, ctx.rule = heads, ends, longest, rule
         return out.flatten(1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        qkv, ends, out, sums, state = ctx.saved_tensors
-        rule, longest = ctx.rule, ctx.longest
+        qkv, out, sums, state = ctx.saved_tensors
+        query, key, value = _split(qkv, ctx.heads)
+        given = query, key, value, out, sums, state, ctx.ends, ctx.longest, ctx.rule
         with _deterministic():
-            found = backward_kernel(
-                grad.reshape(out.shape),
-                *_split(qkv, ctx.heads),
-                *(out, sums, ends, ends, longest, longest, rule.window is None, state),
-                *(rule.scale, _window(rule)),
-            )
+            found = backward_kernel(grad.reshape(out.shape), *given)
         return torch.cat(found, dim=1).flatten(1), None, None, None, None
 
 
@@ -116,47 +107,77 @@ class _Capped(torch.autograd.Function):
         return found, None, None, None
 
 
-def forward_kernel(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def forward_kernel(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, rule: AttentionRule
+) -> tuple[Tensor, Tensor, Tensor]:
     """The output, the logarithms of its rows' sums and the generator's state.
 
-    The operator of torch's ``varlen_attn``, which returns the first alone. Before torch 2.13 its last
-    argument is the window: shared heads need no flag there, and keys are not split.
+    The operator below torch's ``varlen_attn``, whose Python takes the host as long again. Keys are not split,
+    so that a sample's bits are its own; before torch 2.13 they never are.
     """
-    operators: Any = torch.ops.torch_attn
-    operator = operators._varlen_attn.default
-    found: tuple[Tensor, Tensor, Tensor] = operator(*arguments[: len(operator._schema.arguments)])
-    return found
+    found = torch.ops.aten._flash_attention_forward(
+        *(query, key, value, ends, ends, longest, longest, 0.0, rule.window is None, False),
+        **_options(rule),
+        **_unsplit(),
+    )
+    return found[0], found[1], found[2]
 
 
-def backward_kernel(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+@cache
+def _unsplit() -> dict[str, int]:
+    schema: Any = torch.ops.aten._flash_attention_forward.default._schema
+    known = any(each.name == "num_splits" for each in schema.arguments)
+    return {"num_splits": 1} if known and not torch.version.hip else {}
+
+
+def backward_kernel(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    state: Tensor,
+    ends: Tensor,
+    longest: int,
+    rule: AttentionRule,
+) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of queries, keys and values."""
-    operators: Any = torch.ops.torch_attn
-    found: tuple[Tensor, Tensor, Tensor] = operators._varlen_attn_backward(*arguments)
+    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
+        *(grad, query, key, value, out, sums, ends, ends, longest, longest),
+        *(0.0, rule.window is None, state, state),
+        **_options(rule),
+    )
     return found
 
 
-def _split(qkv: Tensor, heads: Heads) -> tuple[Tensor, ...]:
+def _options(rule: AttentionRule) -> dict[str, Any]:
+    """The scale, and the keys before and after a query's own that it sees; −1: all."""
+    before = -1 if rule.window is None else rule.window - 1
+    return {"scale": rule.scale, "window_size_left": before, "window_size_right": 0}
+
+
+def _split(qkv: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values, (tokens, their heads, head size) each."""
-    rows = qkv.view(len(qkv), heads.total, -1)
-    return rows.split_with_sizes([heads.query, heads.shared, heads.shared], dim=1)
-
-
-def _window(rule: AttentionRule) -> list[int]:
-    """Keys before and after a query's own that it sees; −1: all."""
-    return [-1 if rule.window is None else rule.window - 1, 0]
+    rows = qkv.view(qkv.shape[0], heads.total, -1)
+    query, key, value = rows.split_with_sizes([heads.query, heads.shared, heads.shared], dim=1)
+    return query, key, value
 
 
 @contextmanager
 def _deterministic() -> Iterator[None]:
-    """Have torch sum in a fixed order, without filling new memory, as it would."""
-    deterministic: Any = torch.utils.deterministic
-    before = torch.are_deterministic_algorithms_enabled()
-    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    fills = deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    deterministic.fill_uninitialized_memory = fills and before
+    """Have torch sum in a fixed order, without filling new memory, as it would.
+
+    Its own functions for this also set options of its compiler, which takes longer than a launch.
+    """
+    settings: Any = torch._C
+    before = settings._get_deterministic_algorithms()
+    only_warns = settings._get_deterministic_algorithms_warn_only()
+    fills = settings._get_deterministic_fill_uninitialized_memory()
+    settings._set_deterministic_algorithms(True, warn_only=False)
+    settings._set_deterministic_fill_uninitialized_memory(fills and before)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before, warn_only=only_warns)
-        deterministic.fill_uninitialized_memory = fills
+        settings._set_deterministic_algorithms(before, warn_only=only_warns)
+        settings._set_deterministic_fill_uninitialized_memory(fills)

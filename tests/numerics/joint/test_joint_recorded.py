@@ -54,15 +54,18 @@ def attention(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, scale: fl
     return torch.cat(parts)
 
 
-def attention_forward(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, *given: Any) -> Any:
-    assert given[1] >= max(ends.diff().tolist())
-    return attention(query, key, value, ends, given[4]), torch.zeros(1), torch.zeros(2)
+def attention_forward(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, rule: Any
+) -> Any:
+    assert longest >= max(ends.diff().tolist())
+    return attention(query, key, value, ends, rule.scale), torch.zeros(1), torch.zeros(2)
 
 
 def attention_backward(grad: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    *_, ends, _longest, rule = given
     leaves = [each.detach().requires_grad_() for each in given[:3]]
     with torch.enable_grad():
-        out = attention(*leaves, given[5], given[11])
+        out = attention(*leaves, ends, rule.scale)
     return torch.autograd.grad(out, leaves, grad)
 
 
