@@ -124,7 +124,7 @@ def choice(call: LayerCall, x: Tensor) -> Choice:
         return _given[-1]
     if x.device.type != "cuda":
         return usual(x.device, x.dtype)[0]
-    widths = x.shape[1], tuple(site.out_features for site, _ in call.placed)
+    widths = x.shape[1], call.layer.outputs
     found = _known.get((widths, x.dtype))
     if found is None:
         found = _known[widths, x.dtype] = _found(widths, x.device, x.dtype, _USUAL_TOKENS)

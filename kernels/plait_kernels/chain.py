@@ -27,12 +27,15 @@ def apply(function: Any, *arguments: Any, trains: bool = False) -> Any:
         trains: whether its backward has more to do than that gradient.
     """
     chain = _recording.get()
-    return function.apply(*arguments) if chain is None else chain.run(function, arguments, trains=trains)
+    if chain is None or chain.running:
+        return function.apply(*arguments)
+    return chain.run(function, arguments, trains)
 
 
 def recording() -> bool:
     """Whether a chain is being recorded."""
-    return _recording.get() is not None
+    chain = _recording.get()
+    return chain is not None and not chain.running
 
 
 class Step:
@@ -42,11 +45,12 @@ class Step:
         needs_input_grad: whether its first argument's gradient is needed.
     """
 
-    def __init__(self, function: Any, *, needs: bool) -> None:
+    saved_tensors: Sequence[Tensor | None] = ()
+    saves = 0  # how many of the tensors that the node saved are its own
+
+    def __init__(self, function: Any, needs: bool) -> None:
         self.function = function
         self.needs_input_grad = (needs,)
-        self.saved_tensors: Sequence[Tensor | None] = ()
-        self.saves = 0  # how many of the tensors that the node saved are its own
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         """Keep tensors until backward."""
@@ -72,23 +76,28 @@ class Chain:
     Args:
         start: what the first one takes.
         needs: whether its gradient is needed.
+
+    Attributes:
+        running: whether a step runs. What it calls has part in its own backward, and is no step.
     """
+
+    running = False
 
     def __init__(self, start: Tensor, *, needs: bool) -> None:
         self.steps: list[Step] = []
         self.last: Tensor | None = start
         self._needs = needs
 
-    def run(self, function: Any, arguments: tuple[Any, ...], *, trains: bool) -> Any:
+    def run(self, function: Any, arguments: tuple[Any, ...], trains: bool) -> Any:
         """What the function returns."""
         second = len(arguments) > 1 and arguments[1] is self.last
         self.end(arguments[1] if second else arguments[0])
-        step = Step(function, needs=self._needs)
-        token = _recording.set(None)  # what a step calls has part in its own backward, and is no step
+        step = Step(function, self._needs)
+        self.running = True
         try:
             out = function.forward(step, *arguments)
         finally:
-            _recording.reset(token)
+            self.running = False
         self._needs = self._needs or trains
         if self._needs:
             self.steps.append(step)

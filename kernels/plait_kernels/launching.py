@@ -58,30 +58,30 @@ class Launch:
     def __init__(self, kernel: Any, grid: tuple[int, ...], *arguments: object, **constants: object) -> None:
         self._kernel, self._grid, self._arguments, self._constants = kernel, grid, arguments, constants
         self._places = [place for place, each in enumerate(arguments) if each is GIVEN]
-        self._ready: list[Any] = []  # the arguments as the binary takes them
-        self._run: Callable[..., None] | None = None
+        self._ready: list[Any] = []  # what the binary is called with
+        self._run: _Binary | None = None
 
     def __call__(self, *given: Tensor) -> None:
         """Launch; all tensors are on the same device."""
-        first = given[0]
-        if first.is_meta and not _absent and not _notes:
-            return
-        if self._run is None or _notes:
+        binary = self._run
+        if binary is None or _notes:
             self._through_triton(given)
             return
         arguments, joined = self._ready.copy(), 0
         for place, tensor in zip(self._places, given, strict=True):
-            arguments[place] = address = tensor.data_ptr()
+            arguments[_BEFORE + place] = address = tensor.data_ptr()
             joined |= address
-        if joined % _ALIGNMENT:
+        first, device, hooks = given[0], binary.device(), binary.hooks
+        elsewhere = first.get_device() != device if first.is_cuda else first.is_meta and not _absent
+        if elsewhere or joined % _ALIGNMENT or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
             self._through_triton(given)
-        elif first.is_cuda and first.get_device() != torch.cuda.current_device():
-            with torch.cuda.device(first.device):
-                self._run(*arguments)
-        else:
-            self._run(*arguments)
+            return
+        arguments[_STREAM] = binary.stream(device)
+        binary.run(*arguments)
 
     def _through_triton(self, given: tuple[Tensor, ...]) -> None:
+        if given[0].is_meta and not _absent and not _notes:
+            return
         arguments = list(self._arguments)
         for place, tensor in zip(self._places, given, strict=True):
             arguments[place] = tensor
@@ -91,35 +91,29 @@ class Launch:
             return
         if all(tensor.data_ptr() % _ALIGNMENT == 0 for tensor in given):
             names = self._kernel.arg_names[len(arguments) :]
-            constants = [self._constants[name] for name in names]
-            self._ready = [each.data_ptr() if isinstance(each, Tensor) else each for each in arguments]
-            self._ready += constants
-            self._run = _binary(compiled, (*self._grid, 1, 1)[:3])
+            grid = (*self._grid, 1, 1)[:3]
+            self._ready = [*grid, 0, compiled.function, compiled.packed_metadata, None, None, None]
+            self._ready += [each.data_ptr() if isinstance(each, Tensor) else each for each in arguments]
+            self._ready += [self._constants[name] for name in names]
+            self._run = _Binary(compiled)
 
 
-def _binary(compiled: Any, grid: tuple[int, ...]) -> Callable[..., None]:
-    """What launches a binary as Triton itself does, but that it looks for profilers' hooks first, and makes
-    nothing for them where there are none."""
-    from triton import knobs
-    from triton.runtime import driver
+_STREAM, _BEFORE = 3, 9  # where the stream is among what a binary is called with; how many are not its own
 
-    for_hooks, run, known = compiled[grid], compiled.run, (compiled.function, compiled.packed_metadata)
-    hooks = knobs.runtime
 
-    def launched(*arguments: object) -> None:
-        if _is_set(hooks.launch_enter_hook) or _is_set(hooks.launch_exit_hook):
-            for_hooks(*arguments)
-            return
+class _Binary:
+    """What launches a binary as Triton itself does; with a profiler's hooks Triton is to do it."""
+
+    __slots__ = ("device", "hooks", "run", "stream")
+
+    def __init__(self, compiled: Any) -> None:
+        from triton import knobs
+        from triton.runtime import driver
+
+        self.run = compiled.run
+        self.hooks = knobs.runtime
         active = driver.active
-        stream = active.get_current_stream(active.get_current_device())
-        run(*grid, stream, *known, None, None, None, *arguments)
-
-    return launched
-
-
-def _is_set(hook: Any) -> bool:
-    """Whether a hook of Triton does anything: it is a list of calls, or may be None."""
-    return bool(getattr(hook, "calls", hook is not None))
+        self.device, self.stream = active.get_current_device, active.get_current_stream
 
 
 def room(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:

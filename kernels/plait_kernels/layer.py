@@ -22,16 +22,21 @@ class Layer:
 
     Attributes:
         widest: the most outputs of a site.
+        outputs: those of each site.
         kind: what launches of layers of one microbatch differ by: columns of each site, and outputs.
         align: 16 if all columns begin at a multiple of it, so that several elements may be loaded at once;
             else 1.
         tables: what a backend made for it.
+        checked: the weight, bias and backend with which it was last called, which fit.
     """
+
+    checked: tuple[Any, Any, Any] = (None, None, None)
 
     def __init__(self, placed: tuple[Placed, ...], out_features: int) -> None:
         self.placed = placed
         self.kind = (*((columns.start, columns.stop) for _, columns in placed), out_features)
-        self.widest = max((site.out_features for site, _ in placed), default=0)
+        self.outputs = tuple(site.out_features for site, _ in placed)
+        self.widest = max(self.outputs, default=0)
         edges = [edge for _, columns in placed for edge in (columns.start, columns.stop)]
         self.align = 16 if all(edge % 16 == 0 for edge in (*edges, out_features)) else 1
         self.tables: dict[object, Any] = {}
@@ -45,7 +50,7 @@ class Layer:
         return found
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class LayerCall:
     """A layer, and for each segment the sites where its adapter sits.
 
@@ -53,6 +58,7 @@ class LayerCall:
         alike: the sites, if all segments are plain LoRA at the same ones. A pair for each segment is made
             only when it is asked for: collecting so many costs the host more than a launch.
         mixed: owners and others, if not.
+        kept: what a backend's forward looked up for its backward.
     """
 
     bank: Bank
@@ -60,6 +66,7 @@ class LayerCall:
     layer: Layer
     alike: tuple[Placed, ...] = ()
     mixed: tuple[Owners, Owners] = ((), ())
+    kept: Any = None
 
     @property
     def owned(self) -> bool:

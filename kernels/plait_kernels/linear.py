@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from plait_kernels import reference
-from plait_kernels.backends import Backend, check_backend
+from plait_kernels.backends import BACKENDS, Backend, check_backend
 from plait_kernels.bank import Bank
 from plait_kernels.chain import apply
 from plait_kernels.errors import KernelError
@@ -39,10 +40,8 @@ class _MultiLora(torch.autograd.Function):
         ctx.own = len(saved)
         if call.others:
             saved += reference.add_forward(out, x, whole, bias, call, call.others)
-        kept = weight if isinstance(weight, Tensor) else None
-        ctx.save_for_backward(x, kept, *saved)
-        ctx.quantised = weight if kept is None else None
-        ctx.call, ctx.backend = call, backend
+        ctx.save_for_backward(x, *saved)
+        ctx.weight, ctx.call, ctx.backend = weight, call, backend
         ctx.generations = call.routing.generations()
         return out
 
@@ -62,8 +61,8 @@ class _MultiLora(torch.autograd.Function):
                 "gradients belong to the weights that forward saw",
                 "call backward before the optimiser's step or refresh",
             )
-        x, kept, *saved = ctx.saved_tensors
-        weight = ctx.quantised.dense() if kept is None else kept
+        x, *saved = ctx.saved_tensors
+        weight = dense(ctx.weight)
         need_dx = ctx.needs_input_grad[0]
         with _no_autocast(x):
             if call.owned:
@@ -77,10 +76,19 @@ class _MultiLora(torch.autograd.Function):
 
 def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """Turn autocast off, so that the bank's dtype is used."""
-    kind = x.device.type  # meta tensors, which memory is computed with, have no autocast
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        return torch.autocast(x.device.type, enabled=False)
-    return nullcontext()
+    kind = x.device.type
+    if _has_autocast(kind) and torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return _AS_IT_IS
+
+
+_AS_IT_IS = nullcontext()
+
+
+@cache
+def _has_autocast(kind: str) -> bool:
+    """Meta tensors, which memory is computed with, have none."""
+    return torch.amp.is_autocast_available(kind)
 
 
 def multi_lora_linear(
@@ -120,8 +128,9 @@ def multi_lora_linear(
         KernelError: shapes, dtypes, devices, sites or backend do not fit, or W or b require a gradient. In
             backward: weights were refreshed since forward, or a second derivative is requested.
     """
-    chosen = _check(x, weight, bias, bank, routing, backend)
+    _check_rows(x, weight, bank, routing)
     call = layer_call(bank, routing, sites, weight.shape[0])
+    chosen = _checked(weight, bias, call, backend)
     with _no_autocast(x):
         if not call.owned and not call.others:
             return frozen_linear(x, weight, bias)
@@ -129,37 +138,46 @@ def multi_lora_linear(
         return cast("Tensor", out)
 
 
-def _check(
-    x: Tensor, weight: Weight, bias: Tensor | None, bank: Bank, routing: Routing, backend: str
-) -> Backend:
-    if (
-        x.dim() != 2
-        or x.shape[0] != routing.tokens
-        or len(weight.shape) != 2
-        or weight.shape[1] != x.shape[1]
-    ):
+def _check_rows(x: Tensor, weight: Weight, bank: Bank, routing: Routing) -> None:
+    if len(weight.shape) != 2 or x.shape != (routing.tokens, weight.shape[1]):
         raise KernelError(
             f"x of shape {tuple(x.shape)}, weight of shape {tuple(weight.shape)}",
             f"x is (tokens, in) with the routing's {routing.tokens} tokens, weight is (out, in)",
         )
     if routing.bank is not bank:
         raise KernelError("a routing of another bank", "a routing is built on the bank that it is used with")
-    dtype, device = bank.compute_dtype, x.device
-    if x.dtype != dtype or weight.dtype != dtype or (bias is not None and bias.dtype != dtype):
+    if x.dtype != bank.compute_dtype or x.device != bank.anchor.device:
         raise KernelError(
-            f"x of {x.dtype}, weight of {weight.dtype}",
-            f"x, weight and bias have the bank's compute dtype, {bank.compute_dtype}",
+            f"x of {x.dtype} on {x.device}",
+            f"x has the bank's compute dtype, {bank.compute_dtype}, and is on one device with it, "
+            f"{bank.anchor.device}",
         )
-    elsewhere = weight.device != device or (bias is not None and bias.device != device)
-    if elsewhere or bank.anchor.device != device:
+
+
+def _checked(weight: Weight, bias: Tensor | None, call: LayerCall, name: str) -> Backend:
+    """The backend; weight, bias and backend are looked at when a layer is first called with them."""
+    layer, bank, backend = call.layer, call.bank, BACKENDS.get(name)
+    before = layer.checked
+    if backend is not None and weight is before[0] and bias is before[1] and backend is before[2]:
+        return backend
+    dtype, device = bank.compute_dtype, bank.anchor.device
+    parts: list[Any] = [weight] if bias is None else [weight, bias]
+    if any(part.dtype != dtype for part in parts):
         raise KernelError(
-            f"x on {x.device}, weight on {weight.device}, the bank on {bank.anchor.device}",
+            f"weight and bias of {', '.join(str(part.dtype) for part in parts)}",
+            f"x, weight and bias have the bank's compute dtype, {dtype}",
+        )
+    if any(part.device != device for part in parts):
+        raise KernelError(
+            f"weight and bias on {', '.join(str(part.device) for part in parts)}, the bank on {device}",
             "x, weight, bias and the bank are on one device",
         )
-    if weight.requires_grad or (bias is not None and bias.requires_grad):
+    if any(part.requires_grad for part in parts):
         raise KernelError(
             "a weight or bias that wants a gradient",
             "the layer is frozen: it would get none",
             "call requires_grad_(False) on it",
         )
-    return check_backend(backend, device, dtype)
+    backend = check_backend(name, device, dtype)
+    layer.checked = weight, bias, backend
+    return backend

@@ -71,17 +71,17 @@ def rms(
         shape = (rows, x.shape[-1], eps, offset)
         sums = (residual, None if residual is None else total)
         run = _rms(
-            _kind(x, weight), shape, added=residual is not None, biased=bias is not None, centred=centred
+            (x.device, x.dtype, weight.dtype),
+            shape,
+            added=residual is not None,
+            biased=bias is not None,
+            centred=centred,
         )
         run(*(each for each in (x, sums[0], weight, bias, out, sums[1], scales) if each is not None))
     return out, scales, total
 
 
-def _kind(*tensors: Tensor) -> tuple[object, ...]:
-    """What makes a binary another one: the device and the dtypes."""
-    return (tensors[0].device, *(tensor.dtype for tensor in tensors))
-
-
+# Launches are kept by what makes a binary another one, too: the device and the dtypes.
 @lru_cache(_KEPT)
 def _rms(
     _kind: tuple[object, ...],
@@ -122,7 +122,7 @@ def rms_back(
     dx, rows = room(x, x.shape), scales.numel()
     if rows:
         shape = (rows, x.shape[-1], offset)
-        run = _rms_back(_kind(x, weight), shape, added=more is not None, centred=centred)
+        run = _rms_back((x.device, x.dtype, weight.dtype), shape, added=more is not None, centred=centred)
         run(grad, x, weight, scales, *(() if more is None else (more,)), dx)
     return dx
 
@@ -151,7 +151,7 @@ def gated(x: Tensor, kind: int) -> Tensor:
     width = x.shape[-1] // 2
     out = room(x, (*x.shape[:-1], width))
     if out.numel():
-        _by_blocks("gated", _kind(x), (out.numel() // width, width, kind))(x, out)
+        _by_blocks("gated", (x.device, x.dtype), (out.numel() // width, width, kind))(x, out)
     return out
 
 
@@ -159,7 +159,7 @@ def gated_back(grad: Tensor, x: Tensor, kind: int) -> Tensor:
     """The gradient of gate and up."""
     dx, width = room(x, x.shape), grad.shape[-1]
     if grad.numel():
-        _by_blocks("gated_back", _kind(x), (grad.numel() // width, width, kind))(grad, x, dx)
+        _by_blocks("gated_back", (x.device, x.dtype), (grad.numel() // width, width, kind))(grad, x, dx)
     return dx
 
 
@@ -176,7 +176,7 @@ def activated(x: Tensor, kind: int) -> Tensor:
     """act(x), of a contiguous tensor."""
     out, width = room(x, x.shape), x.shape[-1]
     if x.numel():
-        _by_blocks("activate", _kind(x), (x.numel() // width, width, kind))(x, out)
+        _by_blocks("activate", (x.device, x.dtype), (x.numel() // width, width, kind))(x, out)
     return out
 
 
@@ -184,15 +184,17 @@ def activated_back(grad: Tensor, x: Tensor, kind: int) -> Tensor:
     """The gradient of x."""
     dx, width = room(x, x.shape), x.shape[-1]
     if x.numel():
-        _by_blocks("activate_back", _kind(x), (x.numel() // width, width, kind))(grad, x, dx)
+        _by_blocks("activate_back", (x.device, x.dtype), (x.numel() // width, width, kind))(grad, x, dx)
     return dx
 
 
 def rotate_(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> None:
     """Rotate in place: (rows, heads, size), whose rows may lie apart, by (…, rows, rotated size)."""
-    if len(x):
+    if x.shape[0]:
         strides = (x.stride(0), cos.stride(-2))
-        _rotate(_kind(x, cos, sin), x.shape, cos.shape[-1] // 2, strides, back=back)(x, cos, sin)
+        _rotate((x.device, x.dtype, cos.dtype, sin.dtype), x.shape, cos.shape[-1] // 2, strides, back=back)(
+            x, cos, sin
+        )
 
 
 @lru_cache(_KEPT)

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import warnings
 from functools import cache
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from plait_kernels.autotuning import choice
 from plait_kernels.backends import Backend, register
 from plait_kernels.launching import launch
 from plait_kernels.layer import LayerCall
-from plait_kernels.triton_launch import launcher
+from plait_kernels.triton_launch import Launcher, launcher
 
 
 def available(device: torch.device) -> bool:
@@ -57,7 +58,7 @@ def _launches(device: torch.device) -> bool:
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, call: LayerCall) -> tuple[Tensor, list[Tensor]]:
     """Output (tokens, out); S, packed, and the bits of which features are dropped."""
     x = x if x.stride(1) == 1 else x.contiguous()
-    run = launcher(call, x, weight, choice(call, x))
+    run = _launcher(call, x, weight)
     s, bits = run.down(call, x)
     return run.up(call, x, s, weight, None if bias is None else bias.contiguous()), [s, bits]
 
@@ -68,11 +69,18 @@ def backward(
     """Add the gradients of A and B to the bank; return that of x if it is needed."""
     x = x if x.stride(1) == 1 else x.contiguous()
     grad = grad.contiguous()
-    run = launcher(call, x, weight, choice(call, x))
+    run = _launcher(call, x, weight)
     s, bits = saved
     ds = run.up_gradient(call, grad, s)
     run.down_gradient(call, x, ds, bits)
     return run.dx(call, grad, ds, bits, weight) if need_dx else None
+
+
+def _launcher(call: LayerCall, x: Tensor, weight: Tensor) -> Launcher:
+    """The launches of the call, of forward and backward."""
+    if call.kept is None:
+        call.kept = launcher(call, x, weight, choice(call, x))
+    return cast("Launcher", call.kept)
 
 
 TRITON = register(

@@ -51,13 +51,63 @@ def _blocks(size: int, block: int) -> int:
     return -(-size // block)
 
 
+class _Scratch:
+    """Memory that the calls of a microbatch use one after the other, in one of the shapes that are asked for;
+    the largest stays.
+
+    Args:
+        memory: the microbatch's, by name.
+        like: a tensor on its device.
+    """
+
+    __slots__ = ("_dtype", "_like", "_memory", "_name", "_shape", "_view", "_whole")
+
+    def __init__(
+        self, memory: dict[str, Tensor], name: str, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor
+    ) -> None:
+        self._memory, self._name, self._shape, self._dtype, self._like = memory, name, shape, dtype, like
+        self._whole: Tensor | None = None
+        self._view = like
+
+    def __call__(self) -> Tensor:
+        """It, with anything in it."""
+        whole = self._memory.get(self._name)
+        if whole is None or whole is not self._whole:
+            size = math.prod(self._shape)
+            if whole is None or whole.numel() < size:
+                whole = self._memory[self._name] = room(self._like, (size,), self._dtype)
+            self._whole, self._view = whole, whole[:size].view(self._shape)
+        return self._view
+
+
 @dataclass(frozen=True, slots=True)
 class _Summed:
     """Launches that leave partial sums of some elements, and those that add them up."""
 
     launches: list[Launch]
     sums: list[Launch]
-    elements: int
+    partial: _Scratch
+
+
+@dataclass(frozen=True, slots=True)
+class _Down:
+    """The launches of S, whose parts are summed if there are several."""
+
+    launches: list[Launch]
+    parts: _Scratch | None
+    sum_parts: Launch | None
+
+
+@dataclass(frozen=True, slots=True)
+class _UpGradient:
+    """The launches of dS and dB, those of many ranks apart."""
+
+    ds: _Scratch
+    few: _Summed
+    wide_ds: list[Launch]
+    wide_db: _Summed | None
+    parts: _Scratch | None
+    sum_parts: Launch | None
 
 
 def bits_bytes(features: int, step: int = _BITS_STEP) -> int:
@@ -88,31 +138,20 @@ class Launcher:
         self.align, self.widest = call.layer.align, call.layer.widest
         self.like = x.new_empty(0)
         self._memory: dict[str, Tensor] = call.routing.tables.setdefault(("memory", stream), {})
-        self._views: dict[tuple[str, tuple[int, ...]], tuple[Tensor, Tensor]] = {}
         self._made: dict[object, Any] = {}
+        self.packed = (self.site_count, self.table.packed)  # the shape of S and dS
+        dropped = (self.site_count, self.tokens, self.bits_stride) if self.table.dropout else (0,)
+        self.bits = dropped  # that of a bit of each feature of each site's rows, 8 in a byte
 
-    def _once(self, make: Callable[..., _Made], call: LayerCall, *given: object) -> _Made:
+    def _once(self, make: Callable[[LayerCall], _Made], call: LayerCall) -> _Made:
         """What a method makes, the first time that it is needed.
 
         The microbatch keeps its launchers, so they keep nothing of a call, which has the microbatch.
         """
-        key = (make.__name__, *given)
-        found = self._made.get(key)
-        if found is None:
-            found = self._made[key] = make(call, *given)
-        return cast("_Made", found)
+        found = self._made[make.__name__] = make(call)
+        return found
 
     # ---- memory ---------------------------------------------------------------------------------------
-
-    def packed(self, splits: int = 1, name: str = "") -> Tensor:
-        """An empty tensor for S or dS; float32 parts if several splits are summed afterwards.
-
-        ``name``: of scratch memory that it takes; otherwise it is a new one.
-        """
-        shape = (self.site_count, self.table.packed)
-        if splits == 1:
-            return self._scratch(name, shape, self.like.dtype) if name else room(self.like, shape)
-        return self._scratch("parts", (splits, *shape), torch.float32)
 
     def _bits_stride(self) -> int:
         """Bytes of a row of bits, with room for whole blocks of all kernels that write and read them."""
@@ -121,27 +160,18 @@ class Launcher:
         step = max(_BITS_STEP, chosen.down.depth, chosen.down_gradient.columns, dx)
         return bits_bytes(self.features, step)
 
-    def _bits(self) -> Tensor:
-        """Room for a bit of each feature of each site's rows, 8 in a byte; none if nothing is dropped."""
-        shape = (self.site_count, self.tokens, self.bits_stride) if self.table.dropout else (0,)
-        return room(self.like, shape, torch.uint8)
-
     def _bits_at(self) -> tuple[object, int, int]:
         """The arguments of a launch about these bits."""
         return GIVEN, self.bits_stride, self.tokens * self.bits_stride
 
-    def _scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Memory that the calls of a microbatch use one after the other; the largest stays."""
-        whole = self._memory.get(name)
-        known = self._views.get((name, shape))
-        if known is not None and known[0] is whole:
-            return known[1]
-        size = math.prod(shape)
-        if whole is None or whole.numel() < size:
-            whole = self._memory[name] = room(self.like, (size,), dtype)
-        view = whole[:size].view(shape)
-        self._views[name, shape] = whole, view
-        return view
+    def _scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> _Scratch:
+        return _Scratch(self._memory, name, shape, dtype, self.like)
+
+    def _parts(self, splits: int) -> tuple[_Scratch, Launch] | tuple[None, None]:
+        """Room for the parts of several splits, and the launch that sums them; None for one split."""
+        if splits == 1:
+            return None, None
+        return self._scratch("parts", (splits, *self.packed)), self._summing(splits)
 
     # ---- launches -------------------------------------------------------------------------------------
 
@@ -153,7 +183,7 @@ class Launcher:
         """The constants of a launch over all ranks of each tile."""
         return {"RANKS": self.table.rank_factor, "FEW": self.table.max_rank <= RANK_STEP}
 
-    def _summing(self, _call: LayerCall, splits: int) -> Launch:
+    def _summing(self, splits: int) -> Launch:
         """Sums over splits, in order, in the compute dtype.
 
         The elements of an adapter at a site that it does not target are never written, and their sum is never
@@ -164,11 +194,11 @@ class Launcher:
         grid = (_blocks(elements, _SUM_BLOCK),)
         return Launch(self.forward.sum_splits, grid, GIVEN, GIVEN, elements, elements, **constants)
 
-    def _down(self, call: LayerCall) -> list[Launch]:
+    def _down(self, call: LayerCall) -> _Down:
         tiles, table = self.chosen.down, self.table
         work = work_table(call.routing, tiles.rows, _EVERY_RANK)
         depth = _blocks(_blocks(self.features, tiles.splits), tiles.depth) * tiles.depth
-        return [
+        launches = [
             Launch(
                 self.forward.down,
                 (self.site_count, each.count, tiles.splits),
@@ -180,19 +210,23 @@ class Launcher:
             )
             for each in work.classes
         ]
+        return _Down(launches, *self._parts(tiles.splits))
 
     def down(self, call: LayerCall, x: Tensor) -> tuple[Tensor, Tensor]:
         """S, packed, and the bits of which features are dropped."""
-        splits, sites = self.chosen.down.splits, site_table(call)
-        s, bits = self.packed(), self._bits()
-        parts = s if splits == 1 else self.packed(splits)
-        for each in self._once(self._down, call):
+        made, sites = self._made.get("_down") or self._once(self._down, call), site_table(call)
+        s, bits = room(self.like, self.packed), room(self.like, self.bits, torch.uint8)
+        parts = s if made.parts is None else made.parts()
+        for each in made.launches:
             each(x, parts, bits, sites)
-        if splits > 1:
-            self._once(self._summing, call, splits)(parts, s)
+        if made.sum_parts is not None:
+            made.sum_parts(parts, s)
         return s, bits
 
-    def _up(self, call: LayerCall, biased: bool) -> Launch:
+    def _up_biased(self, call: LayerCall) -> Launch:
+        return self._up(call, biased=True)
+
+    def _up(self, call: LayerCall, *, biased: bool = False) -> Launch:
         tiles, table = self.chosen.fused_forward or self.chosen.up, self.table
         rows = tile_table(call.routing, tiles.rows)
         blocks = block_table(call, tiles.columns, self.outputs)
@@ -218,7 +252,8 @@ class Launcher:
 
     def up(self, call: LayerCall, x: Tensor, s: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The layer's output: base product and up-projection."""
-        run, sites = self._once(self._up, call, bias is not None), site_table(call)
+        make = self._up if bias is None else self._up_biased
+        run, sites = self._made.get(make.__name__) or self._once(make, call), site_table(call)
         out = room(x, (x.shape[0], self.outputs))
         given_bias = weight if bias is None else bias
         if self.chosen.fused_forward is None:
@@ -229,20 +264,30 @@ class Launcher:
 
     def up_gradient(self, call: LayerCall, grad: Tensor, s: Tensor) -> Tensor:
         """Add dB to the bank; return dS, which the microbatch's next call overwrites."""
-        splits, sites = self.chosen.up_gradient.splits, site_table(call)
-        ds = self.packed(name="ds")
-        parts = ds if splits == 1 else self.packed(splits)
-        self._run(self._once(self._few_ranks, call), sites, grad, s, parts)
-        if self.table.max_rank > FEW_RANKS:
-            for each in self._once(self._wide_ds, call):
-                each(grad, parts, sites)
-            self._run(self._once(self._wide_db, call), sites, grad, s)
-        if splits > 1:
-            self._once(self._summing, call, splits)(parts, ds)
+        made, sites = self._made.get("_up_gradient") or self._once(self._up_gradient, call), site_table(call)
+        ds = made.ds()
+        parts = ds if made.parts is None else made.parts()
+        self._run(made.few, sites, grad, s, parts)
+        for each in made.wide_ds:
+            each(grad, parts, sites)
+        if made.wide_db is not None:
+            self._run(made.wide_db, sites, grad, s)
+        if made.sum_parts is not None:
+            made.sum_parts(parts, ds)
         return ds
 
+    def _up_gradient(self, call: LayerCall) -> _UpGradient:
+        wide = self.table.max_rank > FEW_RANKS
+        return _UpGradient(
+            self._scratch("ds", self.packed, self.like.dtype),
+            self._few_ranks(call),
+            self._wide_ds(call) if wide else [],
+            self._wide_db(call) if wide else None,
+            *self._parts(self.chosen.up_gradient.splits),
+        )
+
     def _run(self, made: _Summed, sites: Tensor, *given: Tensor) -> None:
-        partial = self._scratch("partial", (made.elements,), torch.float32)
+        partial = made.partial()
         for each in made.launches:
             each(*given, partial, sites)
         for each in made.sums:
@@ -251,7 +296,7 @@ class Launcher:
     def _summed(self, launches: list[Launch], work: WorkTable, widest: int, width: int, is_b: int) -> _Summed:
         """Sums of at most ``widest`` elements of each site, of ``width`` of all sites."""
         if work.slots == 0:
-            return _Summed(launches, [], 1)
+            return _Summed(launches, [], self._scratch("partial", (1,)))
         table = self.table
         sums = Launch(
             self.backward.sum_partials,
@@ -260,7 +305,7 @@ class Launcher:
             *(self.bank_sites, work.slots),
             **{"IS_B": is_b, "BLOCK": _SUM_BLOCK},
         )
-        return _Summed(launches, [sums], work.slots * width)
+        return _Summed(launches, [sums], self._scratch("partial", (work.slots * width,)))
 
     def _few_ranks(self, call: LayerCall) -> _Summed:
         """dS and dB of adapters of few ranks."""
@@ -339,7 +384,8 @@ class Launcher:
 
     def down_gradient(self, call: LayerCall, x: Tensor, ds: Tensor, bits: Tensor) -> None:
         """Add dA to the bank."""
-        self._run(self._once(self._down_gradient, call), site_table(call), x, ds, bits)
+        made = self._made.get("_down_gradient") or self._once(self._down_gradient, call)
+        self._run(made, site_table(call), x, ds, bits)
 
     def _dx(self, call: LayerCall) -> Launch:
         table = self.table
@@ -366,7 +412,7 @@ class Launcher:
 
     def dx(self, call: LayerCall, grad: Tensor, ds: Tensor, bits: Tensor, weight: Tensor) -> Tensor:
         """The gradient of x: base product and low-rank part."""
-        run, sites = self._once(self._dx, call), site_table(call)
+        run, sites = self._made.get("_dx") or self._once(self._dx, call), site_table(call)
         dx = room(grad, (grad.shape[0], self.features))
         if self.chosen.fused_backward is None:
             run(dx, ds, bits, sites)

@@ -415,8 +415,6 @@ class BaseModel:
         return self.head(self.hidden(context))
 
     def _run(self, index: int, hidden: Tensor, context: MicrobatchContext) -> Tensor:
-        for group in self._groups[index]:
-            group.forget()
         self._binding.routing = context.routing
         rotation = self._rotation(index, context)
         options: dict[str, Any] = {} if rotation is None else {"position_embeddings": rotation.tokens}
@@ -427,6 +425,8 @@ class BaseModel:
         with running(Running(context, tables, self._binding.backend)):
             if isinstance(layer.forward, OneNode):
                 return layer.forward(hidden, **options)
+            for group in self._groups[index]:
+                group.forget()
             options |= {"attention_mask": None, "position_ids": context.position_ids.unsqueeze(0)}
             out = layer(hidden.unsqueeze(0), **options)
         return cast(Tensor, out[0] if isinstance(out, tuple) else out).squeeze(0)

@@ -113,7 +113,8 @@ class RmsNorm(torch.autograd.Function):
                 out, scale = torch.empty_like(total), torch.empty(*x.shape[:-1], 1)
                 pointers = (tensor.data_ptr() for tensor in (out, scale, total, weight))
                 function(*pointers, x.numel() // features, features, eps, offset, torch.get_num_threads())
-        ctx.save_for_backward(total, weight, scale)
+        ctx.save_for_backward(total, scale)
+        ctx.weight = weight
         return out, total
 
     @staticmethod
@@ -121,8 +122,8 @@ class RmsNorm(torch.autograd.Function):
         ctx: Any, grad: Tensor | None, more: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         """Given the gradients of norm and sum."""
-        total, weight, scale = ctx.saved_tensors
-        dx = more if grad is None else _norm_back(ctx, grad.contiguous(), total, weight, scale, more)
+        total, scale = ctx.saved_tensors
+        dx = more if grad is None else _norm_back(ctx, grad.contiguous(), total, ctx.weight, scale, more)
         return dx, dx if ctx.two else None, None, None, None, None
 
 
@@ -317,8 +318,7 @@ class _RotatedMerged(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, turned: tuple[int, int], cos: Tensor, sin: Tensor) -> Tensor:
         cos, sin = cos.contiguous(), sin.contiguous()
-        ctx.turned = turned
-        ctx.save_for_backward(cos, sin)
+        ctx.turned, ctx.tables = turned, (cos, sin)
         ctx.mark_dirty(qkv)
         passes.rotate_(_heads(qkv, turned), cos, sin)
         return qkv
@@ -326,14 +326,14 @@ class _RotatedMerged(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         grad = grad.contiguous()
-        passes.rotate_(_heads(grad, ctx.turned), *ctx.saved_tensors, back=True)
+        passes.rotate_(_heads(grad, ctx.turned), *ctx.tables, back=True)
         return grad, None, None, None
 
 
 def _heads(qkv: Tensor, turned: tuple[int, int]) -> Tensor:
     """The first of all heads, as a view: (rows, turned, size)."""
     first, total = turned
-    return qkv.view(len(qkv), total, -1)[:, :first]
+    return qkv.view(qkv.shape[0], total, -1)[:, :first]
 
 
 def causal_softmax_(scores: Tensor, length: int, window: int | None, scale: float) -> bool:
