@@ -23,7 +23,7 @@ class Layer:
     Attributes:
         widest: the most outputs of a site.
         outputs: those of each site.
-        kind: what launches of layers of one microbatch differ by: columns of each site, and outputs.
+        kind: what distinguishes the launches of a microbatch's layers: columns of each site, and outputs.
         align: 16 if all columns begin at a multiple of it, so that several elements may be loaded at once;
             else 1.
         tables: what a backend made for it.

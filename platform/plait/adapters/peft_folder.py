@@ -143,7 +143,7 @@ def _shortest_targets(modules: Sequence[str], linears: Sequence[LinearInfo]) -> 
     return parts if set(resolve_targets(parts, linears)) == set(modules) else sorted(modules)
 
 
-# What PEFT can store and Plait does not compute, with the values that leave it out.
+# What PEFT can store and `read_adapter` does not load, with the values that leave it out.
 _LEFT_OUT: dict[str, tuple[Any, ...]] = {
     "use_dora": (None, False),
     "bias": (None, "none"),

@@ -21,7 +21,8 @@ class JobState(StrEnum):
     user. ``INFEASIBLE``: not trained, because its own settings break a constraint. ``ORPHANED``: its worker
     died while it ran; another worker adopts it.
 
-    A search's run in MLflow has one of RUNNING, PAUSED, FINISHED and FAILED.
+    A search's run in MLflow has one of RUNNING, PAUSED, FINISHED and FAILED. A new state also goes into
+    ``ENDED`` and ``STORED_AS``, the styles in ``plait.terminal`` and the outcomes in ``plait_dashboards``.
     """
 
     QUEUED = "queued"

@@ -92,7 +92,7 @@ class _SaveRecord:
     Attributes:
         tried_at: time of the last attempt; minutes count from it.
         tried_step: step of the last attempt; steps count from it.
-        step: that the last checkpoint was taken at.
+        step: of the last checkpoint.
         folder: of the last checkpoint.
         cursor: how far the job had come by then.
         failed_at: time of the last attempt, if it failed.
@@ -110,8 +110,8 @@ class Checkpointer:
     """Takes checkpoints of the jobs that are due.
 
     Attributes:
-        count: of those taken.
-        seconds: that they took.
+        count: checkpoints taken.
+        seconds: time they took.
     """
 
     def __init__(

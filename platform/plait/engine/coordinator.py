@@ -256,7 +256,7 @@ class Coordinator:
 
         Raises:
             LostProcessError: too many were lost, or the worker cannot be replaced.
-            ProcessError: what does is too small for a job that trained before.
+            ProcessError: its replacement is too small for a job that trained before.
         """
         if self._stopping:
             return self._interrupt()
@@ -344,8 +344,8 @@ class Coordinator:
         yield Notice(f"{who} again after {seconds:.1f} s")
 
     def _move(self) -> Iterator[Event]:
-        """Train on with all processes that are there, in other replicas: all jobs are saved, and move there
-        as they are."""
+        """Continue on all available processes, in other replicas: all jobs are saved, and move there as
+        they are."""
         yield from self._land()
         jobs = list(self._live.values())
         saved, events = self.checkpointer.save(jobs, urgent=False)
@@ -364,7 +364,7 @@ class Coordinator:
         yield Notice(f"{self._processes} processes train from now on, as replicas {replicas}; {took}")
 
     def _change_worker(self) -> float:
-        """Have the worker that can be had now; the seconds that this took."""
+        """Replace the worker; return the seconds that this took."""
         assert self._renew is not None
         began = self._clock()
         self._packer.close()
@@ -372,7 +372,7 @@ class Coordinator:
         return self._clock() - began
 
     def _detach(self, job: str) -> None:
-        """Take a job from the worker; if that is lost, it does not have it any more."""
+        """Take a job from the worker; a lost worker no longer has it."""
         try:
             self._send(Detach(job))
         except LostProcessError as error:
@@ -386,7 +386,7 @@ class Coordinator:
 
     def _admit(self) -> Iterator[Event]:
         """Fill the free slots; a job of higher priority preempts one of lower. Where that pays, or one needs
-        it, the deployment changes before."""
+        it, the deployment changes first."""
         if self._lost is not None:
             return
         started, preempted = self._roster.choose() if self._roster.waiting else ([], [])
@@ -519,7 +519,7 @@ class Coordinator:
             yield from self._make_room(list(jobs.values()), run.out_of_memory)
 
     def _fly(self, command: RunSchedule | None) -> Iterator[Event]:
-        """Send a pipeline what follows what is in flight; what is done by now."""
+        """Send a pipeline the next window; what is complete by now."""
         run = self._send(command) if command is not None else Outcome()
         for name in (*run.attached, *run.failures):
             self._live[name].attaching = False

@@ -1,4 +1,4 @@
-"""Chooses the jobs that are packed together, by head-tail pairing on mean length.
+"""Divides a pipeline's jobs into groups that take turns, by head-tail pairing on mean length.
 
 With a pipeline of S stages, a job's next global batch must start at least S microbatches after the end of the
 previous one. Groups take turns, so the other groups' microbatches fill that distance; within a group, a

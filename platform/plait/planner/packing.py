@@ -23,7 +23,7 @@ class PackedBatches:
     Attributes:
         bins: (batch, position inside it) of the samples of each microbatch.
         gap: padded tokens by which the least full microbatch may exceed the optimum; a whole capacity if one
-            microbatch less is not excluded; None if no bound was computed.
+            microbatch fewer is not ruled out; None if no bound was computed.
         limit_hit: limit that stopped the solver ("time" makes a plan that may not repeat), else None.
     """
 
@@ -117,7 +117,7 @@ class _Free:
             self.most[node] = max(self.most[2 * node], self.most[2 * node + 1])
 
     def first(self, start: int, least: int) -> int:
-        """The first bin from ``start`` on with at least ``least`` tokens left; an empty bin always has."""
+        """The first bin from ``start`` on with at least ``least`` tokens left; an empty bin always does."""
         node = self.leaves + start
         while self.most[node] < least:
             while node % 2:  # a right child: nothing more under its parent

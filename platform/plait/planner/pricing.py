@@ -1,7 +1,7 @@
 """The most valuable load of one replica within a makespan: knapsacks by dynamic programming.
 
-Buckets have prices, and a replica has τ seconds. Weights that are rounded down prove an upper bound on the
-worth of all choices; choices that fit in time are kept.
+Buckets have prices (dual values, not money), and a replica has τ seconds. Weights that are rounded down prove
+an upper bound on the worth of all choices; choices that fit in time are kept.
 
 A class of choices has a range of numbers of microbatches: the smallest determines the fixed seconds, the
 largest bounds what fits. Time, each bound of what fits, and every mixture of the two give a separate

@@ -230,7 +230,7 @@ class Launch:
         return self._train_all(prepared or prepare_search(self._as_begun(), source.name, self._screen))
 
     def _study_lost(self) -> str:
-        """What to say if the search has trained, and its study is a new one; "" if it is not so."""
+        """What to say if the search has trained, and its study is a new one; "" otherwise."""
         settings, name = self._settings, self._source.name
         trained = (search_folder(settings.tracking.root, name) / PLAN_FILE).exists()
         if not trained or settings.search.fresh or self._source.material:

@@ -208,7 +208,7 @@ class SearchLoop:
         self._observed = Observed()
         self._next_look = -math.inf
         self._none_left = False  # no trial was suggested the last time
-        self._nothing_for: tuple[int, bool] | None = None  # the last question without a trial
+        self._nothing_for: tuple[int, bool] | None = None  # the last request that returned no trial
         self._limit: tuple[int, str] | None = None  # the revision at which it was computed, and the message
         self._reported_end = False  # the stopper knows that no more trials will come
         self._waited = False

@@ -99,7 +99,7 @@ def _processes(command: SearchCommand) -> Iterator[Launcher | None]:
     try:
         yield launcher
     except KeyboardInterrupt:
-        linger = False  # who interrupts this process sees to the others, too
+        linger = False  # the user who interrupts this process handles the others
         raise
     finally:
         launcher.close(linger=linger)
