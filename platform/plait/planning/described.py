@@ -147,11 +147,15 @@ class _Search:
         if weighed.memory is not None:
             held, layers = held_together(weighed.memory, self.workload, self.together), weighed.cluster.layers
             needed = max(weighed.memory.peak(each, layers, held) for each, _ in weighed.deployment.shape)
-        ratios = {
-            self.planner.objective.replace("_", "-"): weighed.value / best.value,
-            "seconds": weighed.deployment.makespan / best.deployment.makespan,
+        pairs = {
+            self.planner.objective.replace("_", "-"): (weighed.value, best.value),
+            "seconds": (weighed.deployment.makespan, best.deployment.makespan),
         }
-        worse = (f"{ratio:.2f} times the {unit}" for unit, ratio in ratios.items() if ratio >= TIE)
+        worse = (
+            f"{ours / least:.2f} times the {unit}" if least else f"more than the 0 {unit}"  # free devices
+            for unit, (ours, least) in pairs.items()
+            if ours > 0.0 and ours >= TIE * least
+        )
         why = "" if weighed is best else f"{next(worse, 'no better than those')} of {best.deployment}"
         jobs = min(self.together, len(self.workload.jobs))
         return CandidateOutlook(str(weighed.deployment), jobs, needed, weighed.deployment.makespan, why)

