@@ -46,6 +46,18 @@ def at_least_one(options: object, *names: str) -> None:
             raise ConfigError(f"{OPTIONS}.{name}={value}", "It must be at least 1.")
 
 
+def above_zero(options: object, *names: str) -> None:
+    """Refuse an option that is not above 0.
+
+    Raises:
+        ConfigError: one is not.
+    """
+    for name in names:
+        value = getattr(options, name)
+        if not value > 0:
+            raise ConfigError(f"{OPTIONS}: {name}={value}", "It must be above 0.")
+
+
 def lacks(needs: str, device: str) -> bool:
     """Whether what a file needs ("": nothing) is not there, or ``engine.device`` is another device.
 

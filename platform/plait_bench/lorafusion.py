@@ -26,7 +26,7 @@ from plait.simulate.report import Metrics, measure
 from plait.simulate.timeline import chrome_trace
 from plait_bench.benchmarks import BENCHMARKS
 from plait_bench.figures import Figure, Report
-from plait_bench.inputs import OPTIONS, at_least_one, read_profile, shipped
+from plait_bench.inputs import OPTIONS, above_zero, at_least_one, read_profile, shipped
 from plait_bench.lengths import Family, LengthGenerator
 from plait_bench.lorafusion_order import next_fit, ordered
 from plait_bench.pipelines import (
@@ -136,6 +136,7 @@ class Options:
     def __post_init__(self) -> None:
         names = ("clip", "adapters", "steps", "global_batch", "stages", "capacity", "tile", "samples")
         at_least_one(self, *names, "workers")
+        above_zero(self, "head")
 
     @property
     def gather(self) -> float:

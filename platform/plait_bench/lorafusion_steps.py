@@ -36,8 +36,6 @@ from plait_bench.pipelines import (
     in_data_order,
     lorapp,
     one_after_another,
-    plan_schedule,
-    planned_pipeline,
     sharded_rate,
 )
 from plait_bench.progress import part
@@ -185,11 +183,8 @@ def profiler(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[st
         piece(name)
         trace = begun.asked.workload(name)
         rates = {
-            capacity: _rate(planned_pipeline(plan, begun.even, padding=True))
+            capacity: _rate(lorafusion(trace, begun.even, replace(begun.asked, capacity=capacity)))
             for capacity in sorted({*begun.asked.tried, theirs})
-            for plan in [
-                plan_schedule(trace, stages=begun.asked.stages, capacity=capacity, tile=begun.asked.tile)
-            ]
         }
         best = max(rates, key=lambda each: rates[each])
         beside = Baseline(1.0, "the best capacity that was tried", at_least=LEAST)
@@ -329,8 +324,7 @@ def padding(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str
     asked, trace, even = begun.asked, begun.trace, begun.even
     figures = []
     for tile in (asked.tile, 1):
-        plan = plan_schedule(trace, stages=asked.stages, capacity=asked.capacity, tile=tile)
-        share = measure({0: planned_pipeline(plan, even, padding=True)})[0].padding_share
+        share = measure({0: lorafusion(trace, even, replace(asked, tile=tile))})[0].padding_share
         name = "packed, nothing rounded up" if tile == 1 else f"packed, segments rounded up to {tile}"
         figures.append(Figure(name, 100 * share, "%", "computed"))
     apart = one_after_another(trace, even, size=asked.samples, padded=True, gpipe=False)

@@ -17,7 +17,7 @@ from plait.simulate.orders import BackwardFirst, arrange
 from plait.simulate.report import measure
 from plait_bench.benchmarks import BENCHMARKS
 from plait_bench.figures import Figure, Report
-from plait_bench.inputs import OPTIONS, at_least_one
+from plait_bench.inputs import OPTIONS, above_zero, at_least_one
 
 TURNS = 24  # simulated steps of each job
 WEIGHT_PASSES = 2.0  # operations of one weight on one token
@@ -37,6 +37,7 @@ class Model:
 
     def __post_init__(self) -> None:
         at_least_one(self, "hidden", "layers")
+        above_zero(self, "speed")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from math import ceil, exp
 from typing import Literal, get_args
 
 from plait.core.errors import ConfigError
-from plait_bench.inputs import OPTIONS, at_least_one
+from plait_bench.inputs import OPTIONS, above_zero, at_least_one
 
 VALUE_BYTES = 2  # of bfloat16
 Replacement = Literal["random", "oldest"]
@@ -39,6 +39,9 @@ class Cached:
 
     def __post_init__(self) -> None:
         at_least_one(self, "processors", "group")
+        above_zero(self, "mebibytes")
+        if min(self.tile) < 1:
+            raise ConfigError(f"{OPTIONS}.cache.tile={list(self.tile)}", "Each must be at least 1.")
         if self.replacement not in get_args(Replacement):
             raise ConfigError(
                 f"{OPTIONS}.cache.replacement={self.replacement}",

@@ -286,6 +286,16 @@ def test_headlines_are_as_recorded_and_fit_on_a_screen(name: str) -> None:
         assert value == (value if value is None else pytest.approx(recorded[name][key], rel=1e-4, abs=1e-9))
 
 
+def test_a_speed_that_is_fitted_to_a_number_does_not_explain_it() -> None:
+    report = as_it_is("mlora/throughput")
+    found = {each.name: each for each in report.figures}
+    tiny = "TinyLlama-1.1B, 4 devices, 6 jobs: LoRAPP over TP"
+    assert found[tiny].result == "outside, unexplained"
+    fitted = found["TinyLlama-1.1B, slower products, 4 devices, 6 jobs: LoRAPP over TP"]
+    assert fitted.ours == pytest.approx(1.86, abs=0.005)
+    assert fitted.result is None
+
+
 def test_every_file_that_can_be_run_is_tested() -> None:
     needs = {each.name for each in paper_files(sweeps_dir()) if each.needs}
     assert {each.name for each in paper_files(sweeps_dir())} == {*MOVED, *LONG, *needs}

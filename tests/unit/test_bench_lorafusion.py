@@ -14,9 +14,18 @@ from plait.core.errors import ConfigError
 from plait.core.settings import ClusterSettings, RunSettings
 from plait.cost.time import StageTime
 from plait.simulate.events import OneFOneB, Pipeline, Work, simulate
+from plait.simulate.report import measure
 from plait.utils.paths import conf_dir, sweeps_dir
 from plait_bench.blocking import blocking_seconds
-from plait_bench.lorafusion import bubble_ratio, opened, packing_gain, read_options, scheduler_time
+from plait_bench.lorafusion import (
+    bubble_ratio,
+    lorafusion,
+    opened,
+    packing_gain,
+    read_options,
+    scheduler_time,
+)
+from plait_bench.lorafusion_steps import profiler
 from plait_bench.mlora import bubble_ratio as mlora_bubble_ratio
 
 SMALL = {"adapters": 2, "steps": 4, "workers": 1}
@@ -69,6 +78,31 @@ def test_head_and_loss_take_the_given_factor_longer() -> None:
     once, more = (opened(h100(), options | {"head": head}).profile.time for head in (1.0, 3.0))
     assert more.layer == once.layer
     assert more.head[1].labelled == pytest.approx(3 * once.head[1].labelled)
+
+
+@pytest.mark.parametrize("head", [0.0, -1.0])
+def test_head_and_loss_take_time(head: float) -> None:
+    options = content("lorafusion/bubble_ratio")["bench"]["options"]
+    with pytest.raises(ConfigError, match=rf"head={head}.*\n.*must be above 0"):
+        opened(h100(), options | {"head": head})
+
+
+@pytest.mark.parametrize("path", sorted((sweeps_dir() / "lorafusion").glob("*.yaml")), ids=lambda at: at.stem)
+def test_a_file_whose_head_and_loss_are_fitted_says_so(path: Path) -> None:
+    file = content(f"lorafusion/{path.stem}")
+    said = any(
+        "how much longer head and loss take" in each for each in file.get("paper", {}).get("leaves_open", ())
+    )
+    assert said == ("head" in file["bench"]["options"])
+
+
+def test_capacities_are_compared_by_lorafusions_own_schedule(tmp_path: Path) -> None:
+    options = content("lorafusion/profiler")["bench"]["options"] | SMALL | short_trace(tmp_path)
+    options |= {"capacities": {"mixed": 6144}, "tried": []}
+    (figure,) = profiler(h100(), (), options).figures
+    begun = opened(h100(), options)
+    pipeline = lorafusion(begun.asked.workload("mixed"), begun.even, begun.asked)
+    assert figure.note.endswith(f" {measure({0: pipeline})[0].tokens_per_second:,.0f} tokens/s")
 
 
 def test_planning_time_is_measured_by_samples() -> None:
