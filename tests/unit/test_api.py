@@ -219,6 +219,26 @@ def test_an_adapter_is_that_of_its_run_though_a_restarted_search_wrote_into_the_
     assert sorted(path.name[0] for path in kept.iterdir()) == ["b", "c", "d"]  # all may still be in use
 
 
+def test_an_adapter_that_another_process_is_fetching_is_not_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes into the cache while this one looks whether it is there."""
+    monkeypatch.setenv("PLAIT_CACHE", str(tmp_path / "cache"))
+    fetched = tmp_path / "cache" / "adapters" / ("a" * 32)
+
+    def look(folder: Path) -> bool:
+        fetched.mkdir(parents=True)
+        return False
+
+    def export(_: TrackingSettings, _name: str, destination: Path, **_more: object) -> None:
+        destination.mkdir(parents=True, exist_ok=True)
+
+    monkeypatch.setattr("plait.tracking.trained._readable", look)
+    monkeypatch.setattr("plait.tracking.results.export", export)
+    monkeypatch.setattr("plait.tracking.trained.shutil.rmtree", lambda *_, **__: pytest.fail("removed"))
+    assert _result(tmp_path, "a" * 32).adapter(0).folder == fetched
+
+
 def test_without_its_runs_a_search_has_the_adapters_in_its_folder_and_no_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

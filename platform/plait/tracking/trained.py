@@ -49,8 +49,9 @@ def adapter_folder(search: SearchResult, record: JobRecord, settings: TrackingSe
         )
     # Not the folder that the trial wrote: a search of this name that was restarted writes there, too.
     fetched = results.fetched_folder(record.run_id)
-    if not _readable(fetched):
+    if fetched.is_dir() and not _readable(fetched):  # not one that another process has just fetched
         shutil.rmtree(fetched, ignore_errors=True)
+    if not fetched.is_dir():
         results.export(settings, record.run_id, fetched, remedy=OTHER_CACHE)
         keep_newest(fetched.parent, MOST_FETCHED, IN_USE)
     with suppress(OSError):
