@@ -13,6 +13,9 @@ from plait_dashboards.page import plotly_packed
 
 parse_once()
 with redirect_stdout(io.StringIO()):  # Hydra parses its files, and its parsers learn the grammar
-    main(["sweep", "model=tiny", "data.task=chain_sum", "adapter.rank=1,2", "train.lr=1e-3", "--cfg", "all"])
+    status = main(
+        ["sweep", "model=tiny", "data.task=chain_sum", "adapter.rank=1,2", "train.lr=1e-3", "--cfg", "all"]
+    )
+assert status == 0, "it was refused, so it used nothing"
 configure_mappers()
 plotly_packed()

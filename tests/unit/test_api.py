@@ -226,7 +226,7 @@ def test_an_adapter_that_another_process_is_fetching_is_not_removed(
     monkeypatch.setenv("PLAIT_CACHE", str(tmp_path / "cache"))
     fetched = tmp_path / "cache" / "adapters" / ("a" * 32)
 
-    def look(folder: Path) -> bool:
+    def look(_: Path) -> bool:
         fetched.mkdir(parents=True)
         return False
 

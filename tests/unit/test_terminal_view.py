@@ -583,8 +583,9 @@ def test_durations_are_written_in_words(seconds: float, text: str) -> None:
 
 
 def test_fractions_of_a_second_are_written_without_an_exponent() -> None:
-    texts = [precise(seconds) for seconds in (0, 1e-5, 4.567e-4, 0.01234, 1.2345, 12.34, 1234.5)]
-    assert texts == ["0 s", "10 µs", "457 µs", "0.0123 s", "1.23 s", "12.3 s", "1,234.5 s"]
+    texts = [precise(seconds) for seconds in (0, 1e-5, 4.567e-4, 9.994e-4, 9.996e-4, 0.01234)]
+    assert texts == ["0 s", "10 µs", "457 µs", "999 µs", "0.001 s", "0.0123 s"]
+    assert [precise(seconds) for seconds in (1.2345, 12.34, 1234.5)] == ["1.23 s", "12.3 s", "1,234.5 s"]
 
 
 def test_settings_are_short() -> None:

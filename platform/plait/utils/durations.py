@@ -14,6 +14,6 @@ def duration(seconds: float) -> str:
 def precise(seconds: float) -> str:
     """The seconds as text with a decimal; below ten with three digits, because a step may take a fraction of
     one: 1,234.5 s, 0.0123 s, 45.6 µs."""
-    if 0 < seconds < 1e-3:
+    if 0 < seconds < 0.9995e-3:  # above it three digits are a thousand
         return f"{1e6 * seconds:.3g} µs"
     return f"{seconds:,.1f} s" if seconds >= 10 else f"{seconds:.3g} s"
