@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from plait_kernels.launching import GIVEN, Launch, room
+from plait_kernels.tiles import power_of_two
 
 WIDEST_HEAD = 256
 _LOG2E = log2(2.718281828459045)
@@ -96,7 +97,7 @@ def _launch(
 ) -> Launch:
     stage = ("attend", "query_gradient", "key_gradient").index(name)
     exact = kind[1] == torch.float32
-    padded = max(64, 1 << (rule.size - 1).bit_length())
+    padded = max(64, power_of_two(rule.size))
     tiles = _SINGLE[padded] if exact else _HALF[padded][stage]
     rows, heads = (tiles.keys, rule.shared) if stage == 2 else (tiles.queries, rule.query)
     scales = (2 * _LOG2E * rule.scale / rule.softcap, rule.softcap * _LOG2E)

@@ -42,6 +42,7 @@ from plait_kernels.tiles import (
     Choice,
     load,
     made_choice,
+    power_of_two,
     save,
 )
 from plait_kernels.timing import median_seconds
@@ -176,7 +177,7 @@ def _found(widths: Widths, device: torch.device, dtype: torch.dtype, tokens: int
     start, candidates = usual(device, dtype)
     if os.environ.get("PLAIT_KERNELS_TUNE") == "0":
         return start
-    rows = _bucket(tokens)
+    rows = power_of_two(tokens)
     kind = torch.cuda.get_device_name(device)
     key = f"{kind} | {_versions()} | {dtype} | {_name(widths)} tokens<={rows}"
     path = cache_folder() / "tuned.json"
@@ -239,11 +240,6 @@ def _measured(
             stacklevel=2,
         )
         return None
-
-
-def _bucket(number: int) -> int:
-    """The smallest power of two that is at least ``number``."""
-    return 1 << max(0, number - 1).bit_length()
 
 
 def _on_device(shape: Shape, device: torch.device, dtype: torch.dtype) -> Measure:

@@ -71,9 +71,9 @@ class Launch:
         for place, tensor in zip(self._places, given, strict=True):
             arguments[_BEFORE + place] = address = tensor.data_ptr()
             joined |= address
-        first, device, hooks = given[0], binary.device(), binary.hooks
+        first, device = given[0], binary.device()
         elsewhere = first.get_device() != device if first.is_cuda else first.is_meta and not _absent
-        if elsewhere or joined % _ALIGNMENT or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
+        if elsewhere or joined % _ALIGNMENT or binary.hooked():
             self._through_triton(given)
             return
         arguments[_STREAM] = binary.stream(device)
@@ -104,16 +104,22 @@ _STREAM, _BEFORE = 3, 9  # where the stream is among what a binary is called wit
 class _Binary:
     """What launches a binary as Triton itself does; with a profiler's hooks Triton is to do it."""
 
-    __slots__ = ("device", "hooks", "run", "stream")
+    __slots__ = ("compiled", "device", "hooks", "run", "stream")
 
     def __init__(self, compiled: Any) -> None:
         from triton import knobs
         from triton.runtime import driver
 
+        self.compiled = compiled  # which unloads the binary when it is let go
         self.run = compiled.run
         self.hooks = knobs.runtime
         active = driver.active
         self.device, self.stream = active.get_current_device, active.get_current_stream
+
+    def hooked(self) -> bool:
+        """Whether a hook does anything: it is a list of calls, or may be one or None."""
+        enter, leave = self.hooks.launch_enter_hook, self.hooks.launch_exit_hook
+        return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def room(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from plait_kernels.launching import launch, room
+from plait_kernels.tiles import power_of_two
 from plait_kernels.uploads import together, upload
 
 CHUNK = 256  # keys of a single row that one program reads
@@ -164,7 +165,7 @@ def attend_by_triton(out: Tensor, qkv: Tensor, pool: Tensor, rows: PagedRows, sh
         _attend(out, qkv, pool, rows.tables, prompts, shape, most, chunks=1)
     if not chunks:
         return
-    most = max(_FEWEST_ROWS, _power(shape.group))
+    most = max(_FEWEST_ROWS, power_of_two(shape.group))
     parts = _attend(out, qkv, pool, rows.tables, rows.single, shape, most, chunks=chunks, chunk=CHUNK)
     if parts is not None:
         _join(out, parts, rows.single, shape, chunks)
@@ -173,7 +174,7 @@ def attend_by_triton(out: Tensor, qkv: Tensor, pool: Tensor, rows: PagedRows, sh
 def _tile_rows(dtype: torch.dtype, shape: PageShape) -> int:
     """Rows of a tile of a prompt, each counted once for each query head of a key head."""
     few = dtype == torch.float32
-    return max(_FEWEST_ROWS if few else _PROMPT_ROWS, _power(shape.group))
+    return max(_FEWEST_ROWS if few else _PROMPT_ROWS, power_of_two(shape.group))
 
 
 def _attend(
@@ -210,7 +211,7 @@ def _attend(
 
 def _blocks(dtype: torch.dtype, size: int) -> dict[str, Any]:
     """Constants of the kernel by what is the same for all requests."""
-    width = max(16, _power(size))
+    width = max(16, power_of_two(size))
     exact = dtype == torch.float32  # whose products take registers, as no tensor core has them
     keys = 32 if exact or width > 128 else 64
     warps = 8 if width > (64 if exact else 128) else 4
@@ -222,13 +223,8 @@ def _join(out: Tensor, parts: tuple[Tensor, Tensor], single: Tensor, shape: Page
         _triton().join,
         (len(single), shape.shared * shape.group),
         *(out, *parts, single, out.stride(0), shape.window or _EVERY, CHUNK, chunks),
-        **{"SIZE": shape.size, "BD": _power(shape.size), "num_warps": 1},
+        **{"SIZE": shape.size, "BD": power_of_two(shape.size), "num_warps": 1},
     )
-
-
-def _power(number: int) -> int:
-    """The smallest power of two that is at least ``number``."""
-    return 1 << max(0, number - 1).bit_length()
 
 
 @cache

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from plait_kernels.launching import GIVEN, Launch, room
+from plait_kernels.tiles import power_of_two
 from plait_kernels.triton_backend import TRITON
 
 _ELEMENTS = 4096  # of a program, if its rows are short
@@ -33,17 +34,12 @@ def _kernels() -> Any:
     return triton_passes
 
 
-def _power(number: int) -> int:
-    """The smallest power of two that is at least ``number``."""
-    return 1 << max(0, number - 1).bit_length()
-
-
 def _whole_rows(rows: int, features: int) -> tuple[tuple[int], dict[str, int]]:
     """The grid and the constants of a kernel whose programs hold whole rows.
 
     The constants depend on the features alone, and so do the order of a row's sum and its bits.
     """
-    width = _power(features)
+    width = power_of_two(features)
     block = max(1, _ELEMENTS // width)
     warps = min(16, max(4, block * width // 512))
     return (-(-rows // block),), {"BR": block, "BF": width, "num_warps": warps}
@@ -71,7 +67,7 @@ def rms(
         shape = (rows, x.shape[-1], eps, offset)
         sums = (residual, None if residual is None else total)
         run = _rms(
-            (x.device, x.dtype, weight.dtype),
+            (x.device, x.dtype, weight.dtype, None if bias is None else bias.dtype),
             shape,
             added=residual is not None,
             biased=bias is not None,
@@ -141,8 +137,8 @@ def _rms_back(
 
 
 def _blocks(rows: int, width: int) -> tuple[tuple[int, int], dict[str, int]]:
-    columns = min(_COLUMNS, _power(width))
-    block = min(max(1, _ELEMENTS // 2 // columns), _power(rows))
+    columns = min(_COLUMNS, power_of_two(width))
+    block = min(max(1, _ELEMENTS // 2 // columns), power_of_two(rows))
     return (-(-rows // block), -(-width // columns)), {"BR": block, "BF": columns}
 
 
@@ -202,9 +198,9 @@ def _rotate(
     _kind: tuple[object, ...], shape: Sequence[int], half: int, strides: tuple[int, int], *, back: bool
 ) -> Launch:
     rows, heads, size = shape
-    width = _power(half)
-    block_heads = min(max(1, _ELEMENTS // 2 // width), _power(heads))
-    block = min(max(1, _ELEMENTS // 2 // width // block_heads), _power(rows))
+    width = power_of_two(half)
+    block_heads = min(max(1, _ELEMENTS // 2 // width), power_of_two(heads))
+    block = min(max(1, _ELEMENTS // 2 // width // block_heads), power_of_two(rows))
     grid = (-(-rows // block), -(-heads // block_heads))
     return Launch(
         _kernels().rotate,

@@ -139,3 +139,8 @@ def save(path: Path, key: str, chosen: Choice) -> None:
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as scratch:
             scratch.write(text)
         Path(scratch.name).replace(path)
+
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is at least ``number``."""
+    return 1 << max(0, number - 1).bit_length()

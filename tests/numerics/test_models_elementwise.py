@@ -7,14 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
+from transformers.activations import ACT2FN
 
 from plait.core.settings import ModelSettings
 from plait.models import elementwise
 from plait.models.elementwise import activated, gated, layer_norm, residual_norm, rms_norm
-from plait.models.fuse import Activation, Norm
+from plait.models.fuse import Activation, Norm, fuse_activations
 from plait.models.load import load_model
+from plait.models.lora import Binding
 from plait_kernels.plain import GELU, GELU_TANH, SILU
 
 EPS = 1e-5
@@ -160,6 +162,12 @@ def test_activation(kind: int) -> None:
         return functional.gelu(x, approximate="tanh" if kind == GELU_TANH else "none")
 
     compare(lambda x: activated(x, kind), formula, x, 1e-6)
+
+
+def test_an_activation_that_clips_large_values_is_left_alone() -> None:
+    acts = nn.Sequential(ACT2FN["gelu_10"], ACT2FN["gelu"], ACT2FN["gelu_new"], ACT2FN["silu"])
+    assert fuse_activations(acts, Binding()) == 3
+    assert float(acts[0](torch.tensor(20.0))) == 10.0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -31,6 +31,7 @@ from plait.serve.folders import FolderAdapters
 from plait.serve.requests import Completion, GrowingText, Request, Sampling, Update
 from plait.serve.scheduler import Demand
 from plait_kernels import Bank, paged, pooled, triton_backend
+from plait_kernels.launching import noted
 
 LENGTHS = (3, 11, 1, 20)
 NEW = 12
@@ -229,6 +230,24 @@ def test_requests_by_triton_are_each_as_alone_by_compiled_code(
     by_triton.base.install(backend="reference")
     for index, request in enumerate(requests):
         assert ended(found[index]).tokens == by_triton.alone(request).tokens
+
+
+def test_heads_wider_than_triton_s_kernel_takes_go_through_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of 512 features in Gemma 4: programs would need more memory than small devices have."""
+    monkeypatch.setitem(FAMILIES, "llama", {"head_dim": 264})
+    base = load_model(settings_of("llama"), cache=tmp_path)
+    if not triton_backend.available(base.device):
+        pytest.skip("Triton runs on a CPU only in its interpreter, which is off where there is a GPU")
+    requests = prompts_of(base, [None] * len(LENGTHS), replace(FREE, max_new_tokens=3))
+    expected = tokens_of(complete(base, None, requests))
+    base.install(backend="triton")
+    launched: set[str] = set()
+    with noted(lambda kernel, _: launched.add(kernel.__name__)):
+        assert tokens_of(complete(base, None, requests)) == expected
+    assert "rotate" in launched
+    assert "attend" not in launched
 
 
 def test_sampled_answers_do_not_depend_on_the_batch(served: Served) -> None:

@@ -20,6 +20,7 @@ from plait.core.samples import Int64, Split
 from plait.models.context import MicrobatchContext
 from plait_kernels import Bank, RoutedSegment, Routing, RowCounters
 from plait_kernels.routing import Padding
+from plait_kernels.tiles import power_of_two
 from plait_kernels.uploads import upload
 
 TOKENS = (64, 128, 192, 256, 384, 512, 768, 1024)  # of microbatches that are filled up; then multiples
@@ -194,7 +195,7 @@ class Sizes:
         blocks = [bank.block(segment.job) for segment in gathered.microbatch.segments]
         if not all(block.variant.fused for block in blocks):
             return None
-        samples = max(8, _power(len(gathered.lengths) + 1))
+        samples = max(8, power_of_two(len(gathered.lengths) + 1))
         least = len(gathered.tokens) + samples - len(gathered.lengths)  # one token each
         tokens = next((size for size in TOKENS if size >= least), -(-least // TOKENS[-1]) * TOKENS[-1])
         more = _even(tokens - len(gathered.tokens), samples - len(gathered.lengths))
@@ -204,16 +205,11 @@ class Sizes:
         return cls(
             tokens,
             samples,
-            min(tokens, max(64, _power(len(gathered.rows)))),
+            min(tokens, max(64, power_of_two(len(gathered.rows)))),
             tuple(sorted({block.rank for block in every})),
             dropout=any(block.dropout for block in every),
             targets=frozenset().union(*(block.targets for block in blocks)),
         )
-
-
-def _power(number: int) -> int:
-    """The smallest power of two that is at least ``number``."""
-    return 1 << max(0, number - 1).bit_length()
 
 
 def _even(whole: int, parts: int) -> Int64:

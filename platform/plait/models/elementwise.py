@@ -184,7 +184,8 @@ class LayerNorm(torch.autograd.Function):
         else:
             total = x if added is None else x + added
             out, *found = plain.layer_norm(total, weight, bias, eps, offset)
-        ctx.save_for_backward(total, weight, *found)
+        ctx.save_for_backward(total, *found)
+        ctx.weight = weight
         return out, total
 
     @staticmethod
@@ -192,15 +193,15 @@ class LayerNorm(torch.autograd.Function):
         ctx: Any, grad: Tensor | None, more: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
         """Given the gradients of norm and sum."""
-        total, weight, *found = ctx.saved_tensors
+        total, *found = ctx.saved_tensors
         if grad is None:
             dx = more
         elif ctx.triton:
             more = None if more is None else more.contiguous()
-            given = (grad.contiguous(), total, weight, *found, ctx.offset, more)
+            given = (grad.contiguous(), total, ctx.weight, *found, ctx.offset, more)
             dx = passes.rms_back(*given, centred=True)
         else:
-            dx = plain.layer_norm_back(grad.contiguous(), total, weight, ctx.offset, *found)
+            dx = plain.layer_norm_back(grad.contiguous(), total, ctx.weight, ctx.offset, *found)
             dx = dx if more is None else dx.add_(more)
         return dx, dx if ctx.two else None, None, None, None, None, None
 

@@ -10,6 +10,7 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -161,11 +162,9 @@ def _activation_kind(act: Callable[[Tensor], Tensor], *kinds: int) -> int | None
     """Which of these this is, compared in float32, in which GELU's two forms differ."""
     gate = torch.linspace(-6.0, 6.0, 100)
     try:
-        expected = act(gate)
+        return next((kind for kind in kinds if _same(partial(activation, kind=kind), act, gate)), None)
     except TypeError:  # it needs more than the gate, like Inkling 2's, so it is not a plain activation
         return None
-    fitting = (kind for kind in kinds if _close(activation(gate, kind), expected))
-    return next(fitting, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,12 +181,16 @@ class Activation:
 
 def fuse_activations(root: nn.Module, binding: Binding) -> int:
     """Replace the forward of every GELU and SiLU below ``root``; return how many."""
-    found = [each for each in root.modules() if re.search("GELU|SiLU", type(each).__name__)]
-    kinds = {id(each): _activation_kind(each, SILU, GELU_TANH, GELU) for each in found}
-    fitting = [each for each in found if kinds[id(each)] is not None]
-    for each in fitting:
-        each.forward = Activation(cast(int, kinds[id(each)]), binding)
-    return len(fitting)
+    found = [module for module in root.modules() if re.search("GELU|SiLU", type(module).__name__)]
+    return sum(_fuse_activation(module, binding) for module in found)
+
+
+def _fuse_activation(module: nn.Module, binding: Binding) -> bool:
+    kind = _activation_kind(module, SILU, GELU_TANH, GELU)
+    if kind is None:
+        return False
+    module.forward = Activation(kind, binding)
+    return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from plait.core.errors import InputError, PlaitError
 from plait.models.base import BaseModel
 from plait.models.context import MicrobatchContext
 from plait.serve.cells import MOST_PAGE, Adapter, AdapterSource, CellLayout, CellStore, page_tokens
-from plait.serve.pages import PagedCache, token_elements
+from plait.serve.pages import PagedCache, TokenSizes
 from plait.serve.requests import Completion, GrowingText, Reason, Request, Score, Update
 from plait.serve.sampling import Chosen, choose_tokens, score_rows
 from plait.serve.scheduler import Demand, Need, Scheduler, Shared
@@ -91,17 +91,17 @@ class Engine:
         self._adapters = adapters
         layers = [base.sites_of(range(index, index + 1)) for index in range(base.layer_count)]
         lasting = [] if adapters is None else adapters.lasting()
-        token = token_elements(base)
+        token = TokenSizes.of(base)
         widest = max(max(site.in_features, site.out_features) for own in layers for site in own)
         cells = [(_largest_cell(each, base), each.rank) for each in lasting if not smallest_pages]
-        self.page_tokens = page_tokens(token, cells, widest)
-        self._layout = CellLayout(layers, self.page_tokens * token)
+        self.page_tokens = page_tokens(token.elements, cells, widest)
+        self._layout = CellLayout(layers, self.page_tokens * token.elements)
         pages = -(-pool_tokens // self.page_tokens)
         pages += sum(self._layout.placement(each).pages for each in lasting)
         self.scheduler = Scheduler(pages, most_prompt_tokens=most_prompt_tokens, most=most)
         shape = pages, self._layout.elements
         pool = [torch.zeros(shape, dtype=base.dtype, device=base.device) for _ in layers]
-        self._cache = PagedCache(pool, self.page_tokens, base.backend)
+        self._cache = PagedCache(pool, self.page_tokens, base.backend, head=token.head)
         storage = [pool[index].view(-1) for index, own in enumerate(layers) for _ in own]
         self._pool = AdapterPool(base.sites, tuple(storage))
         known = (lambda _: False) if adapters is None else adapters.knows

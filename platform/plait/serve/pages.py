@@ -18,6 +18,7 @@ from plait.models.base import BaseModel
 from plait.models.context import MicrobatchContext
 from plait.models.elementwise import PagesShape, attend_pages, compiled
 from plait_kernels import passes
+from plait_kernels.attention import WIDEST_HEAD
 from plait_kernels.paged import PagedRows, PageShape, Span, attend_by_triton, attend_rows
 from plait_kernels.uploads import together, upload
 
@@ -25,28 +26,33 @@ FEW = 8  # rows of one request for which compiled code is the faster
 GATHERED = 2**25  # elements of keys and values that are copied out of their pages at once
 
 
-class _Sizes:
-    """A cache that stores nothing, and notes what a token's keys and values would take."""
+class TokenSizes:
+    """A cache that stores nothing, and notes what it would have to.
+
+    Attributes:
+        elements: most of one token's keys and values in a layer.
+        head: most features of a head.
+    """
 
     def __init__(self) -> None:
-        self.elements = 1
+        self.elements = self.head = 1
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, base: BaseModel) -> TokenSizes:
+        """The sizes of a model's tokens, found by running one."""
+        sizes = cls()
+        zero = torch.zeros(1, dtype=torch.int64, device=base.device)
+        base.hidden(MicrobatchContext(zero, zero, (0, 1), cache=sizes))
+        return sizes
 
     def attend(
         self, _layer: int, qkv: Tensor, heads: Heads, _rule: AttentionRule, _context: MicrobatchContext
     ) -> Tensor:
         """See ``AttentionStore``; the result is not looked at."""
         size = qkv.shape[-1] // heads.total
-        self.elements = max(self.elements, 2 * heads.shared * size)
+        self.elements, self.head = max(self.elements, 2 * heads.shared * size), max(self.head, size)
         return qkv.new_zeros(len(qkv), heads.query * size)
-
-
-@torch.no_grad()
-def token_elements(base: BaseModel) -> int:
-    """Most elements of one token's keys and values in a layer, found by running one token."""
-    sizes = _Sizes()
-    zero = torch.zeros(1, dtype=torch.int64, device=base.device)
-    base.hidden(MicrobatchContext(zero, zero, (0, 1), cache=sizes))
-    return sizes.elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +79,14 @@ class PagedCache:
     Args:
         pool: each layer's pages, (pages, elements).
         backend: the backend of the model's kernels.
+        head: most features of a head; with wider ones than Triton's kernel takes, torch attends.
     """
 
-    def __init__(self, pool: Sequence[Tensor], page_tokens: int, backend: str = "") -> None:
+    def __init__(self, pool: Sequence[Tensor], page_tokens: int, backend: str = "", *, head: int = 1) -> None:
         self._pool = pool
         self._page_tokens = page_tokens
         self._device = pool[0].device
-        self._triton = passes.by_triton(backend, pool[0])
+        self._triton = head <= WIDEST_HEAD and passes.by_triton(backend, pool[0])
         self._few = 0 if compiled("attend", pool[0]) is None else FEW
 
     def place(

@@ -9,11 +9,13 @@ import subprocess
 import sys
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from plait_kernels.absent import absent
 from plait_kernels.launching import GIVEN, Launch, launch
 from plait_kernels.synthetic import Shape, problem
 
@@ -67,6 +69,47 @@ def test_a_kernel_runs_on_the_device_of_its_tensors_whatever_the_current_one_is(
         run(each)
     assert kernel.devices == [0, 1, 0]
     assert current == [0]
+
+
+class Compiled:
+    """What Triton compiled, and unloads from the device when it is let go."""
+
+    metadata = SimpleNamespace(target=SimpleNamespace(backend="cuda"))
+    function, packed_metadata, run = 1, None, staticmethod(lambda *_arguments: None)
+
+
+class Compiling(Kernel):
+    """A kernel that keeps nothing of what it compiles."""
+
+    def __getitem__(self, grid):
+        compiled = Compiled()
+        self.made = weakref.ref(compiled)
+        return lambda *_arguments, **_constants: compiled
+
+
+def test_a_binary_that_is_asked_directly_stays_loaded():
+    pytest.importorskip("triton")
+    kernel = Compiling()
+    run = Launch(kernel, (1,), GIVEN, 4)
+    with absent(90):
+        run(torch.empty(4))
+    gc.collect()
+    assert run._run is not None
+    assert kernel.made() is not None
+
+
+@pytest.mark.parametrize("hook", [None, print], ids=["none", "a function"])
+def test_hooks_that_are_no_list(hook, monkeypatch):
+    """Beside Triton's own lists; only where there is a call Triton is asked."""
+    runtime = pytest.importorskip("triton").knobs.runtime
+    kernel, asked = Compiling(), []
+    run = Launch(kernel, (1,), GIVEN, 4)
+    with absent(90):
+        run(torch.empty(4))
+        monkeypatch.setattr(runtime, "launch_enter_hook", hook)
+        monkeypatch.setattr(Launch, "_through_triton", lambda _run, given: asked.append(given))
+        run(torch.empty(4))
+    assert bool(asked) == (hook is not None)
 
 
 def test_a_microbatch_is_freed_without_looking_for_circles():

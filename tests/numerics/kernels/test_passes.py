@@ -108,6 +108,15 @@ def test_layer_norm(dtype, biased, offset, rows, features, residual):
     check((out, dx), by_torch(dtype), by_torch(torch.float64))
 
 
+def test_a_bias_of_another_dtype_has_a_launch_of_its_own():
+    """Which is asked directly from its second call on, with the addresses alone."""
+    x = noise(3, 17, dtype=torch.float16)
+    before = passes._rms.cache_info().misses
+    for dtype in (torch.float16, torch.float32):
+        passes.rms(x, x[0].clone(), EPS, 0.0, bias=x[1].to(dtype), centred=True)
+    assert passes._rms.cache_info().misses == before + 2
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", [plain.SILU, plain.GELU_TANH, plain.GELU])
 @pytest.mark.parametrize("shape", [(1, 1), (7, 133), (3, 2500)])
