@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,7 @@ from plait.planner.dispatch import dispatch, spread
 from plait_bench.figures import Figure
 from plait_bench.lobra import SEVEN, Rows, costs_of, expected_counts, limits, replicas
 
+Shape = tuple[int, int]  # ⟨tp, pp⟩
 TIE = 0.005  # seconds of plans that LobRA's planner does not tell apart: its solver's gap
 
 
@@ -27,6 +29,7 @@ def plan_figures(
     *,
     gap: float = GAP,
     without_pipelines: bool = False,
+    lacking: Sequence[Shape] = (),
 ) -> list[Figure]:
     """How far LobRA's published deployment is from Plait's for the steps ``known`` (steps, B): replicas, and
     seconds of a step dispatched alike.
@@ -36,6 +39,7 @@ def plan_figures(
     Args:
         case, label: the first and the last part of the figures' names.
         without_pipelines: whether Plait's plan of tensor parallelism alone is compared, too.
+        lacking: configurations without which Plait's plan is compared, too.
     """
     buckets = dynamic_buckets(known.ravel(), required=limits(profile))
     counts = expected_counts(buckets.counts, known.shape[1])
@@ -58,6 +62,15 @@ def plan_figures(
         plan = deploy(whole, counts, {profile.kind: profile.devices.count}, gap=gap)
         note = f"{plan}, {plan.makespan:.2f} s"
         figures.append(Figure(f"{name}; without pipelines", _unlike(plan, theirs), "", "computed", note=note))
+    if lacking:
+        left = [cost for cost in costs if (cost.configuration.tp, cost.configuration.pp) not in lacking]
+        plan = deploy(left, counts, {profile.kind: profile.devices.count}, gap=gap)
+        without = f"{case} without " + ", ".join(f"⟨{tp},{pp}⟩" for tp, pp in lacking)
+        name, ratio, note = f"{without}: replicas unlike{label}", seconds / plan.makespan, f"Plait {plan}"
+        figures += [
+            Figure(name, _unlike(plan, theirs), "", "computed", note=note),
+            Figure(f"{without}: published plan over Plait's{label}", ratio, "×", "simulated", note=note),
+        ]
     return figures
 
 

@@ -36,7 +36,7 @@ from plait_bench.lobra import (
     limits,
     replicas,
 )
-from plait_bench.lobra_plans import EqualReplicas, fused_figure, plan_figures
+from plait_bench.lobra_plans import EqualReplicas, Shape, fused_figure, plan_figures
 from plait_bench.progress import part
 
 # LobRA-Sequential's buckets, of which the paper and its artifact say nothing: the paper says that tasks alone
@@ -126,6 +126,7 @@ class EndToEndOptions:
         tried: of these, the first ones over which LobRA-Sequential is averaged beside what is compared: its
             sequences are dispatched task by task, which takes most of the time.
         gap: to the proved bound at which planning ends.
+        lacking: configurations [tp, pp] without which Plait's plan is compared, too.
     """
 
     tasks: tuple[Task, ...]
@@ -136,6 +137,7 @@ class EndToEndOptions:
     steps: int
     tried: int
     gap: float = GAP
+    lacking: tuple[Shape, ...] = ()
 
     def __post_init__(self) -> None:
         at_least_one(self, "steps", "tried")
@@ -159,7 +161,10 @@ def end_to_end(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[
         label = "" if number == 0 else f"; {assumption}"
         known = Workload.draw(asked.tasks, assumption, SAMPLE_STEPS).batches
         figures += plan_figures(
-            profile, known, asked.deployment, "Table 2", label, gap=asked.gap, without_pipelines=not label
+            *(profile, known, asked.deployment, "Table 2", label),
+            gap=asked.gap,
+            without_pipelines=not label,
+            lacking=asked.lacking,
         )
         figures.append(fused_figure(profile, known, asked.fused, "Table 2", label))
         each = _systems(profile, asked, assumption, compared=number == 0)

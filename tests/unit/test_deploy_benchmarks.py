@@ -6,13 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
 from plait.core.errors import ConfigError, DataError, InputError
 from plait.core.settings import ClusterSettings, RunSettings
 from plait_bench.figures import Benchmark
+from plait_bench.inputs import read_profile
 from plait_bench.lobra import ablation, deployment, fit_by_degree, read_layer_times, time_model
+from plait_bench.lobra_plans import plan_figures
 from plait_bench.mlora import memory_model
 from plait_bench.planning_time import planner, planning_time
 
@@ -60,6 +63,21 @@ def test_planning_time_shows_plan_and_bound(settings: RunSettings) -> None:
     assert figures["dispatch, a step waits: planned ahead"].ours >= 0.0
     assert figures["deployment, 16 devices, batch by devices: above the bound"].ours == gap.ours
     assert figures["dispatch, 5 kinds of replica: search"].unit == "ms"
+
+
+def test_a_plan_without_a_configuration_is_compared_beside_the_best(settings: RunSettings) -> None:
+    profile = read_profile(settings)
+    profile = replace(profile, devices=replace(profile.devices, count=8))
+    known, published = np.array([[200, 200, 900, 1800]] * 2), [(2, 1, 2), (4, 1, 1)]
+    best = plan_figures(profile, known, published, "case", gap=0.2)
+    assert "Plait ⟨2,1⟩×2, ⟨4,1⟩×1" in best[0].note
+    *same, unlike, ratio = plan_figures(profile, known, published, "case", gap=0.2, lacking=[(2, 1)])
+    assert same == best
+    assert (best[0].ours, unlike.name) == (0, "case without ⟨2,1⟩: replicas unlike")
+    assert "⟨2,1⟩" not in unlike.note
+    assert unlike.ours >= 2
+    assert (best[2].ours, ratio.name) == (1, "case without ⟨2,1⟩: published plan over Plait's")
+    assert ratio.ours < 1
 
 
 def test_the_time_model_is_tested_on_held_out_rows(settings: RunSettings) -> None:
