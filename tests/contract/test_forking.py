@@ -1,9 +1,15 @@
 """The process from which tests fork searches has imported what they need, or each would do so by itself."""
 
-from forked import Talking, tell_missing
+from forked import Talking, tell_left, tell_missing
 
 
 def test_all_that_forked_processes_need_is_imported_before() -> None:
     told = Talking(tell_missing)
     assert told.stdout.read() == "[]\n"
+    assert told.wait() == 0
+
+
+def test_nothing_is_left_of_the_command_that_ran_before() -> None:
+    told = Talking(tell_left)
+    assert told.stdout.read() == "False\n"
     assert told.wait() == 0

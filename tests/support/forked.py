@@ -55,6 +55,13 @@ def tell_missing() -> None:
     print(sorted(set(IMPORTED) - sys.modules.keys()))
 
 
+def tell_left() -> None:
+    """In a forked process: print whether Hydra still has the command that ran before it was forked."""
+    from hydra.core.hydra_config import HydraConfig
+
+    print(HydraConfig.initialized())
+
+
 def share_forking() -> None:
     """Start the process that forks, for the workers that this process is going to start, too."""
     os.environ[FORKING] = forking_address()
