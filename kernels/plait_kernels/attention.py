@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from math import log2
+from math import e, log2
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from plait_kernels.launching import GIVEN, Launch, room
 from plait_kernels.tiles import power_of_two
 
 WIDEST_HEAD = 256
-_LOG2E = log2(2.718281828459045)
+_LOG2E = log2(e)
 _KEPT = 256  # launches: a layer's kinds times the longest samples and the numbers of samples
 
 

@@ -27,9 +27,8 @@ from plait_kernels.uploads import together, upload
 CHUNK = 256  # keys of a single row that one program reads
 _EVERY = 2**30  # keys: more than there are
 _LOG2E = math.log2(math.e)
-_PROMPT_ROWS = (
-    64  # of a tile, times query heads; float32's products have fewer, since no tensor core has them
-)
+# Rows of a prompt's tile, times query heads; float32's products, which no tensor core has, take the fewest.
+_PROMPT_ROWS = 64
 _FEWEST_ROWS = 16  # that a product has
 
 
