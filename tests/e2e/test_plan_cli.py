@@ -89,6 +89,8 @@ def test_stages_get_fewer_layers_where_memory_requires_it(
     assert main(["plan", *two, *one, less]) == 0
     shown = capsys.readouterr()
     assert "The stages have cluster.layer_split=[1,3] layers by their memory" in shown.err
+    needed = balanced["predicted_bytes"] / 2**30
+    assert f"would need {needed:.2f} GiB of the {0.95 * needed:.2f} GiB that may be used" in shown.err
     few = f"planner.memory_share={0.5 * balanced['predicted_bytes'] / 2**30:.3e}"
     assert main(["plan", *two, *one, few]) == 2
     said = capsys.readouterr().err

@@ -20,6 +20,9 @@ class PeftRun:
 
     Args:
         targets: names of the layers, or "all-linear".
+
+    Attributes:
+        norms: of the gradients of each step, before they are clipped.
     """
 
     def __init__(self, base: PreTrainedModel, job: JobSpec, targets: Sequence[str] | str) -> None:
@@ -34,6 +37,7 @@ class PeftRun:
         )
         self.model = peft.get_peft_model(base, config)
         self.job = job
+        self.norms: list[float] = []
 
     def weights(self) -> dict[str, tuple[Tensor, Tensor]]:
         named = dict(self.model.named_parameters())
@@ -70,8 +74,8 @@ class PeftRun:
             rate = learning_rate(train, step, order.steps)
             optimiser.param_groups[0]["lr"] = rate
             optimiser.param_groups[1]["lr"] = rate * train.lora_plus_ratio
-            if train.clip_norm is not None:
-                torch.nn.utils.clip_grad_norm_([p for _, p in named], train.clip_norm)
+            most = float("inf") if train.clip_norm is None else train.clip_norm
+            self.norms.append(torch.nn.utils.clip_grad_norm_([p for _, p in named], most).item())
             optimiser.step()
             optimiser.zero_grad()
         return losses

@@ -12,7 +12,16 @@ from plait.core.errors import CapacityError
 from plait.cost.replica import Configuration
 from plait.cost.time import HeadTime, LayerTime, TimeModel
 from plait.planner.deployment import deploy, relaxation_bound
-from plait.planner.dispatch import ReplicaKind, dispatch, greedy, makespan, single, spread
+from plait.planner.dispatch import (
+    ReplicaKind,
+    descend,
+    dispatch,
+    greedy,
+    makespan,
+    single,
+    spread,
+    spread_shares,
+)
 from plait_bench.bucketed import BucketedCost
 from plait_bench.exact import exact_deployment, exact_dispatch
 from plait_bench.lobra import length_based
@@ -90,6 +99,7 @@ def test_dispatch_equals_brute_force(seed: int) -> None:
     least = _best(kinds, counts)
     assert exact.makespan == pytest.approx(least, rel=1e-6)
     assert exact.bound == pytest.approx(least, rel=1e-5)
+    assert exact.gap == pytest.approx(0.0, abs=2e-5)
     assert exact.limit_hit is None
     assert quick.bound <= least * (1 + 1e-9)
     assert quick.makespan >= least * (1 - 1e-9)
@@ -179,3 +189,11 @@ def test_sequence_that_fits_nowhere_is_named() -> None:
 def test_single_replicas_keep_order_and_number() -> None:
     kinds, _ = _instance(5)
     assert [kind.cost for kind in single(kinds)] == [kind.cost for kind in kinds for _ in range(kind.count)]
+
+
+def test_shares_of_equal_replicas_are_even_and_moves_even_them_out() -> None:
+    """What does not divide goes to the least loaded, longest first; one move at a time is enough here."""
+    pair = [ReplicaKind(BucketedCost.of(Configuration(1, 1, 1024), [256, 1024], TIME), 2)]
+    assert spread_shares(pair, np.array([[3, 5]])).tolist() == [[1, 3], [2, 2]]
+    lopsided = np.array([[4, 0], [0, 0]])
+    assert descend(single(pair), [4, 0], lopsided, chains=False).tolist() == [[2, 0], [2, 0]]

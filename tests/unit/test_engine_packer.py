@@ -152,6 +152,7 @@ def test_packing_ahead_gives_the_same_as_packing_now(monkeypatch: pytest.MonkeyP
     now = Packer(kinds)
     expected = now.pack(first), now.pack(second)
     packer = Packer(kinds)
+    assert packer.capacity == 40
     packer.prepare(first)
     packer.prepare([batch("b", 90)])  # cannot be packed, and nobody asks for it
     assert packer.pack(first) == expected[0]
@@ -161,10 +162,17 @@ def test_packing_ahead_gives_the_same_as_packing_now(monkeypatch: pytest.MonkeyP
     assert packer.pack(second) == expected[1]
 
 
-def test_a_packer_that_is_closed_has_no_thread() -> None:
-    packer = Packer(replicas((40, 1.0), (20, 1.0)))
-    packer.prepare([batch("a", 30, 8, 5)])
+def test_a_packer_that_is_closed_has_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = alone(40)
+    one.prepare([batch("a", 30)])  # which needs none
+    packer, go, begun = Packer(replicas((40, 1.0), (20, 1.0))), threading.Event(), list[Any]()
+    monkeypatch.setattr(packer, "_pack", lambda asked: (begun.append(asked), go.wait(5)))
+    for length in (30, 8):
+        packer.prepare([batch("a", length)])
     (own,) = (each for each in threading.enumerate() if each.name.startswith("packer"))
     packer.close()
+    assert own.is_alive(), "what is being prepared is not waited for"
+    go.set()
     own.join()
+    assert len(begun) == 1, "what waits is not begun"
     assert not any(each.name.startswith("packer") for each in threading.enumerate())

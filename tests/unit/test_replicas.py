@@ -127,6 +127,10 @@ def test_stages_keep_no_more_than_the_batches_of_the_jobs_fill() -> None:
         == admission.static(one, held[1]) + admission.estimate(256, 32, held[1]) + rows
     )
     assert kept(8, jobs=2) == 2.0  # each has a batch in flight
+    mixed = [admission.demand(ADAPTER, 32, 8), admission.demand(ADAPTER, 64, 2)]  # each has its own lengths
+    assert admission.predicted(mixed) == (
+        admission.static(mixed, held[0]) + admission.estimate(256, 64, held[0], 1.5) + rows
+    )
     usual = [admission.usual]
     full = admission.static(usual, held[0]) + rows + admission.estimate(256, 256, held[0], 2)
     assert admission.predicted(usual) == full

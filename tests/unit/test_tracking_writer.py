@@ -24,6 +24,7 @@ from plait.tracking.records import (
     UseData,
 )
 from plait.tracking.writer import (
+    ATTEMPTS,
     AWAY_ATTEMPTS,
     BATCH,
     SHARE,
@@ -182,16 +183,19 @@ def test_a_store_that_answers_again_gets_everything_once_and_in_order(writer: Ma
     assert kept.close()
 
 
-def test_unsent_records_are_kept_if_the_store_stays_unavailable(writer: Make, log: EventLog) -> None:
-    away = [True]
-    sender = Recorder(lambda _: ConnectionError("refused") if away[0] else None)
+def test_unsent_records_are_kept_if_the_store_stays_unavailable(
+    writer: Make, log: EventLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses = {0: 60.0, ATTEMPTS: 5.0}  # for one attempt more, which would succeed
+    monkeypatch.setattr(Writer, "_pause", lambda each: pauses.get(each._failures, 0.0))
+    verdicts = [ConnectionError("refused")] * ATTEMPTS
+    sender = Recorder(lambda _: verdicts.pop() if verdicts else None)
     kept = writer(sender)
     for step in range(5):
         log.append(point("a", step))
     assert not kept.flush()
     assert str(kept.error) == "refused"
     assert log.waiting == 5
-    away[0] = False
     assert kept.flush()
     assert [item.step for item in sender.points()] == list(range(5))
     assert kept.close()

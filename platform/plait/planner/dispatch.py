@@ -170,7 +170,7 @@ def relaxed_shares(kinds: Sequence[ReplicaKind], counts: Sequence[int]) -> tuple
     The bound holds for any distribution of sequences, also for unequal ones among replicas of one kind.
     """
     supported = [kind.cost.supported for kind in kinds]
-    if len(kinds) == 1 and not any(counts[supported[0] :]):  # nothing to decide
+    if len(kinds) == 1:  # nothing to decide
         each = np.array([counts]) / kinds[0].count
         return float((kinds[0].cost.linear @ each[0]).max(initial=0.0)), each
     first = np.concatenate([[0], np.cumsum(supported)])

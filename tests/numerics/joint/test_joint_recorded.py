@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from laboratory import NARROW, random_data, random_texts
@@ -217,25 +218,36 @@ def test_sizes_are_few_and_do_not_depend_on_what_fills_them(laboratory: Any) -> 
     worker = LocalWorker(lab.model, DataCatalogue(random_data), EngineSettings(capacity=CAPACITY))
     for each in JOBS:
         worker.execute(Attach(each))
-    found = set()
-    for step in range(1, 5):
-        for each in JOBS[:2]:
-            data = random_data(each.data).train
-            batch = training_batch(each, DataOrder.over(each.train, data), data, step)
-            for microbatch in Packer([Replica(capacity=CAPACITY)]).pack([batch]):
-                gathered = gather(microbatch, worker._split_of)
-                sizes = Sizes.of(gathered, worker.bank, longest=lab.model.max_length)
-                assert sizes is not None
-                filled = gathered.filled(sizes)
-                assert len(filled.tokens) == filled.lengths.sum() == sizes.tokens > len(gathered.tokens)
-                assert len(filled.lengths) == sizes.samples > len(gathered.lengths)
-                assert filled.lengths.min() > 0
-                assert len(filled.rows) == len(filled.targets) == len(filled.weights) == sizes.labelled
-                assert not filled.weights[len(gathered.weights) :].any()
-                assert filled.rows[len(gathered.rows) :].min(initial=10**9) >= len(gathered.tokens)
-                found.add(sizes)
-    assert len(found) == 1
-    assert Sizes.of(gathered, worker.bank, longest=1) is None
+
+    def sizes_of(each: JobSpec, step: int, longest: int = lab.model.max_length) -> Sizes | None:
+        data = random_data(each.data).train
+        batch = training_batch(each, DataOrder.over(each.train, data), data, step)
+        (microbatch,) = Packer([Replica(capacity=CAPACITY)]).pack([batch])
+        gathered = gather(microbatch, worker._split_of)
+        sizes = Sizes.of(gathered, worker.bank, longest=longest)
+        if sizes is not None:
+            filled = gathered.filled(sizes)
+            assert len(filled.tokens) == filled.lengths.sum() == sizes.tokens > len(gathered.tokens)
+            assert len(filled.lengths) == sizes.samples > len(gathered.lengths)
+            assert filled.lengths.min() > 0
+            assert len(filled.rows) == len(filled.targets) == len(filled.weights) == sizes.labelled
+            for name in ("tokens", "lengths", "steps", "samples", "draws", "rows", "targets", "weights"):
+                own = getattr(gathered, name)
+                assert np.array_equal(getattr(filled, name)[: len(own)], own), name
+            assert not filled.weights[len(gathered.weights) :].any()
+            assert filled.rows[len(gathered.rows) :].min(initial=10**9) >= len(gathered.tokens)
+        return sizes
+
+    (sizes,) = {sizes_of(each, step) for step in range(1, 5) for each in JOBS[:2]}
+    assert sizes is not None
+    assert (sizes.ranks, sizes.dropout) == ((3, 8, 40), True)
+    more = worker.bank.block("c").targets
+    assert more > sizes.targets == worker.bank.block("b").targets
+    assert sizes_of(JOBS[2], 1) == replace(sizes, targets=more)
+    for left in "ac":
+        worker.execute(Detach(left))
+    assert sizes_of(JOBS[1], 1) == replace(sizes, ranks=(40,), dropout=False)
+    assert sizes_of(JOBS[1], 1, longest=1) is None
 
 
 @pytest.mark.parametrize(
