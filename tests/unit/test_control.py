@@ -121,11 +121,12 @@ def test_orders_are_in_force_until_withdrawn_and_all_workers_see_them(answers: i
     mine, other = study_orders(storage, answers), study_orders(storage)
     assert mine.read() == Orders()
     mine.set_mode("paused")
-    mine.stop_trial(3)
+    mine.stop_trial(8)
     other.stop_trial(1)
-    assert other.read() == mine.read() == Orders("paused", (1, 3))
+    assert other.read() == mine.read() == Orders("paused", (1, 8))
     other.set_mode("running")
-    assert mine.read() == Orders("running", (1, 3))
+    assert mine.read() == Orders("running", (1, 8))
+    assert mine.read().describe("resume") == "running, as requested with `plait control`"
     modes: tuple[Mode, ...] = ("stopping", "cancelling")
     for times, mode in enumerate(modes, 1):
         mine.set_mode(mode)

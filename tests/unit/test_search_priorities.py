@@ -11,9 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from optuna.trial import TrialState
 from rung_bench import Bench, KilledError, Notes, halving, states
+from studies import space_of, study_of
 
 from plait.core.lifecycle import PauseReason
 from plait.core.messages import GroupStep, JobPaused, JobProgress
+from plait.core.settings import SearchSettings
 from plait.search.orders import Orders
 from plait.search.study import StudyTrials
 
@@ -98,6 +100,13 @@ def test_a_killed_search_resumes_with_the_urgent_trial_first(tmp_path: Path) -> 
     again = replace(bench, notes=Notes(), owner=lambda _study, _poll: Orders())
     again.run()
     assert groups(again) == [(f"trial-{number:04d}",) for number in (1, 0, 2)]
+
+
+def test_where_priorities_are_searched_one_that_has_none_yet_preempts_nothing() -> None:
+    study = study_of(space_of("train.priority=0,5", "train.lr=1e-3,1e-2"), SearchSettings())
+    study.enqueue({"train.lr": 1e-3})
+    assert study.ask(above=0) is None
+    assert study.ask(above=-1) is not None
 
 
 def test_an_urgent_trial_waits_out_a_pause(tmp_path: Path) -> None:

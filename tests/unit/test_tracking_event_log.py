@@ -136,7 +136,9 @@ def test_a_log_without_its_first_line_begins_again(tmp_path: Path) -> None:
     log = open_event_log(tmp_path, HEAD)
     log.close()
     log.path.write_bytes(encode(HEAD)[:7])
+    files = len(list(Path("/dev/fd").iterdir()))
     assert list(free_logs(tmp_path)) == []
+    assert len(list(Path("/dev/fd").iterdir())) == files
     assert list(tmp_path.iterdir()) == []
 
 
@@ -311,7 +313,9 @@ def test_a_full_disk_is_reported_and_old_content_is_kept(
 def test_each_process_has_a_log_of_its_own_and_adopts_that_of_one_that_ended(tmp_path: Path) -> None:
     mine, other = open_event_log(tmp_path, HEAD), open_event_log(tmp_path, HEAD)
     assert mine.path != other.path
+    files = len(list(Path("/dev/fd").iterdir()))
     assert list(free_logs(tmp_path)) == []
+    assert len(list(Path("/dev/fd").iterdir())) == files
     assert mine.others()
     other.append(point("b", 1))
     send(other, 1)
