@@ -201,6 +201,29 @@ def test_unsent_records_are_kept_if_the_store_stays_unavailable(
     assert kept.close()
 
 
+def test_a_log_that_cannot_be_read_is_read_again_after_a_pause(
+    writer: Make, log: EventLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, reads = threading.Event(), list[int]()
+    monkeypatch.setattr(Writer, "_pause", lambda each: 60.0 if each._failures else 0.001)
+    log.append(point("a", 1))
+    with monkeypatch.context() as patch:
+
+        def spoilt(most: int) -> list[Record]:
+            reads.append(most)
+            read.set()
+            raise OSError("no such device")
+
+        patch.setattr(log, "peek", spoilt)
+        kept = writer(Recorder())
+        assert read.wait(30)
+        time.sleep(0.05)
+        assert len(reads) == 1
+    assert kept.flush()
+    assert str(kept.error) == "no such device"
+    assert kept.close()
+
+
 def test_closing_without_the_store_ends_the_thread_and_keeps_what_waits(writer: Make, log: EventLog) -> None:
     before = set(threading.enumerate())
     kept = writer(Recorder(lambda _: ConnectionError("refused")))
@@ -363,3 +386,4 @@ def test_a_last_word_to_a_store_that_hangs_takes_a_moment_only(writer: Make, log
     assert log.waiting == 1
     answer.set()
     assert kept.close()
+    assert log.waiting == 0
