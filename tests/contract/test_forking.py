@@ -1,6 +1,6 @@
 """The process from which tests fork searches has imported what they need, or each would do so by itself."""
 
-from forked import Talking, tell_left, tell_missing
+from forked import Talking, end_likewise, tell_left, tell_missing
 
 
 def test_all_that_forked_processes_need_is_imported_before() -> None:
@@ -12,4 +12,11 @@ def test_all_that_forked_processes_need_is_imported_before() -> None:
 def test_nothing_is_left_of_the_command_that_ran_before() -> None:
     told = Talking(tell_left)
     assert told.stdout.read() == "False\n"
+    assert told.wait() == 0
+
+
+def test_it_ends_without_taking_apart_what_it_imported() -> None:
+    """Else Triton's bindings report at the end of a run what of theirs is left, as leaks."""
+    told = Talking(end_likewise)
+    assert told.stdout.read() == ""
     assert told.wait() == 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    from interpreted_once import prepare_once
+    from interpreted_once import compute_only_what_counts, describe_once, prepare_once
 
+    compute_only_what_counts()
+    describe_once()
     prepare_once()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import multiprocessing
 import os
@@ -60,6 +61,12 @@ def tell_left() -> None:
     from hydra.core.hydra_config import HydraConfig
 
     print(HydraConfig.initialized())
+
+
+def end_likewise() -> None:
+    """In a forked process: end as the process that forks will, and print that this is not the end."""
+    atexit._run_exitfuncs()
+    print("on")
 
 
 def share_forking() -> None:
