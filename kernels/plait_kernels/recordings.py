@@ -8,6 +8,7 @@ sizes that do not change (`routing.Padding`), and what does change must be uploa
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from plait_kernels.routing import Routing
 from plait_kernels.tables import Key, made_tables, make_tables
 from plait_kernels.uploads import Places, refused
 
+_log = logging.getLogger(__name__)
 Loaded = TypeVar("Loaded")
 Result = TypeVar("Result")
 MOST = 32  # recordings that are kept, each with the memory of its activations' places
@@ -145,6 +147,7 @@ class Recordings(Generic[Loaded, Result]):
             raise
         except (RuntimeError, KernelError) as refusal:  # it waits for the device, or uploads something
             self.refusals[sizes] = str(refusal)
+            _log.warning("Launched one by one, since they cannot be recorded: %s\n%s", sizes, refusal)
             loaded = load()  # again: what was made for the first was recorded, and never computed
             return loaded, self._run(loaded)
         self._kept[sizes] = _Recording(places, tables, replay)

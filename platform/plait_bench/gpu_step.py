@@ -39,18 +39,15 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 @dataclass(frozen=True, slots=True)
-class StepOptions(LlamaSizes):
-    """Options of ``gpu_step``.
+class JointOptions(LlamaSizes):
+    """A model and its adapters.
 
     Attributes:
-        adapters: adapters of ``samples`` samples each, all of ``rank`` with ``dropout``.
-        length: tokens of a sample.
-        labelled: share of the tokens that are labelled, in Plait's loss; PEFT's covers all.
+        adapters: adapters on all linear layers, all of ``rank`` with ``dropout``.
+        length: tokens of the longest sample.
+        labelled: share of the tokens that are labelled, in Plait's loss.
         capacity: most tokens of a microbatch.
-        repeats: steps that are timed, after one to warm up.
-        file: where each part's seconds are kept.
-        samples: of an adapter's step.
-        alone: samples of a microbatch of PEFT's.
+        repeats: how often something is timed.
     """
 
     adapters: int
@@ -60,6 +57,18 @@ class StepOptions(LlamaSizes):
     labelled: float
     capacity: int
     repeats: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepOptions(JointOptions):
+    """Options of ``gpu_step``, all samples being of ``length`` tokens; PEFT's loss covers all tokens.
+
+    Attributes:
+        file: where each part's seconds are kept.
+        samples: of an adapter's step.
+        alone: samples of a microbatch of PEFT's.
+    """
+
     file: str
     samples: int = 1
     alone: int = 1
@@ -127,11 +136,11 @@ def free(device: torch.device) -> None:
 # ---- Plait ------------------------------------------------------------------------------------------------
 
 
-class _PlaitSide:
+class JointModel:
     """The model as blocks, and a bank with all adapters."""
 
-    def __init__(self, asked: StepOptions, kernels: str, device: torch.device, dtype: torch.dtype) -> None:
-        self.asked, self.device = asked, device
+    def __init__(self, asked: JointOptions, kernels: str, device: torch.device, dtype: torch.dtype) -> None:
+        self.device = device
         self.model = asked.base(asked.length, device, dtype)
         self.options = ProbeOptions(dtype, targets=TARGETS, backend=choose_kernels(kernels, device, dtype))
         self.model.install(backend=self.options.backend)
@@ -145,6 +154,14 @@ class _PlaitSide:
             for a, _ in self.bank.weights(str(index)).values():
                 nn.init.kaiming_uniform_(a, a=5**0.5)
         self.bank.refresh()
+
+
+class _PlaitSide(JointModel):
+    """Steps of all adapters together, and of the model alone."""
+
+    def __init__(self, asked: StepOptions, kernels: str, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(asked, kernels, device, dtype)
+        self.asked = asked
 
     def times(self, step: Callable[[], None]) -> list[Taken]:
         """What each repeat of a step takes."""

@@ -95,9 +95,13 @@ def test_the_list_shows_mode_and_description(capsys: pytest.CaptureFixture[str])
 
 def test_a_beginning_lists_all_benchmarks_that_have_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "gpu"]) == 2
-    assert capsys.readouterr().err.endswith("  Available there: gpu/counts, gpu/step (GPU).\n")
+    assert capsys.readouterr().err.endswith(
+        "  Available there: gpu/counts, gpu/graphs (GPU), gpu/step (GPU).\n"
+    )
     assert main(["bench", "lora"]) == 2
-    assert "Available: dropout_cost, gpu/counts, gpu/step (GPU), " in capsys.readouterr().err
+    assert (
+        "Available: dropout_cost, gpu/counts, gpu/graphs (GPU), gpu/step (GPU), " in capsys.readouterr().err
+    )
 
 
 def test_an_unknown_option_is_refused_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,7 +75,7 @@ def test_the_second_of_a_kind_is_recorded_and_all_after_it_replayed() -> None:
     assert (work.recordings.replays, len(work.recorder.said)) == (3, 4)
 
 
-def test_what_waits_or_sends_while_it_is_recorded_runs_as_ever() -> None:
+def test_what_waits_or_sends_while_it_is_recorded_runs_as_ever(caplog: pytest.LogCaptureFixture) -> None:
     def sends(work: Work, loaded: Any) -> float:
         if work.launched == 1:
             upload(torch.zeros(1), CPU)
@@ -95,6 +95,7 @@ def test_what_waits_or_sends_while_it_is_recorded_runs_as_ever() -> None:
     assert [work.of(number) - tiles for number in (1.0, 2.0, 3.0)] == [3.0, 6.0, 9.0]
     assert tries == [1]
     assert "sends nothing" in work.recordings.refusals["usual"]
+    assert ["usual" in each.message and "sends nothing" in each.message for each in caplog.records] == [True]
     assert work.recordings.replays == 0
 
 
