@@ -98,6 +98,14 @@ def new_store(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Ca
     return make
 
 
+@pytest.fixture(scope="module")
+def temporary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Folders that the code makes for itself in this process lie with those of the tests, in memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("temporary")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def log_handlers() -> Iterator[None]:
     """Put the root logger's handlers back: Hydra, called in this process, makes ones on a captured stream."""

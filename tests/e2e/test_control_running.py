@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from forked import HANGS, HELD_AT, Forked, HeldSearch
+from forked import HANGS, HELD_AT, EagerSearch, Forked, HeldSearch
 from optuna.trial import FrozenTrial, TrialState
 
 from plait.cli.main import main
@@ -25,7 +25,7 @@ Said = Callable[..., str]
 
 
 @contextmanager
-def running(arguments: Sequence[str], process: type[Forked] = Forked) -> Iterator[Forked]:
+def running(arguments: Sequence[str], process: type[Forked] = EagerSearch) -> Iterator[Forked]:
     """A sweep as a separate process, killed at the end if it still runs."""
     sweep = process(["sweep", *arguments])
     try:

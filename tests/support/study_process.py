@@ -23,6 +23,7 @@ def opened(root: Path, address: str | None = None, **settings: object) -> StudyT
 
 def take_two(root: str, address: str) -> None:
     """Open a folder's study, by its address where it has one, take two trials, and wait."""
+    print("begins", flush=True)
     trials = opened(Path(root), address or None)
     print(*(trial.number for _ in range(2) if (trial := trials.ask())), flush=True)
     sys.stdin.read()

@@ -10,6 +10,8 @@ from plait.core.jobs import AdapterSpec, JobSpec, TrainSpec
 from plait.core.settings import RunSettings, TrackingSettings
 from plait_bench.tracking_scale import Script, tracking_scale
 
+pytestmark = pytest.mark.usefixtures("temporary")
+
 JOBS = [JobSpec("a", AdapterSpec(rank=4), TrainSpec()), JobSpec("b", AdapterSpec(rank=8), TrainSpec())]
 SMALL = {"adapters": 4, "steps": 30, "together": 2, "edge": 1, "stores": ["sqlite"], "step_seconds": 0.5}
 

@@ -33,6 +33,8 @@ from plait.engine.coordinator import Coordinator
 from plait.engine.restarts import Restarts
 from plait.engine.worker import WorkerFacts
 
+pytestmark = pytest.mark.usefixtures("temporary")
+
 STEPS = 7
 RUNG = 4
 LOST_SECONDS = 0.25  # of a command that comes to nothing

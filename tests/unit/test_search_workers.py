@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from subprocess import Popen
 from types import SimpleNamespace
@@ -68,7 +69,12 @@ class Other:
 
     def __init__(self, root: Path, address: str | None) -> None:
         self.process = Talking(study_process.take_two, str(root), address or "")
-        self.took = [int(word) for word in self.process.stdout.readline().split()]
+        assert self.process.stdout.readline() == "begins\n"
+
+    @cached_property
+    def took(self) -> list[int]:
+        """The numbers of its trials, once it has them."""
+        return [int(word) for word in self.process.stdout.readline().split()]
 
     def kill(self) -> None:
         self.process.kill()
@@ -90,6 +96,7 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> str | None:
 @pytest.fixture
 def other(tmp_path: Path, address: str | None) -> Iterator[Other]:
     made = Other(tmp_path, address)
+    assert len(made.took) == 2
     yield made
     made.kill()
 
@@ -191,14 +198,15 @@ def test_no_trial_is_taken_while_another_process_locks_the_study(tmp_path: Path,
     trials = opened(tmp_path, address)
     with ThreadPoolExecutor(1) as pool:
         with trials.shared.exclusive():
-            waiting = pool.submit(Other, tmp_path, address)
+            other = Other(tmp_path, address)
+            waiting = pool.submit(lambda: other.took)
             with pytest.raises(TimeoutError):
-                waiting.result(timeout=4)
+                waiting.result(timeout=1.5)
             first = trials._ask(new=True)
-        other = waiting.result()
+        took = waiting.result()
     assert first is not None
     other.kill()
-    assert [first.number, *other.took] == [0, 1, 2]
+    assert [first.number, *took] == [0, 1, 2]
     trials.close()
 
 

@@ -78,13 +78,15 @@ def test_limits_count_processor_time_and_not_the_clock(monkeypatch: pytest.Monke
     program, *_ = _knapsack(3, items=30)
     undisturbed = solve(program, Limits(seconds=0.5))
 
+    waits = iter((0.6, 0.6))  # each longer than the limit
+
     class Sleeper(pyscipopt.Eventhdlr):  # type: ignore[misc]
         def eventinit(self) -> None:
             self.model.catchEvent(pyscipopt.SCIP_EVENTTYPE.PRESOLVEROUND, self)
             self.model.catchEvent(pyscipopt.SCIP_EVENTTYPE.NODEFOCUSED, self)
 
         def eventexec(self, _: object) -> None:
-            sleep(0.6)
+            sleep(next(waits, 0.0))
 
     class Slow(pyscipopt.Model):  # type: ignore[misc]
         def optimize(self) -> None:
@@ -93,4 +95,5 @@ def test_limits_count_processor_time_and_not_the_clock(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(pyscipopt, "Model", Slow)
     assert solve(program, Limits(seconds=0.5)) == undisturbed
+    assert next(waits, None) is None, "it has waited for longer than the limit before it ended"
     assert undisturbed.limit_hit is None

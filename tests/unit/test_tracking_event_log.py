@@ -39,6 +39,8 @@ from plait.tracking.tables import SearchTables
 from plait.tracking.tracker import Tracker, _Started
 from plait.tracking.writer import Request, Writer
 
+pytestmark = pytest.mark.usefixtures("temporary")
+
 HEAD = Head("parent", "search demo", "sqlite:///there")
 numbers = st.floats(allow_nan=False, allow_infinity=False)
 texts = st.dictionaries(st.text(), st.text())

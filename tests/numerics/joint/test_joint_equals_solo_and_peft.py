@@ -51,12 +51,14 @@ def test_joint_equals_solo(laboratory: Any, family: str, kernels: str, dropout: 
 
 
 @pytest.mark.parametrize(
-    ("family", "backends"),
-    [("llama", ("reference", "grouped")), ("gemma2", ("grouped",)), ("gpt2", ("grouped",))],
+    ("family", "backends", "steps"),
+    [("llama", ("reference", "grouped"), STEPS), ("gemma2", ("grouped",), 8), ("gpt2", ("grouped",), 8)],
 )
-def test_joint_equals_peft(laboratory: Any, family: str, backends: tuple[str, ...], tmp_path: Path) -> None:
+def test_joint_equals_peft(
+    laboratory: Any, family: str, backends: tuple[str, ...], steps: int, tmp_path: Path
+) -> None:
     lab = laboratory(family)
-    jobs = lab.group()
+    jobs = lab.group(steps=steps)
     runs = {kernels: lab.undisturbed(jobs, kernels=kernels) for kernels in backends}
     for job in jobs:
         base = transformers_model(
@@ -66,7 +68,7 @@ def test_joint_equals_peft(laboratory: Any, family: str, backends: tuple[str, ..
         alone.load(runs["grouped"].start[job.name])
         losses = alone.train(lab.data(job).train)
         for kernels, joint in runs.items():
-            assert len(losses) == STEPS
+            assert len(losses) == steps
             assert_same_losses(joint.losses(job.name), losses, f"{family}, {kernels}, {job.name}")
             # AdamW divides by the gradients' size: losses and weights hardly show it.
             assert joint.norms(job.name) == pytest.approx(alone.norms, rel=LOSS_TOLERANCE)
