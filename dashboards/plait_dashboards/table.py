@@ -81,6 +81,7 @@ def columns(sweep: Sweep) -> list[Column]:
     shown += [
         ("outside the space", [item.outside for item in records]),
         ("eval/loss", [number(item.eval_loss) for item in records]),
+        ("eval/accuracy", [number(item.accuracy) for item in records]),
         ("train/loss", [number(item.loss) for item in records]),
         ("steps", [str(item.step or "") for item in records]),
         ("tokens", [f"{item.tokens:,}" for item in records]),

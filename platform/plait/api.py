@@ -99,9 +99,12 @@ class Interrupted(KeyboardInterrupt):
         self.result = result
 
     def __str__(self) -> str:
+        from plait.tracking.results import opening
+
+        found = self.result
         return (
-            f"{self.result.name} was interrupted and has been saved. The same call resumes it; "
-            f"plait.open({self.result.name!r}) opens what there is."
+            f"{found.name} was interrupted and has been saved. The same call resumes it; "
+            f"{opening(found.name, found._settings)} opens what there is."
         )
 
     def _render_traceback_(self) -> list[str]:
@@ -209,14 +212,15 @@ class Adapter:
 
     def _model(self) -> ModelSettings:
         """The base model as the search trained on it, with the dtype that "auto" meant."""
+        from plait.tracking.results import opening
         from plait.tracking.trained import base_model
 
         if not self._search.run_id:
-            name = self._search.name
+            again = opening(self._search.name, self._settings)
             raise StorageError(
-                f"the base model of search {name!r}",
+                f"the base model of search {self._search.name!r}",
                 "Its store, which has the model's settings, did not answer when the search was opened.",
-                f"Open it again when the store answers: plait.open({name!r}). Its adapter: {self.folder}.",
+                f"Open it again when the store answers: {again}. Its adapter: {self.folder}.",
             )
         return base_model(self._search, self._settings)
 

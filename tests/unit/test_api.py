@@ -39,6 +39,25 @@ def test_importing_plait_imports_nothing_that_takes_time() -> None:
     assert all(f"'{name}'" in done.stdout for name in plait.__all__)
 
 
+@pytest.mark.parametrize(
+    ("given", "call"),
+    [
+        ({}, "plait.open('mine')"),
+        ({"root": Path("plait-runs").absolute()}, "plait.open('mine')"),
+        ({"root": Path("/x y")}, "plait.open('mine', root='/x y')"),
+        (
+            {"uri": "http://me:secret@host", "experiment": "e"},
+            "plait.open('mine', uri='http://me:***@host', experiment='e')",
+        ),
+    ],
+)
+def test_an_interrupt_says_where_its_search_is_opened(given: dict[str, Any], call: str) -> None:
+    settings = TrackingSettings(**given)
+    found = SearchResult("mine", JobState.PAUSED, (), "", "", Location("sqlite:///x.db", Path(), None), ())
+    text = str(plait.Interrupted(api.Result(found, settings)))
+    assert f"; {call} opens what there is." in text
+
+
 def test_a_name_that_is_not_there_is_no_attribute() -> None:
     with pytest.raises(AttributeError, match="nothing"):
         plait.nothing  # noqa: B018

@@ -216,6 +216,14 @@ def test_each_further_objective_has_its_own_line_and_column() -> None:
     assert (shown["objective: m1"], shown["objective: m2"]) == (["10", "20"], ["100", "200"])
 
 
+def test_accuracies_are_in_the_table_if_answers_were_scored() -> None:
+    scored = record(0, "finished", 0.5)
+    assert "eval/accuracy" not in dict(table.columns(sweep(scored)))
+    scored.accuracy = 0.25
+    shown = dict(table.columns(sweep(scored, record(1, "pruned", 1.5))))
+    assert shown["eval/accuracy"] == ["0.25", ""]
+
+
 def test_trials_outside_of_the_space_are_marked_in_the_table() -> None:
     added = record(0, "finished", 0.5)
     added.outside = "train.lr=1.0"

@@ -25,7 +25,7 @@ from plait.core.settings import RunSettings, SearchSettings
 from plait.search.identity import identify
 from plait.search.objective import check_measured, check_objectives
 from plait.search.prior import describe_prior
-from plait.search.results import SearchEnd, describe_result, write_result
+from plait.search.results import SearchEnd, describe_result, short, write_result
 from plait.search.samplers import SAMPLERS
 from plait.search.study import StudyTrials
 from plait.search.trials import Trial
@@ -493,3 +493,13 @@ def test_an_earlier_study_of_several_objectives_is_known_with_its_constraints() 
     while (trial := trials.ask()) is not None:
         tell(trials, trial)
     assert len(trials.finished()) == 12
+
+
+def test_a_list_is_shown_as_an_override_takes_it() -> None:
+    assert [short(each) for each in (("q_proj", "v_proj"), [0.9, 0.99999], ("a",), 2e-4, None)] == [
+        "[q_proj,v_proj]",
+        "[0.9,1]",
+        "[a]",
+        "0.0002",
+        "None",
+    ]

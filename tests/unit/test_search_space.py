@@ -155,6 +155,8 @@ def test_other_keys_are_not_swept(key: str) -> None:
         ("train.lr=tag(square,interval(1,2))", "only tag is log"),
         ("train.steps=tag(log,range(1,9,2))", "step of 1"),
         ("adapter.rank=4,4", "given only once"),
+        ("adapter.rank=choice(choice(4,8),16)", "holds single values"),
+        ("train.lr=1e-4,range(1,3)", "holds single values"),
     ],
 )
 def test_a_domain_that_makes_no_sense(argument: str, said: str) -> None:

@@ -197,6 +197,26 @@ def test_the_table_leaves_out_what_says_nothing() -> None:
     assert "eval loss" in table_text(160, listed)
 
 
+def test_accuracies_are_a_column_everywhere_if_answers_were_scored() -> None:
+    listed = records()
+    assert "accuracy" not in columns(listed)[0]
+    listed[0].accuracy, listed[0].eval_loss = 0.75, listed[0].objective
+    names, rows = columns(listed)
+    assert [row[names.index("accuracy")] for row in rows] == [0.75, None]
+    assert [row["accuracy"] for row in csv.DictReader(io.StringIO(to_csv(listed)))] == ["0.75", ""]
+    assert [row["accuracy"] for row in json.loads(to_json(listed))] == [0.75, None]
+    assert "accuracy" in table_text(160, listed)
+    for each in listed:  # as the objective, it is shown once
+        each.objective = each.accuracy
+    assert "accuracy" not in table_text(160, listed)
+
+
+def test_a_finished_trial_says_which_constraint_it_breaks() -> None:
+    listed = records()
+    listed[0].feasible, listed[0].reason = False, "violates eval/accuracy >= 0.5"
+    assert "violates eval/accuracy >= 0.5" in table_text(160, listed)
+
+
 def test_columns_that_do_not_fit_are_hidden_and_named() -> None:
     listed = [
         JobRecord(f"t{at}", at, state=JobState.PRUNED, objective=2.0, reason="place 7 of 8, " * 6)

@@ -176,7 +176,7 @@ def _repeats(name: str, cells: Mapping[str, Sequence[Cell]]) -> bool:
     """Whether a column repeats another one."""
     if name in ("run_id", "adapter"):  # for programs
         return True
-    if name == "eval_loss":
+    if name in ("eval_loss", "accuracy"):
         return cells[name] == cells["objective"]
     others = [column for other, column in cells.items() if not other.startswith("objective")]
     return name.startswith("objective_") and cells[name] in others
@@ -185,7 +185,8 @@ def _repeats(name: str, cells: Mapping[str, Sequence[Cell]]) -> bool:
 def _shown(name: str, cells: Mapping[str, Sequence[Cell]], records: Sequence[JobRecord]) -> Sequence[Cell]:
     """A column's cells, without redundant values."""
     if name == "reason":
-        return [None if record.state == JobState.FINISHED else record.reason for record in records]
+        usual = [record.state == JobState.FINISHED and record.feasible for record in records]
+        return [None if each else record.reason for each, record in zip(usual, records, strict=True)]
     if name == "steps":  # the total, for trials that continue
         return [_progress(record) for record in records]
     if name in ("best_eval_loss", "best_eval_step"):

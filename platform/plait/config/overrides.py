@@ -179,6 +179,12 @@ def _domain(override: Override, *, whole: bool) -> Domain:
 
 
 def _choice(elements: Sequence[Any]) -> Choice:
+    if any(isinstance(each, Sweep) for each in elements):
+        raise SearchError(
+            "a space within choice(...)",
+            "A choice holds single values.",
+            "List all of them, as in choice(4,8,16). A value that is a list has brackets: choice([a],[a,b]).",
+        )
     return Choice(tuple(map(_stored, elements)), tuple(map(_text, elements)))
 
 

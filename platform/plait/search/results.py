@@ -114,7 +114,9 @@ def describe_point(item: JobResult, objectives: Sequence[Objective]) -> str:
 
 
 def short(value: object) -> str:
-    """A setting for people to read, without the last digits of a number."""
+    """A setting for people to read, without the last digits of a number; a list as in an override."""
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(short, value))}]"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

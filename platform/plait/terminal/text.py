@@ -44,11 +44,11 @@ def best_evaluation(record: JobRecord) -> str:
 
 
 def setting(value: Any) -> str:
-    """A parameter's value, short."""
+    """A parameter's value, short; a list as in an override."""
     if isinstance(value, float):
         return f"{value:.3g}"
     if isinstance(value, (list, tuple)):
-        return ",".join(setting(item) for item in value)
+        return f"[{','.join(map(setting, value))}]"
     return str(value)
 
 

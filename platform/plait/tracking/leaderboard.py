@@ -338,12 +338,13 @@ def columns(
     records: Sequence[JobRecord], keys: Sequence[str] | None = None
 ) -> tuple[list[str], list[list[Cell]]]:
     """Names of columns, and rows in the order of the records. The parameters ``keys``, by default those that
-    vary, are in the middle; columns for the front, for broken constraints and for settings outside the search
-    space appear only if there are any."""
+    vary, are in the middle; columns for the front, for broken constraints, for settings outside the search
+    space and for accuracies appear only if there are any."""
     keys = varying(records) if keys is None else keys
     several = max((len(record.others) for record in records), default=0)
     constrained = not all(record.feasible for record in records)
     added = any(record.outside for record in records)
+    answered = any(record.accuracy is not None for record in records)
 
     def cells(record: JobRecord) -> dict[str, Any]:
         row: dict[str, Any] = {"trial": record.trial, "state": record.state, "objective": record.objective}
@@ -354,6 +355,7 @@ def columns(
         row |= {key: record.parameters.get(key) for key in keys}
         row |= {"outside": record.outside} if added else {}
         row |= {name: getattr(record, name) for name in ("eval_loss", "best_eval_loss", "best_eval_step")}
+        row |= {"accuracy": record.accuracy} if answered else {}
         row |= {"train_loss": record.loss, "steps": record.step, "tokens": record.tokens}
         row["device_seconds"] = round(record.device_seconds, 3)
         return row | {name: getattr(record, name) for name in ("run_id", "adapter", "reason")}

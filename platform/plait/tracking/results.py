@@ -23,6 +23,7 @@ from plait.tracking.location import Location, locate, sqlite_in
 from plait.tracking.mlflow_store import Store, job_record, stored_leaderboard
 from plait.tracking.records import LogPoints
 from plait.tracking.ui import page_tag, search_page
+from plait.utils.addresses import redact
 from plait.utils.files import disk_errors
 from plait.utils.paths import begun_name, cache_dir
 
@@ -51,6 +52,19 @@ class SearchResult:
     def best(self) -> JobRecord | None:
         """The best finished job; None if there is none, and of several objectives, which have a front."""
         return None if self.objectives[1:] else best_of(self.records, self.objectives[0])
+
+
+def opening(name: str, settings: TrackingSettings) -> str:
+    """The call that opens a search again from Python, from the present working directory."""
+    usual = TrackingSettings()
+    parts = [repr(name)]
+    if settings.root.absolute() != usual.root.absolute():
+        parts.append(f"root={str(settings.root)!r}")
+    if settings.uri is not None:
+        parts.append(f"uri={redact(settings.uri)!r}")
+    if settings.experiment != usual.experiment:
+        parts.append(f"experiment={settings.experiment!r}")
+    return f"plait.open({', '.join(parts)})"
 
 
 def search_names(settings: TrackingSettings) -> list[str]:

@@ -45,7 +45,7 @@ def adapter_folder(search: SearchResult, record: JobRecord, settings: TrackingSe
         raise StorageError(
             f"{record.name} of search {search.name!r} ({record.state}): no adapter in its folder",
             "The search was opened while its store did not answer, so no adapter can be fetched.",
-            f"Open it again when the store answers: plait.open({search.name!r}).",
+            f"Open it again when the store answers: {results.opening(search.name, settings)}.",
         )
     # Not the folder that the trial wrote: a search of this name that was restarted writes there, too.
     fetched = results.fetched_folder(record.run_id)
