@@ -35,7 +35,12 @@ def together(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_ranges_and_intervals_maximised_two_jobs_at_a_time(
-    folder: Path, short: Short, together: list[int], trials: Trials, leaderboard: Leaderboard
+    folder: Path,
+    short: Short,
+    together: list[int],
+    trials: Trials,
+    leaderboard: Leaderboard,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     arguments = [
         "adapter.rank=range(1,7,2)",
@@ -49,6 +54,7 @@ def test_ranges_and_intervals_maximised_two_jobs_at_a_time(
     ]
     short = tuple(word for word in short if not word.startswith("train.batch_size"))
     assert main(["sweep", *short, *arguments]) == 0
+    assert "The highest train/tokens counts as the best" in capsys.readouterr().out
     held = trials(folder)
     assert [item.state for item in held] == [TrialState.COMPLETE] * 5
     for item in held:

@@ -22,7 +22,7 @@ from plait.core.lifecycle import JobResult, JobState, PauseReason
 from plait.core.messages import Event, JobAdmitted, JobEvaluated, JobGenerated, JobProgress, Notice
 from plait.core.objectives import Constraint, Objective
 from plait.core.settings import SearchSettings, StoppingSettings
-from plait.search.objective import METRICS, Observed, check_measured, check_objectives
+from plait.search.objective import METRICS, Observed, check_measured, check_objectives, unusual_directions
 from plait.search.results import MOST_REJECTED, SearchEnd, describe_result
 from plait.search.run import Interrupts, SearchLoop
 from plait.search.trials import Trial
@@ -545,6 +545,28 @@ def test_sighup_stays_ignored_under_nohup() -> None:
             assert not interrupts.requested
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize(
+    ("metric", "direction", "said"),
+    [
+        (
+            "eval/accuracy",
+            "minimize",
+            ["The lowest eval/accuracy", "maximize would prefer the highest"],
+        ),
+        ("eval/loss", "maximize", ["highest eval/loss", "minimize would prefer the lowest eval/loss"]),
+        (("eval/loss", "eval/accuracy"), "minimize", ["lowest eval/accuracy", "maximize"]),
+        (("eval/loss", "eval/accuracy"), ("minimize", "maximize"), []),
+        (("adapter.rank", "eval/loss"), ("maximize", "minimize"), []),
+    ],
+)
+def test_a_direction_by_which_the_worst_would_be_best_is_said(
+    metric: Any, direction: Any, said: list[str]
+) -> None:
+    lines = unusual_directions(SearchSettings(metric=metric, direction=direction))
+    assert len(lines) == bool(said)
+    assert all(part in lines[0] for part in said)
 
 
 @pytest.mark.parametrize(

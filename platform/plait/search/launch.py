@@ -28,6 +28,7 @@ from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
 from plait.engine.deployments import written
 from plait.search.checks import DTYPE, Prepared, prepare
+from plait.search.objective import unusual_directions
 from plait.search.orders import Orders
 from plait.search.points import too_few_points
 from plait.search.prior import describe_prior
@@ -276,6 +277,7 @@ class Launch:
         source.check_material(prepared.material)
         self._say(*prepared.said)
         self._settings = prepared.settings
+        self._say(*unusual_directions(search))
         budgets = budgets_of(self._command.probes, prepared.data.catalogue)
         stopper = make_stopper(search, budgets, source.rungs)
         if stopper is not None:

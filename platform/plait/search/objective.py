@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from plait.core.errors import ConfigError, choices
 from plait.core.jobs import DataSpec, JobSpec
 from plait.core.lifecycle import JobResult, JobState
 from plait.core.messages import Event, JobAdmitted, JobEvaluated, JobGenerated, JobProgress
-from plait.core.objectives import Constraint
+from plait.core.objectives import MINIMISE, Constraint
 from plait.core.settings import SearchSettings
 from plait.data.loading import each_evaluation, generation_limit
 from plait.data.sources import SOURCES, VerifiedOptions, parse_options
@@ -61,6 +61,22 @@ def check_objectives(search: SearchSettings, probes: Iterable[JobSpec]) -> None:
                 f"No trial can satisfy it: {limit.metric} is {_between(values[0], values[-1])}.",
                 "Change the constraint or the search space.",
             )
+
+
+def unusual_directions(search: SearchSettings) -> list[str]:
+    """What is said at the start of objectives whose worst value would be the best one, such as an accuracy
+    where the direction was left out."""
+    said = []
+    for each in search.objectives:
+        less_is_better = RUNG_METRICS.get(each.metric)
+        if less_is_better is None or less_is_better == (each.direction == MINIMISE):
+            continue
+        other = replace(each, direction=MINIMISE if less_is_better else "maximize")
+        said.append(
+            f"The {each} counts as the best, by search.direction={each.direction}: "
+            f"{other.direction} would prefer the {other}."
+        )
+    return said
 
 
 def _between(low: float, high: float) -> str:
