@@ -12,23 +12,24 @@ from time import perf_counter
 from typing import Any, cast
 
 from plait.config.fields import build
+from plait.core.errors import ConfigError
 from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings
 from plait.cost.profiles import ClusterProfile
 from plait.cost.replica import balanced_split, even_split
 from plait.cost.time import HeadTime, LayerTime, MicrobatchShape, StageTime, TimeModel
-from plait.planner.grouping import JobLoad, group_jobs
 from plait.planner.packing_exact import GREEDY, PackingLimits, pack_all, solve_packing
 from plait.planner.schedule import turns
 from plait.simulate.events import Pipeline
 from plait.simulate.forecast import Machine
-from plait.simulate.report import Metrics, measure
+from plait.simulate.report import measure
 from plait.simulate.timeline import chrome_trace
 from plait_bench.benchmarks import BENCHMARKS
 from plait_bench.figures import Figure, Report
 from plait_bench.inputs import OPTIONS, above_zero, at_least_one, read_profile, shipped
 from plait_bench.lengths import Family, LengthGenerator
-from plait_bench.lorafusion_order import next_fit, ordered
+from plait_bench.lorafusion_order import grouped, next_fit, ordered
+from plait_bench.lorafusion_runs import idle_in_runs, rate_in_runs
 from plait_bench.pipelines import (
     Trace,
     global_batches,
@@ -67,7 +68,9 @@ class Alternative:
             addition to the profile's own.
         head: factor of the seconds of head and loss; None keeps it.
         spread: factor of the data sets' sigma.
-        plaits: whether microbatches are ordered and merged as Plait does it, not as LoRAFusion's artifact.
+        plaits: whether microbatches are grouped, ordered and merged as Plait does it, not as LoRAFusion's
+            artifact.
+        capacity: most tokens of a microbatch; None keeps it.
     """
 
     label: str
@@ -77,6 +80,7 @@ class Alternative:
     head: float | None = None
     spread: float = 1.0
     plaits: bool = False
+    capacity: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +99,7 @@ class Options:
         capacity: most tokens of a microbatch.
         tile: padding multiple of LoRAFusion.
         samples: samples of one microbatch, if a system does not pack.
+        other_samples: those that are tried for mLoRA's idle share, too.
         head: factor of the profile's seconds of head and loss.
         sizes: the same by system and workload, where they differ.
         alternatives: other assumptions.
@@ -120,6 +125,7 @@ class Options:
     capacity: int
     tile: int
     samples: int
+    other_samples: tuple[int, ...] = ()
     head: float = 1.0
     sizes: dict[str, dict[str, int]] = field(default_factory=dict)
     alternatives: tuple[Alternative, ...] = ()
@@ -137,6 +143,10 @@ class Options:
         names = ("clip", "adapters", "steps", "global_batch", "stages", "capacity", "tile", "samples")
         at_least_one(self, *names, "workers")
         above_zero(self, "head")
+        if min(self.other_samples, default=1) < 1:
+            raise ConfigError(
+                f"{OPTIONS}.other_samples={list(self.other_samples)}", "Each must be at least 1."
+            )
 
     @property
     def gather(self) -> float:
@@ -215,9 +225,9 @@ def read_options(options: Mapping[str, object]) -> Options:
     return replace(build(Options, {**values, "data_sets": ()}, OPTIONS), **parts)
 
 
-def machine(profile: ClusterProfile, split: Sequence[int], *, square: float = 0.0) -> Machine:
+def machine(profile: ClusterProfile, split: Sequence[int]) -> Machine:
     """A pipeline of single devices with this many layers each."""
-    return Machine(with_attention(profile.time, square), tuple(split))
+    return Machine(profile.time, tuple(split))
 
 
 def with_attention(time: TimeModel, square: float) -> TimeModel:
@@ -262,6 +272,7 @@ def opened(settings: RunSettings, options: Mapping[str, object]) -> Opening:
 
 
 PLAITS = "Plait's order and merging"
+WHOLE = "Plait, all microbatches in one run"
 IN_ORDER = "its microbatches in 1F1B order, as LoRAFusion ran it"
 
 
@@ -297,7 +308,7 @@ def bubble_ratio(settings: RunSettings, jobs: Sequence[JobSpec], options: Mappin
     figures += ours
     for alternative in asked.alternatives:
         piece(alternative.label)
-        figures += _under(alternative, profile, asked)
+        figures += _under(alternative, begun)
     notes = (*asked.assumptions(), f"Cluster {profile.name}: {profile.source}")
     return Report("lorafusion/bubble_ratio", tuple(figures), notes)
 
@@ -315,6 +326,9 @@ def _baselines(trace: Trace, even: Machine, asked: Options) -> list[Figure]:
         figures.append(_idle(f"1F1B, jobs one after another, {how}", one))
         works = lorapp(trace, even, size=asked.samples, padded=padded).works
         figures.append(_idle(f"mLoRA, {how}", even.in_order(works), note=IN_ORDER))
+    for size in asked.other_samples:
+        works = lorapp(trace, even, size=size, padded=False).works
+        figures.append(_idle(f"mLoRA, packed; {size} samples a microbatch", even.in_order(works)))
     free = lorapp(trace, even, size=asked.samples, padded=False)
     note = "backward first, as its paper has it; takes memory for more microbatches in flight"
     figures.append(_idle("mLoRA, LoRAPP", free, note=note))
@@ -383,32 +397,40 @@ def _plait(trace: Trace, profile: ClusterProfile, asked: Options) -> list[Figure
     floor = imbalance_floor(pipeline.seconds)
     return [
         _idle("Plait", pipeline, note=f"layers {split}"),
+        Figure(WHOLE, 100 * measure({0: pipeline})[0].bubble.total, "%", "simulated", note=f"layers {split}"),
         _idle("Plait, equal layers", planned(trace, machine(profile, equal), asked), note=f"layers {equal}"),
         Figure("floor of whole layers per stage", 100 * floor, "%", "computed", note=f"layers {split}"),
     ]
 
 
-def _under(alternative: Alternative, profile: ClusterProfile, asked: Options) -> list[Figure]:
-    """The main figures under another assumption."""
+def moved(begun: Opening, alternative: Alternative) -> Opening:
+    """Profile and equal stages under another assumption; its lengths come from :meth:`Options.drawn`."""
+    profile = begun.profile
     if alternative.head is not None:
-        profile = replace(profile, time=with_head(profile.time, alternative.head / asked.head))
-    trace, split = asked.drawn(alternative), balanced(profile, asked)
-    even = machine(profile, even_split(profile.time.layers, asked.stages), square=alternative.square)
+        profile = replace(profile, time=with_head(profile.time, alternative.head / begun.asked.head))
+    profile = replace(profile, time=with_attention(profile.time, alternative.square))
+    asked = replace(begun.asked, capacity=alternative.capacity or begun.asked.capacity)
+    return replace(begun, asked=asked, profile=profile, even=machine(profile, begun.even.layer_split))
+
+
+def _under(alternative: Alternative, begun: Opening) -> list[Figure]:
+    """The main figures under another assumption."""
+    other = moved(begun, alternative)
+    trace, split = other.asked.drawn(alternative), balanced(other.profile, other.asked)
     scheduled = plaits_order if alternative.plaits else lorafusion
     pipelines = {}
     for count in range(1, len(trace) + 1):
         some = {job: trace[job] for job in list(trace)[:count]}
-        pipelines[_named(count)] = scheduled(some, even, asked)
-    pipelines["Plait"] = planned(trace, machine(profile, split, square=alternative.square), asked)
+        pipelines[_named(count)] = scheduled(some, other.even, other.asked)
+    pipelines["Plait"] = planned(trace, machine(other.profile, split), other.asked)
     return [_idle(f"{name}; {alternative.label}", pipeline) for name, pipeline in pipelines.items()]
 
 
 def _idle(name: str, pipeline: Pipeline, *, note: str = "") -> Figure:
-    metrics, _ = measure({0: pipeline})
-    parts = metrics.bubble
+    parts = idle_in_runs(pipeline)
     causes = (
         f"fill, drain and waits {100 * parts.fill_and_drain:.2f}, imbalance {100 * parts.imbalance:.2f}, "
-        f"raggedness {100 * parts.raggedness:.2f}; {metrics.tokens_per_second:,.0f} tokens/s"
+        f"raggedness {100 * parts.raggedness:.2f}; {rate_in_runs(pipeline):,.0f} tokens/s"
     )
     return Figure(name, 100 * parts.total, "%", "simulated", note="; ".join(filter(None, (note, causes))))
 
@@ -431,14 +453,11 @@ def packing_gain(settings: RunSettings, jobs: Sequence[JobSpec], options: Mappin
         "samples as they come": [next_fit(turn, capacity=size, tile=asked.tile) for turn in order],
     }
     runs = {
-        (how, merging): measure({
-            0: ordered(each, even, capacity=size, tile=asked.tile, merging=merging)
-        })[0]
+        (how, merging): ordered(each, even, capacity=size, tile=asked.tile, merging=merging)
         for how, each in packed.items()
         for merging in (True, False)
-    }  # fmt: skip
-    own = planned(trace, machine(begun.profile, balanced(begun.profile, asked)), asked)
-    plait = measure({0: own})[0].tokens_per_second
+    }
+    plait = planned(trace, machine(begun.profile, balanced(begun.profile, asked)), asked)
     best, *others = packed
     figures = [
         replace(
@@ -461,17 +480,17 @@ def packing_gain(settings: RunSettings, jobs: Sequence[JobSpec], options: Mappin
 GREEDILY = "packed greedily"
 
 
-def _percent(after: float, before: Metrics) -> float:
-    """Tokens a second over those of another run, less 1."""
-    return 100 * (after / before.tokens_per_second - 1)
+def _percent(after: Pipeline, before: Pipeline) -> float:
+    """Tokens a second over those of another schedule, less 1."""
+    return 100 * (rate_in_runs(after) / rate_in_runs(before) - 1)
 
 
-def _gain(name: str, after: Metrics, before: Metrics) -> Figure:
+def _gain(name: str, after: Pipeline, before: Pipeline) -> Figure:
     note = ", after ".join(
         f"{each.microbatches} microbatches, {100 * each.padding_share:.2f} % padding"
-        for each in (after, before)
+        for each in (measure({0: pipeline})[0] for pipeline in (after, before))
     )
-    return Figure(name, _percent(after.tokens_per_second, before), "%", "simulated", note=note)
+    return Figure(name, _percent(after, before), "%", "simulated", note=note)
 
 
 def _plaits_gains(begun: Opening) -> list[Figure]:
@@ -479,13 +498,11 @@ def _plaits_gains(begun: Opening) -> list[Figure]:
     figures, merged = [], {}
     for limits, how in ((PackingLimits(), ""), (GREEDY, f", {GREEDILY}")):
         apart, whole, merged[how] = (
-            measure({
-                0: plaits_order(
-                    begun.trace, begun.even, begun.asked, limits=limits, merging=merging, filling=filling
-                )
-            })[0]
+            plaits_order(
+                begun.trace, begun.even, begun.asked, limits=limits, merging=merging, filling=filling
+            )
             for merging, filling in ((False, False), (True, False), (True, True))
-        )  # fmt: skip
+        )
         figures += [
             _gain(f"{PLAITS}: merging{how}", merged[how], apart),
             _gain(f"{PLAITS}: merging, whole microbatches only{how}", whole, apart),
@@ -505,9 +522,8 @@ def _share_better(trace: Trace, asked: Options) -> float:
 
 
 def groups_of(trace: Trace, asked: Options, stages: int) -> tuple[tuple[str, ...], ...]:
-    """The groups of a trace's jobs, by mean length."""
-    loads = [JobLoad(job, sum(map(sum, own)) / sum(map(len, own)), len(own[0])) for job, own in trace.items()]
-    return group_jobs(loads, stages=stages, capacity=asked.capacity)
+    """The groups of a trace's jobs, as LoRAFusion's artifact makes them."""
+    return grouped(trace, capacity=asked.capacity, stages=stages)
 
 
 @BENCHMARKS.register("lorafusion/scheduler_time")

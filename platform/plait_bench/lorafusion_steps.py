@@ -27,10 +27,13 @@ from plait_bench.lorafusion import (
     groups_of,
     lorafusion,
     machine,
+    moved,
     opened,
+    plaits_order,
     planned,
 )
 from plait_bench.lorafusion_order import ordered
+from plait_bench.lorafusion_runs import rate_in_runs
 from plait_bench.pipelines import (
     global_batches,
     in_data_order,
@@ -76,12 +79,12 @@ def _apart(begun: Opening) -> float:
     asked = begun.asked
     order = list(turns(global_batches(begun.trace), tuple((job,) for job in begun.trace)))
     packed = pack_all(order, capacity=asked.capacity, tile=asked.tile)
-    return _rate(ordered(packed, begun.even, capacity=asked.capacity, tile=asked.tile, merging=False))
+    return rate_in_runs(ordered(packed, begun.even, capacity=asked.capacity, tile=asked.tile, merging=False))
 
 
 def systems(begun: Opening, trace: Lengths, asked: Options, *, padded: bool = False) -> tuple[float, ...]:
     """Tokens a second of 1F1B, mLoRA in that order, LoRAFusion and Plait."""
-    return tuple(map(_rate, pipelines_of(begun, trace, asked, padded=padded)))
+    return tuple(map(rate_in_runs, pipelines_of(begun, trace, asked, padded=padded)))
 
 
 def pipelines_of(
@@ -96,10 +99,6 @@ def pipelines_of(
         lorafusion(trace, even, asked),
         planned(trace, machine(begun.profile, balanced(begun.profile, asked)), asked),
     )
-
-
-def _rate(pipeline: Pipeline) -> float:
-    return measure({0: pipeline})[0].tokens_per_second
 
 
 @BENCHMARKS.register("lorafusion/end_to_end")
@@ -117,9 +116,9 @@ def end_to_end(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[
     for name, capacity in asked.capacities.items():
         piece(name)
         trace, at = asked.workload(name), replace(asked, capacity=capacity)
-        fused = _rate(lorafusion(trace, begun.even, at))
-        own = _rate(planned(trace, machine(begun.profile, balanced(begun.profile, at)), at))
-        others = _others(begun, name)
+        fused = rate_in_runs(lorafusion(trace, begun.even, at))
+        own = rate_in_runs(planned(trace, machine(begun.profile, balanced(begun.profile, at)), at))
+        others = _others(begun, name, trace)
         for other, rate in others.items():
             ratios[other].append((fused / rate, own / rate))
         figures += [_speed(f"{name}: {other}", rate) for other, rate in others.items()]
@@ -128,7 +127,7 @@ def end_to_end(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[
             for each in asked.kernels
         ]
         for under in asked.alternatives:
-            rates = _others(begun, name, under)
+            rates = _all_under(begun, under, name, capacity)
             figures += [_speed(f"{name}: {system}; {under.label}", rate) for system, rate in rates.items()]
     for factor in asked.kernels:
         for other, found in ratios.items():
@@ -152,15 +151,23 @@ def _factor(asked: Options, factor: float) -> str:
     return "" if factor == asked.kernels[0] else f"; kernels × {factor:g}"
 
 
-def _others(begun: Opening, name: str, under: Alternative | None = None) -> dict[str, float]:
+def _all_under(begun: Opening, under: Alternative, name: str, capacity: int) -> dict[str, float]:
+    """Tokens a second of all systems on a workload under another assumption."""
+    other, trace = moved(begun, under), begun.asked.workload(name, under)
+    at = replace(other.asked, capacity=under.capacity or capacity)
+    own = (plaits_order if under.plaits else lorafusion)(trace, other.even, at)
+    return _others(other, name, trace) | {"LoRAFusion": other.asked.kernels[0] * rate_in_runs(own)}
+
+
+def _others(begun: Opening, name: str, trace: Lengths) -> dict[str, float]:
     """Tokens a second of the systems that LoRAFusion is compared with, none of which packs, on a workload."""
-    asked, even, trace = begun.asked, begun.even, begun.asked.workload(name, under)
+    asked, even = begun.asked, begun.even
     size = {
         system: asked.sizes.get(system, {}).get(name, asked.samples) for system in ("1F1B", "mLoRA", "FSDP")
     }
     turns = lorapp(trace, even, size=size["mLoRA"], padded=False).works
     apart = one_after_another(trace, even, size=size["1F1B"], padded=False, gpipe=False)
-    found = {"1F1B": _rate(apart), "mLoRA": _rate(even.in_order(turns))}
+    found = {"1F1B": rate_in_runs(apart), "mLoRA": rate_in_runs(even.in_order(turns))}
     for system, gather in (("FSDP", asked.gather), ("FSDP, weights in time", 0.0)):
         found[system] = sharded_rate(
             trace, begun.profile.time, devices=asked.stages, size=size["FSDP"], gather=gather
@@ -183,7 +190,7 @@ def profiler(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[st
         piece(name)
         trace = begun.asked.workload(name)
         rates = {
-            capacity: _rate(lorafusion(trace, begun.even, replace(begun.asked, capacity=capacity)))
+            capacity: rate_in_runs(lorafusion(trace, begun.even, replace(begun.asked, capacity=capacity)))
             for capacity in sorted({*begun.asked.tried, theirs})
         }
         best = max(rates, key=lambda each: rates[each])

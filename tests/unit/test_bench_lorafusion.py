@@ -14,7 +14,6 @@ from plait.core.errors import ConfigError
 from plait.core.settings import ClusterSettings, RunSettings
 from plait.cost.time import StageTime
 from plait.simulate.events import OneFOneB, Pipeline, Work, simulate
-from plait.simulate.report import measure
 from plait.utils.paths import conf_dir, sweeps_dir
 from plait_bench.blocking import blocking_seconds
 from plait_bench.lorafusion import (
@@ -25,7 +24,8 @@ from plait_bench.lorafusion import (
     read_options,
     scheduler_time,
 )
-from plait_bench.lorafusion_steps import profiler
+from plait_bench.lorafusion_runs import rate_in_runs
+from plait_bench.lorafusion_steps import end_to_end, profiler
 from plait_bench.mlora import bubble_ratio as mlora_bubble_ratio
 
 SMALL = {"adapters": 2, "steps": 4, "workers": 1}
@@ -102,7 +102,36 @@ def test_capacities_are_compared_by_lorafusions_own_schedule(tmp_path: Path) -> 
     (figure,) = profiler(h100(), (), options).figures
     begun = opened(h100(), options)
     pipeline = lorafusion(begun.asked.workload("mixed"), begun.even, begun.asked)
-    assert figure.note.endswith(f" {measure({0: pipeline})[0].tokens_per_second:,.0f} tokens/s")
+    assert figure.note.endswith(f" {rate_in_runs(pipeline):,.0f} tokens/s")
+
+
+def test_other_assumptions_move_every_system_that_they_concern(tmp_path: Path) -> None:
+    options = content("lorafusion/end_to_end")["bench"]["options"] | SMALL | short_trace(tmp_path)
+    moving = {"head": 9.0, "square": 1e-8, "plaits": True, "capacity": 4096}
+    options |= {
+        "capacities": {"mixed": 6144},
+        "alternatives": [{"label": name, "means": {}, name: value} for name, value in moving.items()],
+    }
+    rates = {figure.name: figure.ours for figure in end_to_end(h100(), (), options).figures}
+    systems = ("1F1B", "mLoRA", "FSDP", "LoRAFusion")
+    moved = {
+        name: {each for each in systems if rates[f"mixed: {each}; {name}"] != rates[f"mixed: {each}"]}
+        for name in moving
+    }
+    every = set(systems)
+    assert moved == {"head": every, "square": every, "plaits": {"LoRAFusion"}, "capacity": {"LoRAFusion"}}
+    assert all(rates[f"mixed: {each}; head"] < rates[f"mixed: {each}"] for each in systems)
+
+
+def test_other_numbers_of_samples_are_tried_for_mlora(tmp_path: Path) -> None:
+    options = content("lorafusion/bubble_ratio")["bench"]["options"] | SMALL | short_trace(tmp_path)
+    options |= {"alternatives": [], "other_samples": [8]}
+    idle = {figure.name: figure.ours for figure in bubble_ratio(h100(), (), options).figures}
+    eight = bubble_ratio(h100(), (), options | {"samples": 8, "other_samples": []}).figures
+    expected = next(figure.ours for figure in eight if figure.name == "mLoRA, packed")
+    assert idle["mLoRA, packed; 8 samples a microbatch"] == expected != idle["mLoRA, packed"]
+    with pytest.raises(ConfigError, match=r"other_samples=\[0\].*\n.*at least 1"):
+        read_options(options | {"other_samples": [0]})
 
 
 def test_planning_time_is_measured_by_samples() -> None:

@@ -1,4 +1,4 @@
-"""LoRAFusion's own order and merging: nothing lost, steps kept apart, the last microbatch filled."""
+"""LoRAFusion's own groups, order and merging: nothing lost, steps kept apart, the last microbatch filled."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from plait.cost.time import LayerTime, TimeModel
 from plait.planner.packing import PackedBatches
 from plait.simulate.forecast import Machine
 from plait.simulate.report import measure
-from plait_bench.lorafusion_order import next_fit, ordered
+from plait_bench.lorafusion_order import grouped, next_fit, ordered
 
 CAPACITY, TILE = 8, 1
 MACHINE = Machine(TimeModel(2, {1: LayerTime(0.0, 1.0, 0.0)}), (1, 1))
@@ -55,3 +55,39 @@ def test_more_pipelines_keep_steps_further_apart() -> None:
     turns = [packed(batch("a", step, 4)) for step in range(2)]
     pipeline = ordered(turns, MACHINE, capacity=CAPACITY, tile=TILE, merging=True, stages=4)
     assert [work.tokens for work in pipeline.works] == [4, 0, 0, 0, 4]
+
+
+def test_a_microbatch_that_became_fuller_by_merging_moves_to_its_place() -> None:
+    turns = [packed(batch("a", 0, 6, 3)), packed(batch("b", 0, 8, 4)), packed(batch("a", 1, 8))]
+    assert works(turns, merging=False) == [6, 3, 8, 4, 8]
+    assert works(turns, merging=True) == [7, 6, 8, 8]
+
+
+def test_all_turns_get_their_no_ops_at_once() -> None:
+    """Both second steps are a microbatch too near, so that the last one stands further off than it must."""
+    turns = [packed(batch(job, step, 8)) for step in range(2) for job in "ab"]
+    pipeline = ordered(turns, MACHINE, capacity=CAPACITY, tile=TILE, merging=False, stages=3)
+    assert [work.tokens for work in pipeline.works] == [8, 8, 0, 8, 0, 8]
+
+
+def test_the_longest_and_the_shortest_share_a_group_while_others_keep_their_steps_apart() -> None:
+    """Each batch has 2, 3 and 4 microbatches of 8 tokens."""
+    trace = {"short": [[4] * 4], "middle": [[6] * 4], "long": [[8] * 4]}
+    assert grouped(trace, capacity=8, stages=4) == (("long", "short"), ("middle",))
+    assert grouped(trace, capacity=8, stages=5) == (("long",), ("middle", "short"))
+    assert grouped(trace, capacity=8, stages=6) == (("long",), ("middle",), ("short",))
+    assert grouped(trace, capacity=8, stages=7) == (
+        ("short",),
+        ("middle",),
+        ("long",),
+    )  # hopeless: as they are
+    four = trace | {"other": [[7] * 4]}
+    assert grouped(four, capacity=8, stages=4) == (("long", "short"), ("other", "middle"))
+    assert grouped({"one": [[8]]}, capacity=8, stages=1) == (("one",),)
+
+
+def test_batches_are_counted_a_quarter_of_a_deviation_short() -> None:
+    """Four samples of 7 tokens in the mean have 4 microbatches of 9; if they spread by 4.6, 3."""
+    pair = {"b": [[12] * 4], "c": [[2] * 4]}
+    assert grouped({"a": [[7] * 4], **pair}, capacity=9, stages=5)[0] == ("b", "c")
+    assert grouped({"a": [[3, 3, 11, 11]], **pair}, capacity=9, stages=5)[0] == ("b",)
