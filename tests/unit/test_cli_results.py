@@ -66,6 +66,21 @@ def test_the_title_says_how_it_is_sorted() -> None:
         print_leaderboard(result, "xml", Console())
 
 
+def test_the_table_shows_values_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An expression such as [qv]_proj is no markup, and a reason with :boom: has no emoji."""
+    place = Location("sqlite:///x.db", Path("x"), None)
+    odd = JobRecord("a", 0, {"adapter.target_modules": ".*[qv]_proj"}, JobState.FAILED, reason="m:boom: x")
+    other = JobRecord("b", 1, {"adapter.target_modules": "all-linear"}, JobState.FINISHED, objective=1.0)
+    found = SearchResult("mine", JobState.FINISHED, (Objective("eval/loss"),), "r", "0", place, (other, odd))
+    monkeypatch.setattr("plait.cli.leaderboard.read_search", lambda *_: found)
+    show(TrackingSettings(), "mine", "table", None, reverse=False)
+    printed = capsys.readouterr().out
+    assert ".*[qv]_proj" in printed
+    assert "m:boom: x" in printed
+
+
 def test_a_trial_whose_process_was_killed_before_its_run_was_made_is_listed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

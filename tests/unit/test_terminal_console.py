@@ -2,9 +2,21 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from plait.terminal.console import OUTPUT_CLOSED, OUTPUT_FAILED
+import pytest
+from rich.console import Console
+
+from plait.terminal.console import (
+    OUTPUT_CLOSED,
+    OUTPUT_FAILED,
+    SearchConsole,
+    filled,
+    literal_console,
+    plain,
+    wide_console,
+)
 
 SEARCH = """
 from plait.terminal.console import SearchConsole
@@ -14,6 +26,19 @@ for step in range(3):
     console.print(f"step {step}")
 print("the end", flush=True)
 """
+
+
+@pytest.mark.parametrize("make", [literal_console, wide_console, SearchConsole])
+def test_what_looks_like_markup_or_an_emoji_is_printed_as_it_is(
+    make: Callable[[], Console], capsys: pytest.CaptureFixture[str]
+) -> None:
+    value = "[q_proj,v_proj] :boom: [/] [bold]x"
+    console = make()
+    plain(console, value)
+    console.print(filled("title [red]", ("heading [red]",), [(value,)]))
+    printed = capsys.readouterr().out
+    assert printed.count(value) == 2
+    assert printed.count("[red]") == 2
 
 
 def test_a_search_continues_when_its_output_is_closed() -> None:

@@ -17,6 +17,7 @@ from rich.table import Table
 from plait.core.errors import ConfigError, StorageError, choices
 from plait.core.lifecycle import JobState
 from plait.core.settings import TrackingSettings
+from plait.terminal.console import literal_console
 from plait.tracking.leaderboard import Cell, JobRecord, columns, orphan, to_csv, to_json
 from plait.tracking.results import SearchResult
 from plait.utils.spelling import did_you_mean
@@ -45,7 +46,7 @@ def show(settings: TrackingSettings, name: str | None, form: str, sort: str | No
     if sort:
         result = replace(result, records=sort_records(result.records, sort, reverse=reverse))
         order = f"by {sort}, {'largest' if reverse else 'smallest'} first"
-    print_leaderboard(result, form, Console(), order=order)
+    print_leaderboard(result, form, literal_console(), order=order)
 
 
 def read_search(settings: TrackingSettings, name: str | None) -> SearchResult:

@@ -1,4 +1,5 @@
-"""Consoles: one for a search, which survives the loss of its output, and one for tables."""
+"""Consoles: one for a search, which survives the loss of its output, and those for tables. All print text as
+it is: a value such as [q_proj] or :boom: would be markup or an emoji to rich."""
 
 from __future__ import annotations
 
@@ -26,10 +27,19 @@ def leave_terminal() -> None:
                 os.dup2(nowhere, descriptor)
 
 
+def literal_console(width: int | None = None) -> Console:
+    """A console on the standard output.
+
+    Args:
+        width: in characters; None: the terminal's, or 80.
+    """
+    return Console(width=width, markup=False, emoji=False)
+
+
 def wide_console(width: int = LOG_WIDTH) -> Console:
     """A console for tables, because a table cut to 80 columns cannot be read in a log."""
-    console = Console()
-    return console if console.is_terminal else Console(width=width)
+    console = literal_console()
+    return console if console.is_terminal else literal_console(width)
 
 
 def plain(console: Console, text: str) -> None:
@@ -59,7 +69,8 @@ class SearchConsole(Console):
     def __init__(self) -> None:
         self._output = _Output(sys.stdout)
         # Lines of text in a notebook, too: rich would make a page element of each line.
-        super().__init__(file=cast("IO[str]", self._output), force_jupyter=False)
+        output = cast("IO[str]", self._output)
+        super().__init__(file=output, force_jupyter=False, markup=False, emoji=False)
 
     def on_broken_pipe(self) -> None:
         """Stop writing, and report it once on standard error."""
