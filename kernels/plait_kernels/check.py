@@ -30,13 +30,16 @@ from plait_kernels import attention, passes, plain
 from plait_kernels.attention import Capped
 from plait_kernels.autotuning import kernel_errors, refused, taking, usual, with_fused
 from plait_kernels.backends import BACKENDS
-from plait_kernels.bank import GRADIENTS
+from plait_kernels.bank import GRADIENTS, Bank, Site
 from plait_kernels.bench import environment, resumed, write
 from plait_kernels.bench_check import check
 from plait_kernels.dropout import keep_mask
+from plait_kernels.gated_mlp import Frozen, multi_lora_gated_mlp
+from plait_kernels.linear import multi_lora_linear
 from plait_kernels.loss import labelled_cross_entropy
 from plait_kernels.paged import PagedRows, PageShape, Span, attend_by_products, attend_by_triton
-from plait_kernels.synthetic import Problem, Shape, problem
+from plait_kernels.routing import RoutedSegment, Routing
+from plait_kernels.synthetic import Problem, Shape, counters_of, problem
 from plait_kernels.tiles import Choice
 from plait_kernels.triton_backend import TRITON
 
@@ -211,6 +214,32 @@ def _gated(_: Tensor, x: Tensor, grad: Tensor, backend: str) -> Both:
     return own.gated(x, plain.SILU), own.gated_back(half, x, plain.SILU)
 
 
+def _mlp(head: Tensor, x: Tensor, grad: Tensor, backend: str) -> Both:
+    """A gated MLP with two adapters, as one operation and as two layers."""
+    sites = [Site("gate", 0, 1000, 500), Site("up", 1, 1000, 500), Site("down", 2, 500, 1000)]
+    names, rows = tuple(site.name for site in sites), x.clone().requires_grad_()
+    bank = Bank(sites, device=x.device, compute_dtype=x.dtype)
+    for adapter, rank in (("one", 3), ("two", 24)):
+        bank.attach(adapter, rank=rank, scale=2.0, dropout=0.1, seed=rank, sites=names)
+        for a, b in bank.weights(adapter).values():
+            a.copy_(head[:rank, : a.shape[1]])
+            b.copy_(head[: b.shape[0], -rank:])
+    bank.refresh()
+    segments = [RoutedSegment("one", 1, 18), RoutedSegment("two", 18, 36)]
+    routing = Routing.build(bank, segments, counters_of(37, x.device), training=True)
+    pair, down = Frozen(head, None, names[:2]), Frozen(head[:, :500].contiguous(), None, names[2:])
+    if backend:
+        out = multi_lora_gated_mlp(rows, pair, down, plain.SILU, bank, routing, backend=backend)
+        assert out is not None  # Triton runs here, and there are adapters
+    else:
+        y = multi_lora_linear(rows, pair.weight, None, pair.sites, bank, routing, backend="reference")
+        hidden = plain.activation(y[:, :500], plain.SILU) * y[:, 500:]
+        out = multi_lora_linear(hidden, down.weight, None, down.sites, bank, routing, backend="reference")
+    torch.autograd.backward(out, grad)
+    assert rows.grad is not None
+    return out.detach(), rows.grad
+
+
 def _rotated(tables: Tensor, x: Tensor, grad: Tensor, backend: str) -> Both:
     own, both = (passes if backend else plain), (x.clone(), grad.clone())
     cos, sin = tables[:37, :16].contiguous(), tables[37:74, :16].contiguous()
@@ -257,6 +286,7 @@ _PASSES: dict[str, Callable[[Tensor, Tensor, Tensor, str], Both]] = {
     "LayerNorm": _layer_norm,
     "GELU": _gelu,
     "gated MLP": _gated,
+    "MLP": _mlp,
     "rotation": _rotated,
     "loss": _loss,
     "paged": _paged,

@@ -138,6 +138,21 @@ def add_product(out: Tensor, x: Tensor, matrix: Tensor) -> Tensor:
     return out if out.is_meta else out.addmm_(x, matrix)
 
 
+class _Product:
+    arg_names = ("out", "x", "matrix")
+
+
+def product(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x M + b by the vendor's library."""
+    if _notes or x.is_meta:
+        out = room(x, (x.shape[0], matrix.shape[1]))
+        for note in _notes:
+            note(_Product, (out, x, matrix))
+        if x.is_meta:
+            return out
+    return x @ matrix if bias is None else torch.addmm(bias, x, matrix)
+
+
 @contextmanager
 def noted(note: Note) -> Iterator[None]:
     """Call ``note`` with the kernel and the arguments of each launch."""

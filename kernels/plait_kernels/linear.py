@@ -18,7 +18,7 @@ from plait_kernels.chain import apply
 from plait_kernels.errors import KernelError
 from plait_kernels.layer import LayerCall, SiteColumns, layer_call
 from plait_kernels.quantised import Weight, dense, frozen_linear
-from plait_kernels.routing import Routing
+from plait_kernels.routing import Generations, Routing
 
 
 class _MultiLora(torch.autograd.Function):
@@ -47,24 +47,12 @@ class _MultiLora(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
-        if torch.is_grad_enabled():
-            raise KernelError(
-                "a second derivative of multi_lora_linear (create_graph=True)",
-                "the adapters' gradients go to the bank, so there is no graph through them",
-                "call backward without create_graph",
-            )
         call: LayerCall = ctx.call
-        changed = call.changed_since(ctx.generations)
-        if changed:
-            raise KernelError(
-                f"weights of {changed} changed between forward and backward",
-                "gradients belong to the weights that forward saw",
-                "call backward before the optimiser's step or refresh",
-            )
+        check_backward("multi_lora_linear", ctx.generations, call)
         x, *saved = ctx.saved_tensors
         weight = dense(ctx.weight)
         need_dx = ctx.needs_input_grad[0]
-        with _no_autocast(x):
+        with no_autocast(x):
             if call.owned:
                 dx = ctx.backend.backward(grad, x, saved[: ctx.own], weight, call, need_dx=need_dx)
             else:
@@ -74,7 +62,29 @@ class _MultiLora(torch.autograd.Function):
         return dx, None, None, None, None, None
 
 
-def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
+def check_backward(name: str, generations: Generations, *calls: LayerCall) -> None:
+    """Refuse a backward that would be wrong.
+
+    Raises:
+        KernelError: weights were refreshed since forward, or a second derivative is requested.
+    """
+    if torch.is_grad_enabled():
+        raise KernelError(
+            f"a second derivative of {name} (create_graph=True)",
+            "the adapters' gradients go to the bank, so there is no graph through them",
+            "call backward without create_graph",
+        )
+    for call in calls:
+        changed = call.changed_since(generations)
+        if changed:
+            raise KernelError(
+                f"weights of {changed} changed between forward and backward",
+                "gradients belong to the weights that forward saw",
+                "call backward before the optimiser's step or refresh",
+            )
+
+
+def no_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """Turn autocast off, so that the bank's dtype is used."""
     kind = x.device.type
     if _has_autocast(kind) and torch.is_autocast_enabled(kind):
@@ -128,17 +138,22 @@ def multi_lora_linear(
         KernelError: shapes, dtypes, devices, sites or backend do not fit, or W or b require a gradient. In
             backward: weights were refreshed since forward, or a second derivative is requested.
     """
-    _check_rows(x, weight, bank, routing)
+    check_rows(x, weight, bank, routing)
     call = layer_call(bank, routing, sites, weight.shape[0])
-    chosen = _checked(weight, bias, call, backend)
-    with _no_autocast(x):
+    chosen = checked_backend(weight, bias, call, backend)
+    with no_autocast(x):
         if not call.owned and not call.others:
             return frozen_linear(x, weight, bias)
         out = apply(_MultiLora, x, bank.anchor, weight, bias, call, chosen, trains=True)
         return cast("Tensor", out)
 
 
-def _check_rows(x: Tensor, weight: Weight, bank: Bank, routing: Routing) -> None:
+def check_rows(x: Tensor, weight: Weight, bank: Bank, routing: Routing) -> None:
+    """Refuse rows that a weight, a bank or a routing do not fit.
+
+    Raises:
+        KernelError: they do not.
+    """
     if len(weight.shape) != 2 or x.shape != (routing.tokens, weight.shape[1]):
         raise KernelError(
             f"x of shape {tuple(x.shape)}, weight of shape {tuple(weight.shape)}",
@@ -154,7 +169,7 @@ def _check_rows(x: Tensor, weight: Weight, bank: Bank, routing: Routing) -> None
         )
 
 
-def _checked(weight: Weight, bias: Tensor | None, call: LayerCall, name: str) -> Backend:
+def checked_backend(weight: Weight, bias: Tensor | None, call: LayerCall, name: str) -> Backend:
     """The backend; weight, bias and backend are looked at when a layer is first called with them."""
     layer, bank, backend = call.layer, call.bank, BACKENDS.get(name)
     before = layer.checked

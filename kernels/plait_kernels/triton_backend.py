@@ -58,7 +58,7 @@ def _launches(device: torch.device) -> bool:
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, call: LayerCall) -> tuple[Tensor, list[Tensor]]:
     """Output (tokens, out); S, packed, and the bits of which features are dropped."""
     x = x if x.stride(1) == 1 else x.contiguous()
-    run = _launcher(call, x, weight)
+    run = launcher_of(call, x, weight)
     s, bits = run.down(call, x)
     return run.up(call, x, s, weight, None if bias is None else bias.contiguous()), [s, bits]
 
@@ -69,14 +69,14 @@ def backward(
     """Add the gradients of A and B to the bank; return that of x if it is needed."""
     x = x if x.stride(1) == 1 else x.contiguous()
     grad = grad.contiguous()
-    run = _launcher(call, x, weight)
+    run = launcher_of(call, x, weight)
     s, bits = saved
     ds = run.up_gradient(call, grad, s)
     run.down_gradient(call, x, ds, bits)
     return run.dx(call, grad, ds, bits, weight) if need_dx else None
 
 
-def _launcher(call: LayerCall, x: Tensor, weight: Tensor) -> Launcher:
+def launcher_of(call: LayerCall, x: Tensor, weight: Tensor) -> Launcher:
     """The launches of the call, of forward and backward."""
     if call.kept is None:
         call.kept = launcher(call, x, weight, choice(call, x))

@@ -245,7 +245,7 @@ def sum_partials(
 
 
 @triton.jit
-def _low_rank_dx(
+def low_rank_dx(
     ds, packed, bits, bits_stride, bits_site, origin, spans, sites, site_count, addresses, bank_sites,
     span, first, count, rows, row_mask, k, columns, column_mask, features,
     DROPOUT: tl.constexpr, RANKS: tl.constexpr, FEW: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
@@ -290,7 +290,7 @@ def dx_low_rank(
     rows, columns = tl.arange(0, BM), tl.arange(0, BK)
     k = tl.program_id(0) * BK
     row_mask, column_mask = rows < count, columns < features - k
-    total = _low_rank_dx(
+    total = low_rank_dx(
         ds, packed, bits, bits_stride, bits_site, origin, spans, sites, site_count, addresses, bank_sites,
         span, first, count, rows, row_mask, k, columns, column_mask, features,
         DROPOUT, RANKS, FEW, BM, BK, PRECISION,
@@ -313,7 +313,7 @@ def dx_linear(
     rows, columns = tl.arange(0, BM), tl.arange(0, BK)
     k = block_index * BK
     row_mask, column_mask = rows < count, columns < features - k
-    total = _low_rank_dx(
+    total = low_rank_dx(
         ds, packed, bits, bits_stride, bits_site, origin, spans, sites, site_count, addresses, bank_sites,
         span, first, count, rows, row_mask, k, columns, column_mask, features,
         DROPOUT, RANKS, FEW, BM, BK, PRECISION,

@@ -117,7 +117,7 @@ def sum_splits(partial, out, elements, split_stride, SPLITS: tl.constexpr, BLOCK
 
 
 @triton.jit
-def _low_rank_up(
+def low_rank_up(
     s, packed, origin, spans, scales, sites, addresses, bank_sites, span, site, first, rows, row_mask,
     column, columns, column_mask,
     RANKS: tl.constexpr, FEW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
@@ -151,7 +151,7 @@ def up(
     rows, columns = tl.arange(0, BM), tl.arange(0, BN)
     row_mask = rows < count
     column_mask = columns < tl.multiple_of((tl.load(block + 2) - column).to(tl.int32), ALIGN)
-    total = _low_rank_up(
+    total = low_rank_up(
         s, packed, origin, spans, scales, sites, addresses, bank_sites, span, site, first, rows, row_mask,
         column, columns, column_mask, RANKS, FEW, BM, BN, PRECISION,
     )  # fmt: skip
@@ -176,7 +176,7 @@ def linear_up(
     rows, columns = tl.arange(0, BM), tl.arange(0, BN)
     row_mask = rows < count
     column_mask = columns < tl.multiple_of((tl.load(block + 2) - column).to(tl.int32), ALIGN)
-    total = _low_rank_up(
+    total = low_rank_up(
         s, packed, origin, spans, scales, sites, addresses, bank_sites, span, site, first, rows, row_mask,
         column, columns, column_mask, RANKS, FEW, BM, BN, PRECISION,
     )  # fmt: skip

@@ -160,7 +160,7 @@ class Launcher:
         step = max(_BITS_STEP, chosen.down.depth, chosen.down_gradient.columns, dx)
         return bits_bytes(self.features, step)
 
-    def _bits_at(self) -> tuple[object, int, int]:
+    def bits_at(self) -> tuple[object, int, int]:
         """The arguments of a launch about these bits."""
         return GIVEN, self.bits_stride, self.tokens * self.bits_stride
 
@@ -179,7 +179,7 @@ class Launcher:
         """The constants of every product's launch."""
         return {"PRECISION": self.precision, "num_warps": tiles.warps, "num_stages": tiles.stages}
 
-    def _ranks(self) -> dict[str, Any]:
+    def all_ranks(self) -> dict[str, Any]:
         """The constants of a launch over all ranks of each tile."""
         return {"RANKS": self.table.rank_factor, "FEW": self.table.max_rank <= RANK_STEP}
 
@@ -203,7 +203,7 @@ class Launcher:
                 self.forward.down,
                 (self.site_count, each.count, tiles.splits),
                 *(GIVEN, self.x_stride, GIVEN, table.packed, self.site_count * table.packed),
-                *(*self._bits_at(), table.origin, work.work, each.begin, table.spans, GIVEN),
+                *(*self.bits_at(), table.origin, work.work, each.begin, table.spans, GIVEN),
                 *(table.addresses, self.bank_sites, self.counters, self.features, depth),
                 **{"DROPOUT": table.dropout, "RANKS": each.factor, "BR": each.width},
                 **{"BM": tiles.rows, "BK": tiles.depth, **self.common(tiles)},
@@ -232,7 +232,7 @@ class Launcher:
         blocks = block_table(call, tiles.columns, self.outputs)
         shared = (GIVEN, table.packed, table.origin, rows.tiles)
         constants = {"BIAS": biased, "ALIGN": self.align, "BM": tiles.rows, "BN": tiles.columns}
-        constants |= {**self._ranks(), **self.common(tiles)}
+        constants |= {**self.all_ranks(), **self.common(tiles)}
         if self.chosen.fused_forward is None:
             return Launch(
                 self.forward.up,
@@ -372,7 +372,7 @@ class Launcher:
             Launch(
                 self.backward.down_gradient,
                 (self.site_count, _blocks(self.features, tiles.columns), each.count),
-                *(GIVEN, self.x_stride, GIVEN, table.packed, *self._bits_at(), table.gradient_origin),
+                *(GIVEN, self.x_stride, GIVEN, table.packed, *self.bits_at(), table.gradient_origin),
                 *(GIVEN, work.work, each.begin, table.spans, GIVEN, table.gradients, self.bank_sites),
                 *(work.slots, self.features),
                 **{"DROPOUT": table.dropout, "RANKS": each.factor, "BR": each.width},
@@ -391,9 +391,9 @@ class Launcher:
         table = self.table
         tiles = self.chosen.fused_backward or self.chosen.dx
         rows = tile_table(call.routing, tiles.rows)
-        low_rank = (GIVEN, table.packed, *self._bits_at(), table.origin, rows.tiles)
+        low_rank = (GIVEN, table.packed, *self.bits_at(), table.origin, rows.tiles)
         tail = (GIVEN, self.site_count, table.addresses, self.bank_sites, self.features)
-        constants = {"DROPOUT": table.dropout, "BM": tiles.rows, **self._ranks(), **self.common(tiles)}
+        constants = {"DROPOUT": table.dropout, "BM": tiles.rows, **self.all_ranks(), **self.common(tiles)}
         if self.chosen.fused_backward is None:
             return Launch(
                 self.backward.dx_low_rank,

@@ -84,7 +84,7 @@ def _sigmoid(value):
 
 
 @triton.jit
-def _activation(gate, KIND: tl.constexpr):
+def activation(gate, KIND: tl.constexpr):
     """(act(gate), its slope) of `plain`'s kinds; GELU's tanh form is gate · sigmoid(2u)."""
     if KIND == 2:  # GELU itself, gate · Φ(gate)
         share = 0.5 * (1.0 + tl.erf(0.7071067811865476 * gate))
@@ -109,7 +109,7 @@ def gated(x, out, rows, width, KIND: tl.constexpr, BR: tl.constexpr, BF: tl.cons
     at = row[:, None] * (2 * width) + column[None, :]
     gate = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x + at + width, mask=mask, other=0.0).to(tl.float32)
-    act, _ = _activation(gate, KIND)
+    act, _ = activation(gate, KIND)
     tl.store(out + row[:, None] * width + column[None, :], (act * up).to(out.dtype.element_ty), mask=mask)
 
 
@@ -123,7 +123,7 @@ def gated_back(grad, x, dx, rows, width, KIND: tl.constexpr, BR: tl.constexpr, B
     g = tl.load(grad + row[:, None] * width + column[None, :], mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x + at + width, mask=mask, other=0.0).to(tl.float32)
-    act, slope = _activation(gate, KIND)
+    act, slope = activation(gate, KIND)
     tl.store(dx + at, (g * up * slope).to(dx.dtype.element_ty), mask=mask)
     tl.store(dx + at + width, (g * act).to(dx.dtype.element_ty), mask=mask)
 
@@ -141,7 +141,7 @@ def _block(rows, width, BR: tl.constexpr, BF: tl.constexpr):
 def activate(x, out, rows, width, KIND: tl.constexpr, BR: tl.constexpr, BF: tl.constexpr):
     """out = act(x)."""
     at, mask = _block(rows, width, BR, BF)
-    act, _ = _activation(tl.load(x + at, mask=mask, other=0.0).to(tl.float32), KIND)
+    act, _ = activation(tl.load(x + at, mask=mask, other=0.0).to(tl.float32), KIND)
     tl.store(out + at, act.to(out.dtype.element_ty), mask=mask)
 
 
@@ -150,7 +150,7 @@ def activate_back(grad, x, dx, rows, width, KIND: tl.constexpr, BR: tl.constexpr
     """The gradient of x."""
     at, mask = _block(rows, width, BR, BF)
     g = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
-    _, slope = _activation(tl.load(x + at, mask=mask, other=0.0).to(tl.float32), KIND)
+    _, slope = activation(tl.load(x + at, mask=mask, other=0.0).to(tl.float32), KIND)
     tl.store(dx + at, (g * slope).to(dx.dtype.element_ty), mask=mask)
 
 

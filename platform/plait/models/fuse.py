@@ -120,6 +120,9 @@ class GatedMlp:
 
     def __call__(self, x: Tensor) -> Tensor:
         """(..., hidden) to the same."""
+        found = self.pair.gated_mlp(x, self.down.group, self.kind)
+        if found is not None:
+            return found
         return self.down.forward(gated(self.pair.merged(x), self.kind, backend=self.pair.binding.backend))
 
 

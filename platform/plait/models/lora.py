@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from plait.models.slices import LayerSlice, Slicing, enter, leave
 from plait.models.targets import LinearInfo
 from plait_kernels import Quantised, Routing, Site, dense, frozen_linear, multi_lora_linear
+from plait_kernels.gated_mlp import Frozen, multi_lora_gated_mlp
 from plait_kernels.pooled import PooledRows, pooled_linear
 from plait_kernels.quantised import made_bytes
 
@@ -74,6 +75,22 @@ class LinearGroup:
                 rows, self.weight, self.bias, self.names, routing.bank, routing, backend=backend
             )
         return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[-1])
+
+    def gated_mlp(self, x: Tensor, down: LinearGroup, kind: int) -> Tensor | None:
+        """down(act(gate x) · (up x)), of which these are gate and up, as one operation; None if it is not one
+        here, see `multi_lora_gated_mlp`."""
+        binding, sliced = self.binding, self._slicing is not None or down._slicing is not None
+        routing = binding.routing
+        if sliced or not isinstance(routing, Routing) or len(down.sites) > 1:
+            return None
+        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        out = multi_lora_gated_mlp(
+            rows, self._frozen(), down._frozen(), kind, routing.bank, routing, backend=binding.backend
+        )
+        return out if out is None or x.dim() == 2 else out.view(*x.shape[:-1], out.shape[-1])
+
+    def _frozen(self) -> Frozen:
+        return Frozen(self.weight, self.bias, self.names)
 
     def tensors(self) -> list[Tensor]:
         """What is kept of frozen weight and bias."""

@@ -94,6 +94,24 @@ def test_the_passes_compile_and_fit_every_generation():
         assert binary["narrow"] == 0, binary
 
 
+def test_a_gated_mlp_with_adapters_compiles_and_fits_every_generation():
+    found = _compiled("80,90,100", "gated")
+    for capability in (80, 90, 100):
+        own = [each for each in found if each["capability"] == capability]
+        assert {each["kernel"] for each in own} == {"gated_up", "gated_up_back"}
+        assert {each["case"]["dtype"] for each in own} == {"torch.bfloat16", "torch.float16", "torch.float32"}
+    for binary in found:
+        exact = binary["case"]["dtype"] == "torch.float32"
+        assert binary["atomics"] == [], binary
+        assert (binary["tensor_cores"] > 0) == (not exact), binary
+        assert binary["spilled"] == 0, binary
+        assert binary["shared"] <= SMALL_MEMORY, binary
+        assert binary["wide"] > 0, binary
+        assert binary["narrow"] == 0 or exact or "3" in binary["case"]["ranks"], (
+            binary
+        )  # rows of B begin anywhere
+
+
 @pytest.mark.timeout(1200)
 def test_attention_over_pages_compiles_and_fits_every_generation():
     found = _compiled("80,90,100", "paged")

@@ -2,7 +2,8 @@
 
 Triton's own launch path runs, with the arguments, alignment and constants that a device would see, up to the
 binary that ptxas writes; only the launch itself is left out. Run by test_kernels_compile.py in a process of
-its own, since Triton's interpreter is on in the tests': `CAPABILITY[,…] all|sample|passes|paged|attention`.
+its own, since Triton's interpreter is on in the tests':
+`CAPABILITY[,…] all|sample|passes|gated|paged|attention`.
 """
 
 from __future__ import annotations
@@ -22,12 +23,25 @@ import triton
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from plait_kernels import AdapterStep, Bank, Site, attention, joint_adamw, loss, paged, passes
+from plait_kernels import (
+    AdapterStep,
+    Bank,
+    Routing,
+    Site,
+    attention,
+    gated_mlp,
+    joint_adamw,
+    loss,
+    paged,
+    passes,
+)
 from plait_kernels.absent import AbsentDevice
 from plait_kernels.attention import Capped
+from plait_kernels.gated_mlp import Frozen
 from plait_kernels.layer import layer_call
 from plait_kernels.plain import GELU, GELU_TANH, SILU
-from plait_kernels.synthetic import Shape, problem
+from plait_kernels.synthetic import Shape, counters_of, even_segments, problem
+from plait_kernels.tables import site_table
 from plait_kernels.tiles import CANDIDATES, DEFAULT, SMALL, SMALL_CANDIDATES, Choice
 from plait_kernels.triton_launch import Launcher
 
@@ -135,6 +149,33 @@ def launch_passes(dtype: torch.dtype) -> None:
     passes.rotate_(torch.zeros(4, 48 * 128, dtype=dtype).view(4, 48, 128)[:, :40], table, table)
 
 
+def launch_gated(case: dict[str, object]) -> None:
+    """A gated MLP's passes with adapters of few and of many ranks, with and without dropout."""
+    bf, half, exact = torch.bfloat16, torch.float16, torch.float32
+    for dtype, ranks, p in ((bf, (16,), 0.0), (bf, (16,), 0.1), (half, (3, 100), 0.1), (exact, (16,), 0.1)):
+        case |= {"dtype": dtype, "ranks": ranks, "dropout": p}
+        bank = Bank(
+            [Site("gate", 0, 64, 128), Site("up", 1, 64, 128), Site("down", 2, 128, 64)],
+            device="cpu",
+            compute_dtype=dtype,
+        )
+        for index, rank in enumerate(ranks):
+            bank.attach(str(index), rank=rank, scale=1.0, dropout=p, seed=0, sites=["gate", "up", "down"])
+        segments, counters = even_segments(96, list(bank.blocks)), counters_of(96, "cpu")
+        routing = Routing.build(bank, segments, counters, training=True)
+        pair, down = torch.zeros(256, 64, dtype=dtype), torch.zeros(64, 128, dtype=dtype)
+        x, hidden, y = (torch.zeros(96, width, dtype=dtype) for width in (64, 128, 256))
+        first = layer_call(bank, routing, ("gate", "up"), 256)
+        second = layer_call(bank, routing, ("down",), 64)
+        own, after = Launcher(first, x, pair, DEFAULT), Launcher(second, hidden, down, DEFAULT)
+        layers = Frozen(pair, None, ("gate", "up")), Frozen(down, None, ("down",))
+        found = gated_mlp._passes(gated_mlp._Mlp(*layers, first, second, SILU), own, after)
+        s, ds = torch.zeros(own.packed, dtype=dtype), torch.zeros(after.packed, dtype=dtype)
+        bits, sites = torch.zeros(after.bits, dtype=torch.uint8), (site_table(first), site_table(second))
+        found.forward(y, hidden, s, sites[0])
+        found.backward(hidden, y, y, s, sites[0], ds, bits, sites[1])
+
+
 def launch_loss(dtype: torch.dtype) -> None:
     """The cross-entropy of a few rows, with and without scale and softcap."""
     hidden, head = torch.zeros(4, 64, dtype=dtype), torch.zeros(128_256, 64, dtype=dtype)
@@ -212,6 +253,9 @@ def main(capabilities: list[int], which: str) -> None:
         if which == "attention":
             current = {}
             launch_attention(current)
+        if which == "gated":
+            current = {}
+            launch_gated(current)
         if which == "passes":
             current = {"dtype": torch.bfloat16}
             launch_passes(torch.bfloat16)
