@@ -245,10 +245,11 @@ def test_sizes_are_few_and_do_not_depend_on_what_fills_them(laboratory: Any) -> 
     assert (sizes.ranks, sizes.dropout) == ((3, 8, 40), True)
     more = worker.bank.block("c").targets
     assert more > sizes.targets == worker.bank.block("b").targets
-    assert sizes_of(JOBS[2], 1) == replace(sizes, targets=more)
+    assert sizes_of(JOBS[2], 1) == replace(sizes, targets=more) != sizes
     for left in "ac":
         worker.execute(Detach(left))
-    assert sizes_of(JOBS[1], 1) == replace(sizes, ranks=(40,), dropout=False)
+    assert sizes_of(JOBS[1], 1) == replace(sizes, ranks=(40,), dropout=False) != replace(sizes, ranks=(40,))
+    assert replace(sizes, ranks=(40,)) != sizes != replace(sizes, labelled=1)
     assert sizes_of(JOBS[1], 1, longest=1) is None
 
 
