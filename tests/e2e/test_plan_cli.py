@@ -9,6 +9,7 @@ import pytest
 from plait.cli.main import main
 from plait.cost.profiles import cluster_profile
 from plait.cost.time import MicrobatchShape
+from plait.planning import model_memory
 from plait.utils.paths import conf_dir
 
 Short = tuple[str, ...]
@@ -100,10 +101,20 @@ def test_stages_get_fewer_layers_where_memory_requires_it(
 
 
 @pytest.mark.slow
-def test_each_described_cluster(short: Short, capsys: pytest.CaptureFixture[str]) -> None:
-    names = sorted(path.stem for path in (conf_dir() / "cluster").glob("*.yaml") if path.stem != "local")
+def test_each_described_cluster(
+    short: Short, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What microbatches of a model take is observed of the first model alone, which takes seconds."""
+    observed, kept = model_memory._observed, list[Any]()
+
+    def observe_first(*given: Any) -> Any:
+        kept.extend([] if kept else [observed(*given)])
+        return kept[0]
+
+    monkeypatch.setattr(model_memory, "_observed", observe_first)
+    names = {path.stem for path in (conf_dir() / "cluster").glob("*.yaml")} - {"local"}
     assert len(names) >= 4
-    for name in names:
+    for name in sorted(names, key=lambda each: (each != "h100_llama31_8b", each)):  # other tests use this one
         found = planned(capsys, *short, *SEARCH, f"cluster={name}")
         assert found["cluster"] == name
         assert 0 < found["device_seconds"] <= found["device_seconds_alone"]

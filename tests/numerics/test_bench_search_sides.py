@@ -44,7 +44,7 @@ def settings(tmp_path, monkeypatch):
     monkeypatch.setenv("PLAIT_CACHE", str(tmp_path / "cache"))
     return RunSettings(
         model=ModelSettings(kind="tiny", dtype="float32"),
-        engine=EngineSettings(capacity=256, device="cpu"),
+        engine=EngineSettings(capacity=512, device="cpu"),
         search=SearchSettings(trials=4, parallel=4, stopping=RULE),
         tracking=TrackingSettings(root=tmp_path / "runs"),
     )
