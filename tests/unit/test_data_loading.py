@@ -22,7 +22,7 @@ from plait.core.jobs import DataSpec
 from plait.core.samples import RowCounts, Sample, Split
 from plait.data import tokenising
 from plait.data.loading import check_data, describe_rows, generation_limit, load_data
-from plait.data.scoring import score
+from plait.data.scoring import named_function, score
 from plait.data.sources import parse_options
 from plait.data.tasks import HASH_DEPENDENT, TaskOptions, generate_task
 from plait.data.tokenising import Rendered, tokenise
@@ -627,6 +627,26 @@ def test_gsm8k_is_read_with_named_fields(tmp_path, tokeniser):
     assert all("#### " in labelled_text(data.train[i], tokeniser) for i in range(48))
 
 
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("def score(texts, rows) return 1", r"SyntaxError: .*\(faulty_scorer\.py, line 1\)"),
+        ("\nx = unknown", r"NameError: name 'unknown' is not defined \(.*faulty_scorer\.py, line 2\)"),
+        ("import nowhere_at_all", r"No module named 'nowhere_at_all' \(.*faulty_scorer\.py, line 1\)"),
+        ("raise SystemExit(3)", r"SystemExit: 3 \(.*faulty_scorer\.py, line 1\)"),
+    ],
+)
+def test_a_faulty_module_of_a_scorer_is_named_with_its_line(
+    code: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "faulty_scorer", raising=False)
+    (tmp_path / "faulty_scorer.py").write_text(code)
+    with pytest.raises(ConfigError, match=said) as caught:
+        named_function("faulty_scorer:score")
+    assert "python -c 'import faulty_scorer'" in caught.value.remedy
+
+
 def test_a_named_function_scores_the_answers_to_a_file_s_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -658,7 +678,10 @@ def test_a_named_function_scores_the_answers_to_a_file_s_rows(
         ({"scorer": "own_scorer:other"}, "other"),
         ({"scorer": "nowhere:same"}, "nowhere"),
         ({"scorer": "own_scorer"}, "package.module:function"),
-        ({"scorer": "own_scorer:__name__"}, "is not a function"),
+        (
+            {"scorer": "own_scorer:__name__"},
+            "'__name__' is no function of <module 'own_scorer' from",
+        ),
     ):
         with pytest.raises(ConfigError, match=said):
             check_data(spec(**wrong))

@@ -5,7 +5,9 @@ A seam: the only code of others that is called by name.
 
 from __future__ import annotations
 
+import importlib
 import math
+import traceback
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
@@ -17,6 +19,7 @@ from plait.core.jobs import DataSpec
 from plait.data.examples import Conversation, Example, Pair
 from plait.data.sources import SOURCES, VerifiedOptions, parse_options
 
+NOT_OWN = (__file__, importlib.__file__)  # files on the way to a module's code
 Function = Callable[[list[str], list[dict[str, Any]]], Sequence[float]]
 
 
@@ -47,17 +50,30 @@ def named_function(name: str) -> Function:
         ConfigError: there is none.
     """
     module, _, attribute = name.partition(":")
+    rule = "It is package.module:function, of a module that Python finds."
     try:
-        found: Function = getattr(import_module(module), attribute)
-        if not callable(found):
-            raise AttributeError(f"{attribute!r} is not a function")
-    except (ImportError, AttributeError, ValueError) as error:
+        loaded = import_module(module)
+    except (Exception, SystemExit) as error:  # whatever its own code raises, too
+        why, remedy = str(error), "Install the package, or add its folder to PYTHONPATH."
+        if (line := _line_of(error)) or isinstance(error, SyntaxError):
+            why = f"{type(error).__name__}: {error}{line}"
+            remedy = f"Correct the module: `python -c 'import {module}'` must work."
+        raise ConfigError(f"data.scorer={name}: {why}", rule, remedy) from error
+    found: Function | None = getattr(loaded, attribute, None)
+    if not callable(found):
         raise ConfigError(
-            f"data.scorer={name}: {error}",
-            "It is package.module:function, of a module that Python finds.",
-            "Install the package, or add its folder to PYTHONPATH.",
-        ) from error
+            f"data.scorer={name}: {attribute!r} is no function of {loaded!r}",
+            rule,
+            "Name a function of this module. Another of its name may come first in PYTHONPATH.",
+        )
     return found
+
+
+def _line_of(error: BaseException) -> str:
+    """The line of a module that could not be imported: `` (FILE, line N)``; "" if there is none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [each for each in frames if not each.filename.startswith("<") and each.filename not in NOT_OWN]
+    return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
 
 
 def score(spec: DataSpec, rows: Sequence[int], texts: Sequence[str]) -> tuple[float, ...]:
