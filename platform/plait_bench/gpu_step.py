@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -25,6 +26,7 @@ from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings
 from plait.cost.probes import Probe, ProbeOptions, ProbeSegment, device_context, probe_loss, probe_routing
 from plait.engine.devices import choose_device, choose_kernels, prepare_tiles
+from plait.models.lora import LinearGroup
 from plait.utils.files import write_text
 from plait_bench.benchmarks import BENCHMARKS
 from plait_bench.figures import Baseline, Figure, Report
@@ -34,7 +36,7 @@ from plait_kernels import AdapterStep, Bank, adamw_step
 from plait_kernels.bench import environment
 from plait_kernels.timing import Taken, taken
 
-PARTS = ("joint", "frozen", "peft")
+PARTS = ("joint", "frozen", "apart", "peft")
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -96,10 +98,12 @@ def gpu_step(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[st
     kept = _kept(file, {"environment": environment(device), "options": asdict(asked)})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        if not {"joint", "frozen"} <= kept["parts"].keys():
+        if not {"joint", "frozen", "apart"} <= kept["parts"].keys():
             side = _PlaitSide(asked, settings.engine.kernels, device, dtype)
             _measure(file, kept, "joint", partial(side.times, side.joint_step))
             _measure(file, kept, "frozen", partial(side.times, side.frozen_step))
+            with patch.object(LinearGroup, "gated_mlp", lambda *_: None):
+                _measure(file, kept, "apart", partial(side.times, side.joint_step))
             del side
             free(device)
         _measure(file, kept, "peft", partial(_peft_times, asked, device, dtype))
@@ -227,9 +231,14 @@ def _peft_times(asked: StepOptions, device: torch.device, dtype: torch.dtype) ->
 
 
 def _figures(asked: StepOptions, parts: Mapping[str, Mapping[str, float]]) -> tuple[Figure, ...]:
-    joint, frozen, peft = (parts[part] for part in PARTS)
+    joint, frozen, apart, peft = (parts[part] for part in PARTS)
     speed = asked.tokens / joint["device"]
-    names = {"joint": "joint step", "frozen": "frozen model alone", "peft": "PEFT, one adapter after another"}
+    names = {
+        "joint": "joint step",
+        "frozen": "frozen model alone",
+        "apart": "joint step, each layer by itself",
+        "peft": "PEFT, one adapter after another",
+    }
     hosts = [
         Figure(f"{names[part]}: host", parts[part]["host"], "s", "measured", note="until all was asked for")
         for part in PARTS
@@ -244,6 +253,11 @@ def _figures(asked: StepOptions, parts: Mapping[str, Mapping[str, float]]) -> tu
             "joint: tokens a second",
             *(speed, "tokens/s", "measured"),
             Baseline(asked.tokens / peft["device"], "PEFT, one adapter after another", at_least=1.0),
+        ),
+        Figure(
+            names["apart"],
+            *(apart["device"], "s", "measured"),
+            note=f"no gated MLP as one operation: {apart['device'] / joint['device']:.3f} times as long",
         ),
         Figure("joint over PEFT", peft["device"] / joint["device"], "×", "measured", note="their speeds"),
         *hosts,
