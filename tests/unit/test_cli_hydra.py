@@ -213,6 +213,10 @@ def test_a_swept_key_with_quotes_is_still_an_override() -> None:
         ),
         (["sweep", "train.lr=interval(1e-3)"], ["cannot be read", "`train.lr=interval(1e-5,1e-3)`"]),
         (["sweep", "adapter.rank=choice()"], ["cannot be read", "`adapter.rank=choice(4,8,16)`"]),
+        (
+            ["sweep", "train.lr=choice(interval(1e-4,1e-3),1)"],
+            ["A choice holds single values, not intervals"],
+        ),
         (["sweep", "cluster=2"], ["cluster=2", "the name of a group of settings", "h100_llama31_8b, "]),
         (["sweep", "data=jsonl,file", "cluster=2"], ["plait: cluster=2", "the name of a group of settings"]),
         (["sweep", "search.name=my näme"], ["'ä' must be in quotes", "Here: \"search.name='my näme'\""]),

@@ -36,6 +36,7 @@ FORMS = {
 }
 _UNKNOWN_KEY = re.compile(r"Could not override '([^']+)'")
 _CALL = re.compile(r"[^=]+=([A-Za-z_]\w*)\(")
+_SPACE_WITHIN = re.compile(rf"=choice\(.*\b(?:{'|'.join(FORMS)})\(")
 _LEXER = "LexerNoViableAltException: "  # before the override in Hydra's error, with a ^ in the next line
 _NOT_QUOTED = set("'\"$`\\!")  # what quotes of Hydra's grammar and a shell's would not keep as it is
 _MISSING_PLUS = re.compile(r"To append to your default list use (\+\S+)")
@@ -100,6 +101,8 @@ def _unread(override: str, text: str) -> ConfigError:
     at = points[-1].find("^") - len(_LEXER) if points else -1
     rule = f"{override[at]!r} must be in quotes." if 0 <= at < len(override) else text.splitlines()[0]
     key, _, value = override.partition("=")
+    if _SPACE_WITHIN.search(override):
+        rule = "A choice holds single values, not intervals or ranges."
     if (called := _CALL.match(override)) and called[1] in FORMS:
         remedy = f"Write KEY=VALUE with {called[1]}(...) as in `{key}={FORMS[called[1]]}`."
         return ConfigError(f"{override!r} cannot be read", rule, remedy)
