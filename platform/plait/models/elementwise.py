@@ -10,7 +10,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -84,64 +85,8 @@ def residual_norm(
 
     What needs the sum takes it from here, so that both gradients are added in the norm's backward.
     """
-    return cast("tuple[Tensor, Tensor]", apply(RmsNorm, x, added, weight, eps, offset, backend))
-
-
-class RmsNorm(torch.autograd.Function):
-    """The norm of a sum, and the sum; its gradient is that of both terms."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, added: Tensor | None, weight: Tensor, eps: float, offset: float, backend: str
-    ) -> tuple[Tensor, Tensor]:
-        """See :func:`residual_norm`."""
-        x = x.contiguous()
-        features = x.shape[-1]
-        ctx.set_materialize_grads(False)
-        ctx.offset, ctx.two = offset, added is not None
-        ctx.triton = passes.by_triton(backend, x) and features <= passes.WIDEST
-        if ctx.triton:
-            out, scale, total = passes.rms(
-                x, weight, eps, offset, None if added is None else added.contiguous()
-            )
-        else:
-            total = x if added is None else x + added
-            function = compiled("rms", total, weight)
-            if function is None:
-                out, scale = plain.rms(total, weight, eps, offset)
-            else:
-                out, scale = torch.empty_like(total), torch.empty(*x.shape[:-1], 1)
-                pointers = (tensor.data_ptr() for tensor in (out, scale, total, weight))
-                function(*pointers, x.numel() // features, features, eps, offset, torch.get_num_threads())
-        ctx.save_for_backward(total, scale)
-        ctx.weight = weight
-        return out, total
-
-    @staticmethod
-    def backward(
-        ctx: Any, grad: Tensor | None, more: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
-        """Given the gradients of norm and sum."""
-        total, scale = ctx.saved_tensors
-        dx = more if grad is None else _norm_back(ctx, grad.contiguous(), total, ctx.weight, scale, more)
-        return dx, dx if ctx.two else None, None, None, None, None
-
-
-def _norm_back(
-    ctx: Any, grad: Tensor, total: Tensor, weight: Tensor, scale: Tensor, more: Tensor | None
-) -> Tensor:
-    """The gradient of what was normalised, plus ``more``, that of the sum itself."""
-    if ctx.triton:
-        more = None if more is None else more.contiguous()
-        return passes.rms_back(grad, total, weight, scale, ctx.offset, more)
-    features, function = total.shape[-1], compiled("rms_back", grad, total, weight)
-    if function is None:
-        dx = plain.rms_back(grad, total, weight, scale, ctx.offset)
-    else:
-        dx = torch.empty_like(total)
-        pointers = (tensor.data_ptr() for tensor in (dx, grad, scale, total, weight))
-        function(*pointers, total.numel() // features, features, ctx.offset, torch.get_num_threads())
-    return dx if more is None else dx.add_(more)
+    norm = _NormOf(weight, None, eps, offset, centred=False)
+    return cast("tuple[Tensor, Tensor]", apply(SumNorm, x, added, norm, backend))
 
 
 def layer_norm(
@@ -156,54 +101,88 @@ def layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """LayerNorm of x + ``added`` with ``offset`` + ``weight`` and ``bias``, all frozen, and this sum, which
     without ``added`` is x; see :func:`residual_norm`."""
-    return cast("tuple[Tensor, Tensor]", apply(LayerNorm, x, added, weight, bias, eps, offset, backend))
+    norm = _NormOf(weight, bias, eps, offset, centred=True)
+    return cast("tuple[Tensor, Tensor]", apply(SumNorm, x, added, norm, backend))
 
 
-class LayerNorm(torch.autograd.Function):
-    """The LayerNorm of a sum, and the sum; its gradient is that of both terms."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _NormOf:
+    """A norm's frozen parts: an RMSNorm's, or if ``centred`` a LayerNorm's."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+    offset: float
+    centred: bool
+
+    def forward(self, x: Tensor) -> Sequence[Tensor]:
+        """The norm of x without Triton, and what backward needs of each row."""
+        if self.centred:
+            return plain.layer_norm(x, self.weight, self.bias, self.eps, self.offset)
+        function = compiled("rms", x, self.weight)
+        if function is None:
+            return plain.rms(x, self.weight, self.eps, self.offset)
+        features = x.shape[-1]
+        out, scale = torch.empty_like(x), torch.empty(*x.shape[:-1], 1)
+        pointers = (tensor.data_ptr() for tensor in (out, scale, x, self.weight))
+        rows = x.numel() // features
+        function(*pointers, rows, features, self.eps, self.offset, torch.get_num_threads())
+        return out, scale
+
+    def backward(self, grad: Tensor, x: Tensor, found: Sequence[Tensor]) -> Tensor:
+        """The gradient of x without Triton."""
+        if self.centred:
+            mean, scale = found
+            return plain.layer_norm_back(grad, x, self.weight, self.offset, mean, scale)
+        (scale,) = found
+        function = compiled("rms_back", grad, x, self.weight)
+        if function is None:
+            return plain.rms_back(grad, x, self.weight, scale, self.offset)
+        dx, features = torch.empty_like(x), x.shape[-1]
+        pointers = (tensor.data_ptr() for tensor in (dx, grad, scale, x, self.weight))
+        function(*pointers, x.numel() // features, features, self.offset, torch.get_num_threads())
+        return dx
+
+
+class SumNorm(torch.autograd.Function):
+    """The norm of a sum, and the sum; its gradient is that of both terms."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        added: Tensor | None,
-        weight: Tensor,
-        bias: Tensor | None,
-        eps: float,
-        offset: float,
-        backend: str,
+        ctx: Any, x: Tensor, added: Tensor | None, norm: _NormOf, backend: str
     ) -> tuple[Tensor, Tensor]:
-        """See :func:`layer_norm`."""
+        """See :func:`residual_norm`."""
         x = x.contiguous()
         ctx.set_materialize_grads(False)
-        ctx.offset, ctx.two = offset, added is not None
+        ctx.norm, ctx.two = norm, added is not None
         ctx.triton = passes.by_triton(backend, x) and x.shape[-1] <= passes.WIDEST
         if ctx.triton:
             added = None if added is None else added.contiguous()
-            out, *found, total = passes.rms(x, weight, eps, offset, added, bias=bias, centred=True)
+            given = (x, norm.weight, norm.eps, norm.offset, added)
+            out, *found, total = passes.rms(*given, bias=norm.bias, centred=norm.centred)
         else:
             total = x if added is None else x + added
-            out, *found = plain.layer_norm(total, weight, bias, eps, offset)
+            out, *found = norm.forward(total)
         ctx.save_for_backward(total, *found)
-        ctx.weight = weight
         return out, total
 
     @staticmethod
     def backward(
         ctx: Any, grad: Tensor | None, more: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, None, None]:
         """Given the gradients of norm and sum."""
         total, *found = ctx.saved_tensors
+        norm: _NormOf = ctx.norm
         if grad is None:
             dx = more
         elif ctx.triton:
             more = None if more is None else more.contiguous()
-            given = (grad.contiguous(), total, ctx.weight, *found, ctx.offset, more)
-            dx = passes.rms_back(*given, centred=True)
+            given = (grad.contiguous(), total, norm.weight, *found, norm.offset, more)
+            dx = passes.rms_back(*given, centred=norm.centred)
         else:
-            dx = plain.layer_norm_back(grad.contiguous(), total, ctx.weight, ctx.offset, *found)
+            dx = norm.backward(grad.contiguous(), total, found)
             dx = dx if more is None else dx.add_(more)
-        return dx, dx if ctx.two else None, None, None, None, None, None
+        return dx, dx if ctx.two else None, None, None
 
 
 def activated(x: Tensor, kind: int, *, backend: str = "") -> Tensor:

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from plait.models.attention import AttentionRule, Heads, packed_attention
 from plait.models.context import MicrobatchContext, Rotation, Running, now_running, running
 from plait.models.elementwise import (
-    LayerNorm,
-    RmsNorm,
+    SumNorm,
     activated,
     gated,
     layer_norm,
@@ -368,7 +367,7 @@ class _Layer(torch.autograd.Function):
         found: Tensor | None = grad
         more = grad  # the gradient of the sum that passes what is added to it
         for step in reversed(ctx.chain.steps):
-            if step.function in (RmsNorm, LayerNorm):
+            if step.function is SumNorm:
                 found = more = step.back(found, more)
             else:
                 found = step.back(found)
