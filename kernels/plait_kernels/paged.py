@@ -3,6 +3,10 @@
 A page has each token's keys, then its values, of all heads. A request's table names its pages in order. By
 Triton they are read where they lie; :func:`attend_by_products`, the reference, copies them.
 
+Attention weighs the values of tokens that a row does not see by 0, which would not hide what is not finite.
+So where a head's values are not, NaN is stored as its keys and 0 as its values: rows that see the token are
+not finite, as they should be, and others are as without it. :func:`store_rows` and :func:`store_by_triton`.
+
 A row's sums have one order, which depends on its position alone: its bits depend neither on what shares the
 batch nor on where pages lie. A prompt's rows go by tiles of several, also where only one of them is left to
 run; the row of a new token by itself. Its keys are read in chunks of ``CHUNK``, by programs of their own,
@@ -20,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait_kernels.launching import launch, room
+from plait_kernels.launching import GIVEN, Launch, room
 from plait_kernels.tiles import power_of_two
 from plait_kernels.uploads import together, upload
 
@@ -30,6 +34,7 @@ _LOG2E = math.log2(math.e)
 # Rows of a prompt's tile, times query heads; float32's products, which no tensor core has, take the fewest.
 _PROMPT_ROWS = 64
 _FEWEST_ROWS = 16  # that a product has
+_Launches = tuple[list[Launch], list[Launch]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +79,7 @@ class PagedRows:
     Attributes:
         tables: (requests, longest) int32, the pages.
         single: (n, 4) int32, the rows of new tokens: row, 1, request, position.
+        launches: of layers of the same sizes, as they are needed; joins follow.
     """
 
     def __init__(self, pages: Sequence[Sequence[int]], spans: Sequence[Span], device: torch.device) -> None:
@@ -86,6 +92,7 @@ class PagedRows:
             [torch.tensor(padded, dtype=torch.int32), self._tiles(1, prompt=False)], device
         )
         self._prompts: dict[int, Tensor] = {}
+        self.launches: dict[object, _Launches] = {}
 
     def prompts(self, most: int) -> Tensor:
         """(n, 4) int32, the prompts' rows in tiles of at most so many: first row, rows, request, position."""
@@ -108,6 +115,39 @@ class PagedRows:
             for first in range(0, each.rows, most)
         ]
         return torch.tensor(tiles, dtype=torch.int32).view(-1, 4)
+
+
+def store_rows(qkv: Tensor, pool: Tensor, places: Tensor, shape: PageShape) -> None:
+    """Store tokens' keys and values by torch; what is not finite changes ``qkv`` in the same way.
+
+    Args:
+        qkv: (tokens, …): after the query heads' features the keys, then the values.
+        places: (tokens, 2) int64, the page of each, and the token in it.
+    """
+    new = qkv.view(len(qkv), -1, shape.size)[:, shape.shared * shape.group :]
+    keys, values = new[:, : shape.shared], new[:, shape.shared :]
+    spoilt = ~torch.isfinite(values).all(-1, keepdim=True)
+    keys.masked_fill_(spoilt, torch.nan)
+    values.masked_fill_(spoilt, 0.0)
+    used = math.prod((shape.tokens, 2, shape.shared, shape.size))
+    stored = pool[:, :used].view(-1, shape.tokens, 2 * shape.shared, shape.size)
+    stored[places[:, 0], places[:, 1]] = new
+
+
+def store_by_triton(qkv: Tensor, pool: Tensor, places: Tensor, rows: PagedRows, shape: PageShape) -> None:
+    """:func:`store_rows` by Triton, in one launch; ``qkv`` stays."""
+    key = ("store", shape, qkv.dtype, qkv.stride(0), pool.shape[1])
+    if key not in rows.launches:
+        sizes = shape.group * shape.shared * shape.size, shape.shared * shape.size
+        made = Launch(
+            _triton().store,
+            (len(places), shape.shared),
+            *(GIVEN, GIVEN, places, qkv.stride(0), pool.shape[1], *sizes),
+            **{"SIZE": shape.size, "BD": power_of_two(shape.size), "num_warps": 1},
+        )
+        rows.launches[key] = [made], []
+    ((store,), _) = rows.launches[key]
+    store(qkv, pool)
 
 
 def attend_by_products(out: Tensor, qkv: Tensor, pool: Tensor, rows: PagedRows, shape: PageShape) -> None:
@@ -157,17 +197,33 @@ def attend_rows(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, shap
 
 def attend_by_triton(out: Tensor, qkv: Tensor, pool: Tensor, rows: PagedRows, shape: PageShape) -> None:
     """Fill the rows of ``out`` by Triton; arguments as for :func:`attend_by_products`."""
+    key = (shape, qkv.dtype, qkv.stride(0), out.stride(0), pool.shape[1])
+    if key not in rows.launches:
+        rows.launches[key] = _launches(out, qkv, pool.shape[1], rows, shape)
+    attends, joins = rows.launches[key]
+    for attend in attends:
+        attend(qkv, pool, out)
+    for join in joins:
+        join(out)
+
+
+def _launches(out: Tensor, qkv: Tensor, page: int, rows: PagedRows, shape: PageShape) -> _Launches:
+    """The launches of layers of the same sizes, which follow each other and so share the chunks' sums."""
     chunks = rows.chunks(shape.window)
     most = _tile_rows(qkv.dtype, shape)
     prompts = rows.prompts(most // shape.group)
+    strides = qkv.stride(0), out.stride(0), page
+    attends: list[Launch] = []
+    joins: list[Launch] = []
     if len(prompts):
-        _attend(out, qkv, pool, rows.tables, prompts, shape, most, chunks=1)
-    if not chunks:
-        return
-    most = max(_FEWEST_ROWS, power_of_two(shape.group))
-    parts = _attend(out, qkv, pool, rows.tables, rows.single, shape, most, chunks=chunks, chunk=CHUNK)
-    if parts is not None:
-        _join(out, parts, rows.single, shape, chunks)
+        attends, _ = _attend(out, strides, rows.tables, prompts, shape, most, chunks=1)
+    if chunks:
+        most = max(_FEWEST_ROWS, power_of_two(shape.group))
+        single, joins = _attend(
+            out, strides, rows.tables, rows.single, shape, most, chunks=chunks, chunk=CHUNK
+        )
+        attends += single
+    return attends, joins
 
 
 def _tile_rows(dtype: torch.dtype, shape: PageShape) -> int:
@@ -178,8 +234,7 @@ def _tile_rows(dtype: torch.dtype, shape: PageShape) -> int:
 
 def _attend(
     out: Tensor,
-    qkv: Tensor,
-    pool: Tensor,
+    strides: tuple[int, int, int],
     tables: Tensor,
     tiles: Tensor,
     shape: PageShape,
@@ -187,25 +242,37 @@ def _attend(
     *,
     chunks: int,
     chunk: int = _EVERY,
-) -> tuple[Tensor, Tensor] | None:
-    """Attention of tiles; of several chunks their sums and marks, for :func:`_join`."""
+) -> _Launches:
+    """Attention of tiles, and of several chunks what joins their sums and marks.
+
+    Args:
+        out: as all calls give it.
+        strides: of the rows of qkv and of out, and of the pool's pages.
+    """
     split, capped = chunks > 1, shape.softcap is not None
-    parts = None
+    sums = marks = tables  # which are not written
     if split:
         places = len(tiles) * shape.shared * shape.group * chunks
-        parts = room(out, (places, shape.size), torch.float32), room(out, (places, 2), torch.float32)
-    sums, marks = parts or (out, out)  # which are not written
+        sums, marks = (room(out, (places, size), torch.float32) for size in (shape.size, 2))
     scale = shape.scale / shape.softcap if shape.softcap else shape.scale * _LOG2E
-    launch(
+    attend = Launch(
         _triton().attend,
         (len(tiles), shape.shared, chunks),
-        *(qkv, pool, tables, tiles, out, sums, marks, qkv.stride(0), out.stride(0), tables.shape[1]),
-        *(shape.tokens, pool.shape[1], shape.shared * shape.size, scale, (shape.softcap or 0.0) * _LOG2E),
+        *(GIVEN, GIVEN, tables, tiles, GIVEN, sums, marks, *strides[:2], tables.shape[1]),
+        *(shape.tokens, strides[2], shape.shared * shape.size, scale, (shape.softcap or 0.0) * _LOG2E),
         *(shape.window or _EVERY, chunk, chunks),
         **{"GROUP": shape.group, "SIZE": shape.size, "CAPPED": capped, "SPLIT": split, "BM": most},
-        **_blocks(qkv.dtype, shape.size),
+        **_blocks(out.dtype, shape.size),
     )
-    return parts
+    if not split:
+        return [attend], []
+    join = Launch(
+        _triton().join,
+        (len(tiles), shape.shared * shape.group),
+        *(GIVEN, sums, marks, tiles, strides[1], shape.window or _EVERY, CHUNK, chunks),
+        **{"SIZE": shape.size, "BD": power_of_two(shape.size), "num_warps": 1},
+    )
+    return [attend], [join]
 
 
 def _blocks(dtype: torch.dtype, size: int) -> dict[str, Any]:
@@ -215,15 +282,6 @@ def _blocks(dtype: torch.dtype, size: int) -> dict[str, Any]:
     keys = 32 if exact or width > 128 else 64
     warps = 8 if width > (64 if exact else 128) else 4
     return {"BN": keys, "BD": width, "PRECISION": "ieee", "num_warps": warps, "num_stages": 2}
-
-
-def _join(out: Tensor, parts: tuple[Tensor, Tensor], single: Tensor, shape: PageShape, chunks: int) -> None:
-    launch(
-        _triton().join,
-        (len(single), shape.shared * shape.group),
-        *(out, *parts, single, out.stride(0), shape.window or _EVERY, CHUNK, chunks),
-        **{"SIZE": shape.size, "BD": power_of_two(shape.size), "num_warps": 1},
-    )
 
 
 @cache

@@ -6,6 +6,9 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#ifdef __AVX512BF16__ /* which gcc and clang define where the processor has it */
+#include <immintrin.h>
+#endif
 
 enum { LANES = 16 };
 typedef float lanes __attribute__((vector_size(4 * LANES)));
@@ -47,102 +50,146 @@ static inline uint16_t store_bf16(float value) {
     return value != value ? (uint16_t)0x7FC0 : (uint16_t)rounded;
 }
 
-/* tiles (n, 4): first row of x and out, rows (at most MOST_ROWS), offset of their adapter's table, rank. A table is
- * (sites, 2, rank). sites (m, 3): index in the tables, first column, columns. A negative offset: the adapter is
- * not there. A row's sums have one order, however many rows its tile has. */
+/* Adds the products of STEP_… neighbouring features, by lane. */
+enum { STEP_f32 = LANES, STEP_bf16 = 2 * LANES };
+static inline lanes dot_f32(lanes sum, const float *a, const float *b) { return sum + load_f32(a) * load_f32(b); }
+static inline lanes dot_bf16(lanes sum, const uint16_t *a, const uint16_t *b) {
+#ifdef __AVX512BF16__
+    __m512bh given, values;
+    memcpy(&given, a, sizeof given);
+    memcpy(&values, b, sizeof values);
+    return (lanes)_mm512_dpbf16_ps((__m512)sum, given, values);
+#else
+    sum += load_bf16(a) * load_bf16(b);
+    return sum + load_bf16(a + LANES) * load_bf16(b + LANES);
+#endif
+}
+
 enum { MOST_ROWS = 8, FOUR = 4 };
+/* An adapter's ranks from `first` on. Its table is (sites, 2, rank); a negative offset: the adapter is not there. */
+struct ranks {
+    const int64_t *table;
+    int64_t rank, first;
+};
+static inline int there(struct ranks of, int64_t site) { return of.table[2 * of.rank * site] >= 0; }
+
+/* tiles (n, 4): first row of x and out, rows (at most MOST_ROWS), offset of their adapter's table, rank. sites (m, 3):
+ * index in the tables, first column, columns. A row's sums have one order, however many rows its tile has. */
 #define DEFINE_ROWS(NAME, TYPE)                                                                                 \
-    /* out += scale * B[:, k] (A[k, :] x) for up to four of the k that are left, and `rows` rows; the missing   \
-     * k read the first. The next four are fetched meanwhile: the vectors are too short for the processor to    \
-     * foresee. */                                                                                              \
-    static inline __attribute__((always_inline)) void block_##NAME(                                             \
-        const int rows, float *out, int64_t width, const float *x, int64_t features, const TYPE *pool,          \
-        const int64_t *a, const int64_t *b, int64_t left, float scale) {                                        \
-        const TYPE *v[FOUR], *w[FOUR], *next_v[FOUR], *next_w[FOUR];                                            \
-        float f[FOUR][FOUR] = {{0}};                                                                            \
-        lanes sums[FOUR][FOUR] = {{{0}}};                                                                       \
-        const int ranks = left < FOUR ? left : FOUR;                                                            \
+    /* The vectors of up to FOUR ranks; the missing ones are the first. `side`: twice the site, plus 1 for B. */\
+    static inline void vectors_##NAME(const TYPE *found[], const TYPE *pool, struct ranks of, int64_t side) {   \
+        const int64_t *at = of.table + of.rank * side + of.first;                                               \
         for (int k = 0; k < FOUR; k++) {                                                                        \
-            const int64_t own = k < ranks ? k : 0, next = k + FOUR < left ? k + FOUR : own;                     \
-            v[k] = pool + a[own], w[k] = pool + b[own], next_v[k] = pool + a[next], next_w[k] = pool + b[next]; \
+            const int64_t offset = at[of.first + k < of.rank ? k : 0];                                          \
+            found[k] = pool + (offset < 0 ? 0 : offset);                                                        \
         }                                                                                                       \
+    }                                                                                                           \
+    /* f (rows, FOUR) = scale * A x. What comes next is fetched meanwhile: the vectors are too short for the    \
+     * processor to foresee. */                                                                                 \
+    static inline __attribute__((always_inline)) void down_##NAME(                                              \
+        const int rows, float *f, const TYPE *x, int64_t x_stride, int64_t features, const TYPE *pool,          \
+        struct ranks now, struct ranks next, int64_t site, float scale) {                                       \
+        const TYPE *v[FOUR], *soon[FOUR];                                                                       \
+        lanes sums[FOUR][FOUR] = {{{0}}};                                                                       \
+        vectors_##NAME(v, pool, now, 2 * site);                                                                 \
+        vectors_##NAME(soon, pool, next, 2 * site);                                                             \
         int64_t i = 0;                                                                                          \
-        for (; i + LANES <= features; i += LANES) {                                                             \
-            lanes values[FOUR];                                                                                 \
-            for (int k = 0; k < FOUR; k++) {                                                                    \
-                values[k] = load_##NAME(v[k] + i);                                                              \
-                __builtin_prefetch(next_v[k] + i, 0, 2);                                                        \
-            }                                                                                                   \
-            for (int r = 0; r < rows; r++) {                                                                    \
-                lanes given = load_f32(x + r * features + i);                                                   \
-                for (int k = 0; k < FOUR; k++) sums[r][k] += given * values[k];                                 \
-            }                                                                                                   \
+        for (; i + STEP_##NAME <= features; i += STEP_##NAME) {                                                 \
+            for (int k = 0; k < FOUR; k++) __builtin_prefetch(soon[k] + i, 0, 2);                               \
+            for (int r = 0; r < rows; r++)                                                                      \
+                for (int k = 0; k < FOUR; k++)                                                                  \
+                    sums[r][k] = dot_##NAME(sums[r][k], x + r * x_stride + i, v[k] + i);                        \
         }                                                                                                       \
         for (int r = 0; r < rows; r++)                                                                          \
-            for (int k = 0; k < ranks; k++) {                                                                   \
+            for (int k = 0; k < FOUR; k++) {                                                                    \
                 float sum = sum_lanes(sums[r][k]);                                                              \
-                for (int64_t j = i; j < features; j++) sum += x[r * features + j] * one_##NAME(v[k][j]);        \
-                f[r][k] = scale * sum;                                                                          \
+                for (int64_t j = i; j < features; j++)                                                          \
+                    sum += one_##NAME(x[r * x_stride + j]) * one_##NAME(v[k][j]);                               \
+                f[FOUR * r + k] = k < now.rank - now.first ? scale * sum : 0.0f;                                \
             }                                                                                                   \
-        for (i = 0; i + LANES <= width; i += LANES) {                                                           \
+    }                                                                                                           \
+    /* out (rows, stride) += B f. */                                                                            \
+    static inline __attribute__((always_inline)) void up_##NAME(                                                \
+        const int rows, float *out, int64_t stride, int64_t width, const float *f, const TYPE *pool,            \
+        struct ranks now, struct ranks next, int64_t site) {                                                    \
+        const TYPE *w[FOUR], *soon[FOUR];                                                                       \
+        vectors_##NAME(w, pool, now, 2 * site + 1);                                                             \
+        vectors_##NAME(soon, pool, next, 2 * site + 1);                                                         \
+        int64_t i = 0;                                                                                          \
+        for (; i + LANES <= width; i += LANES) {                                                                \
             lanes values[FOUR];                                                                                 \
             for (int k = 0; k < FOUR; k++) {                                                                    \
                 values[k] = load_##NAME(w[k] + i);                                                              \
-                __builtin_prefetch(next_w[k] + i, 0, 2);                                                        \
+                if (i % STEP_##NAME == 0) __builtin_prefetch(soon[k] + i, 0, 2);                                \
             }                                                                                                   \
             for (int r = 0; r < rows; r++) {                                                                    \
-                lanes sum = load_f32(out + r * width + i);                                                      \
-                for (int k = 0; k < FOUR; k++) sum += f[r][k] * values[k];                                      \
-                memcpy(out + r * width + i, &sum, sizeof sum);                                                  \
+                lanes sum = load_f32(out + r * stride + i);                                                     \
+                for (int k = 0; k < FOUR; k++) sum += f[FOUR * r + k] * values[k];                              \
+                memcpy(out + r * stride + i, &sum, sizeof sum);                                                 \
             }                                                                                                   \
         }                                                                                                       \
         for (; i < width; i++)                                                                                  \
             for (int r = 0; r < rows; r++)                                                                      \
-                for (int k = 0; k < FOUR; k++) out[r * width + i] += f[r][k] * one_##NAME(w[k][i]);             \
+                for (int k = 0; k < FOUR; k++) out[r * stride + i] += f[FOUR * r + k] * one_##NAME(w[k][i]);    \
+    }                                                                                                           \
+    /* FOUR ranks at all sites of `rows` rows: first what is read of A, then of B, as they lie in a page. */    \
+    static inline __attribute__((always_inline)) void block_##NAME(                                             \
+        const int rows, float *sums, int64_t width, const TYPE *x, int64_t x_stride, int64_t features,          \
+        const TYPE *pool, struct ranks now, struct ranks next, float scale, const int64_t *sites, int64_t m,    \
+        float *f) {                                                                                             \
+        for (int64_t s = 0; s < m; s++)                                                                         \
+            if (there(now, sites[3 * s]))                                                                       \
+                down_##NAME(rows, f + FOUR * FOUR * s, x, x_stride, features, pool, now, next, sites[3 * s],    \
+                            scale);                                                                             \
+        for (int64_t s = 0; s < m; s++)                                                                         \
+            if (there(now, sites[3 * s]))                                                                       \
+                up_##NAME(rows, sums + sites[3 * s + 1], width, sites[3 * s + 2], f + FOUR * FOUR * s, pool,    \
+                          now, next, sites[3 * s]);                                                             \
     }                                                                                                           \
     static void tile_##NAME(TYPE *out, int64_t out_stride, const TYPE *x, int64_t x_stride, int64_t features,   \
-                            const TYPE *pool, const int64_t *table, int64_t rows, int64_t rank, float scale,    \
-                            const int64_t *sites, int64_t m, float *given, float *sums) {                       \
-        for (int64_t r = 0; r < rows; r++)                                                                      \
-            for (int64_t i = 0; i < features; i++) given[r * features + i] = one_##NAME(x[r * x_stride + i]);   \
-        for (int64_t site = 0; site < m; site++) {                                                              \
-            const int64_t *a = table + 2 * rank * sites[3 * site], *b = a + rank, width = sites[3 * site + 2];  \
-            TYPE *own = out + sites[3 * site + 1];                                                              \
-            if (a[0] < 0) continue;                                                                             \
+                            const TYPE *pool, struct ranks now, struct ranks then, int64_t rows, float scale,   \
+                            const int64_t *sites, int64_t m, float *sums, int64_t width, float *f) {            \
+        for (const int64_t *s = sites; s < sites + 3 * m; s += 3)                                               \
             for (int64_t r = 0; r < rows; r++)                                                                  \
-                for (int64_t i = 0; i < width; i++) sums[r * width + i] = one_##NAME(own[r * out_stride + i]);  \
-            for (int64_t k = 0; k < rank; k += FOUR) {                                                          \
-                int64_t r = 0;                                                                                  \
-                for (; r + FOUR <= rows; r += FOUR)                                                             \
-                    block_##NAME(FOUR, sums + r * width, width, given + r * features, features, pool, a + k,    \
-                                 b + k, rank - k, scale);                                                       \
-                for (; r < rows; r++)                                                                           \
-                    block_##NAME(1, sums + r * width, width, given + r * features, features, pool, a + k,       \
-                                 b + k, rank - k, scale);                                                       \
-            }                                                                                                   \
-            for (int64_t r = 0; r < rows; r++)                                                                  \
-                for (int64_t i = 0; i < width; i++)                                                             \
-                    own[r * out_stride + i] = store_##NAME(sums[r * width + i]);                                \
+                for (int64_t i = s[1]; i < s[1] + s[2]; i++)                                                    \
+                    sums[r * width + i] = one_##NAME(out[r * out_stride + i]);                                  \
+        for (; now.first < now.rank; now.first += FOUR) {                                                       \
+            struct ranks next = {now.table, now.rank, now.first + FOUR};                                        \
+            if (next.first >= next.rank) next = then;                                                           \
+            int64_t r = 0;                                                                                      \
+            for (; r + FOUR <= rows; r += FOUR)                                                                 \
+                block_##NAME(FOUR, sums + r * width, width, x + r * x_stride, x_stride, features, pool, now,    \
+                             next, scale, sites, m, f);                                                         \
+            for (; r < rows; r++)                                                                               \
+                block_##NAME(1, sums + r * width, width, x + r * x_stride, x_stride, features, pool, now, next, \
+                             scale, sites, m, f);                                                               \
         }                                                                                                       \
+        for (const int64_t *s = sites; s < sites + 3 * m; s += 3)                                               \
+            for (int64_t r = 0; there(now, s[0]) && r < rows; r++)                                              \
+                for (int64_t i = s[1]; i < s[1] + s[2]; i++)                                                    \
+                    out[r * out_stride + i] = store_##NAME(sums[r * width + i]);                                \
     }                                                                                                           \
     int rows_##NAME(TYPE *out, int64_t out_stride, const TYPE *x, int64_t x_stride, int64_t features,           \
                      const TYPE *pool, const int64_t *tables, const int64_t *tiles, const float *scales,        \
                      int64_t n, const int64_t *sites, int64_t m, int threads) {                                 \
-        int64_t widest = features;                                                                              \
-        for (int64_t site = 0; site < m; site++)                                                                \
-            if (sites[3 * site + 2] > widest) widest = sites[3 * site + 2];                                     \
+        int64_t width = 0;                                                                                      \
+        for (const int64_t *s = sites; s < sites + 3 * m; s += 3)                                               \
+            if (s[1] + s[2] > width) width = s[1] + s[2];                                                       \
         int failed = 0;                                                                                         \
         _Pragma("omp parallel num_threads(threads)") {                                                          \
-            float *scratch = malloc(2 * MOST_ROWS * widest * sizeof(float));                                    \
+            float *scratch = malloc((MOST_ROWS * width + FOUR * FOUR * m) * sizeof(float));                     \
             if (scratch == NULL) {                                                                              \
                 _Pragma("omp atomic write") failed = 1;                                                         \
             }                                                                                                   \
             _Pragma("omp for schedule(static)")                                                                 \
-            for (int64_t i = 0; i < n; i++)                                                                     \
+            for (int64_t i = 0; i < n; i++) {                                                                   \
+                const int64_t *own = tiles + 4 * i, *after = i + 1 < n ? own + 4 : own;                         \
+                struct ranks now = {tables + own[2], own[3], 0}, then = {tables + after[2], after[3], 0};       \
                 if (scratch != NULL)                                                                            \
-                    tile_##NAME(out + tiles[4 * i] * out_stride, out_stride, x + tiles[4 * i] * x_stride,       \
-                                x_stride, features, pool, tables + tiles[4 * i + 2], tiles[4 * i + 1],          \
-                                tiles[4 * i + 3], scales[i], sites, m, scratch, scratch + MOST_ROWS * widest);  \
+                    tile_##NAME(out + own[0] * out_stride, out_stride, x + own[0] * x_stride, x_stride,         \
+                                features, pool, now, then, own[1], scales[i], sites, m, scratch, width,         \
+                                scratch + MOST_ROWS * width);                                                   \
+            }                                                                                                   \
             free(scratch);                                                                                      \
         }                                                                                                       \
         return failed;                                                                                          \

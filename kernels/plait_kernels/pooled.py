@@ -26,7 +26,7 @@ from plait_kernels import reference
 from plait_kernels.bank import Site
 from plait_kernels.compiled import cache_folder, compile_library
 from plait_kernels.errors import KernelError
-from plait_kernels.launching import launch
+from plait_kernels.launching import GIVEN, Launch
 from plait_kernels.layer import layer_call
 from plait_kernels.quantised import Weight, dense
 from plait_kernels.routing import Routing
@@ -36,7 +36,9 @@ from plait_kernels.uploads import distance, table
 _BLOCK_RANKS, _BLOCK_FEATURES = 16, 256  # of a Triton program
 PLACED = {torch.float32: "f32", torch.bfloat16: "bf16"}  # dtypes of compiled code, as it names them
 _TILE_ROWS = 8  # MOST_ROWS of pooled.c
-_LONG_ROWS = 64  # rows of one adapter for which gathering its vectors pays, so that torch multiplies on a CPU
+_LONG_ROWS = (
+    128  # rows of one adapter for which gathering its vectors pays, so that torch multiplies on a CPU
+)
 
 
 @dataclass(frozen=True)
@@ -173,12 +175,14 @@ def _long(span: tuple[int, int, PooledAdapter]) -> bool:
 @dataclass(frozen=True)
 class _Launched:
     """Rows (n, 3) int64: row, distance of its table from `origin`, rank. Or tiles (n, 4), which have a number
-    of rows, too. Scales (n,); the largest rank of single rows, 0 for tiles."""
+    of rows, too. Scales (n,); the largest rank of single rows, 0 for tiles; Triton's launches by the sizes of
+    layers."""
 
     rows: Tensor
     scales: Tensor
     origin: Tensor
     most: int
+    launches: dict[object, tuple[Launch, Launch]] = field(default_factory=dict)
 
 
 def pooled_linear(
@@ -311,23 +315,34 @@ def _by_compiled(out: Tensor, x: Tensor, names: tuple[str, ...], rows: PooledRow
 
 def add_by_triton(out: Tensor, x: Tensor, storage: Tensor, names: tuple[str, ...], rows: PooledRows) -> None:
     """Add the single rows' adapters by Triton: first s = scale · A x, then B s."""
-    kernels = _triton()
     made, sites = rows.launched, rows.pool.columns(names)
-    s = torch.empty(len(made.rows), len(sites), made.most, dtype=torch.float32, device=x.device)
-    blocks = {"BK": _BLOCK_RANKS, "BF": _BLOCK_FEATURES}
-    launch(
-        kernels.down,
-        (len(made.rows), len(sites)),
-        *(x, storage, made.origin, made.rows, made.scales, sites, s, x.stride(0), x.shape[1], made.most),
-        **blocks,
-    )
     widest = max(rows.pool.sites[rows.pool.index[name]].out_features for name in names)
-    launch(
-        kernels.up,
-        (len(made.rows), len(sites), -(-widest // _BLOCK_FEATURES)),
-        *(out, storage, made.origin, made.rows, sites, s, out.stride(0), made.most),
+    key = (len(sites), widest, x.shape[1], x.stride(0), out.stride(0), x.dtype)
+    if key not in made.launches:
+        made.launches[key] = _launches(made, len(sites), widest, x, out.stride(0))
+    down, up = made.launches[key]
+    down(x, storage, sites)
+    up(out, storage, sites)
+
+
+def _launches(made: _Launched, sites: int, widest: int, x: Tensor, out_stride: int) -> tuple[Launch, Launch]:
+    """The launches of layers of the same sizes, which follow each other and so share s."""
+    kernels, most = _triton(), made.most
+    s = torch.empty(len(made.rows), sites, most, dtype=torch.float32, device=x.device)
+    blocks = {"BK": _BLOCK_RANKS, "BF": _BLOCK_FEATURES}
+    down = Launch(
+        kernels.down,
+        (len(made.rows), sites),
+        *(GIVEN, GIVEN, made.origin, made.rows, made.scales, GIVEN, s, x.stride(0), x.shape[1], most),
         **blocks,
     )
+    up = Launch(
+        kernels.up,
+        (len(made.rows), sites, -(-widest // _BLOCK_FEATURES)),
+        *(GIVEN, GIVEN, made.origin, made.rows, GIVEN, s, out_stride, most),
+        **blocks,
+    )
+    return down, up
 
 
 def _triton() -> Any:

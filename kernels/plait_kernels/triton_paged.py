@@ -24,6 +24,20 @@ def _capped(value, cap):
     return cap * tl.where(square < 0.0625, value * series, tl.where(value < 0.0, -tanh, tanh))
 
 
+@triton.jit
+def store(qkv, pool, places, x_stride, page_stride, queries, values, SIZE: tl.constexpr, BD: tl.constexpr):
+    """A token's keys and values of one head into its page, NaN and 0 if the values are not finite."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    feature = tl.arange(0, BD)
+    inside = feature < SIZE
+    x = qkv + row * x_stride + queries + head * SIZE + feature
+    k, v = tl.load(x, mask=inside, other=0.0), tl.load(x + values, mask=inside, other=0.0)
+    spoilt = tl.max(tl.where(tl.abs(v.to(tl.float32)) < float("inf"), 0, 1), axis=0) > 0
+    to = pool + tl.load(places + 2 * row) * page_stride + tl.load(places + 2 * row + 1) * (2 * values)
+    tl.store(to + head * SIZE + feature, tl.where(spoilt, float("nan"), k), mask=inside)
+    tl.store(to + values + head * SIZE + feature, tl.where(spoilt, 0.0, v), mask=inside)
+
+
 @triton.jit(do_not_specialize=["longest", "chunks"])
 def attend(
     qkv, pool, tables, tiles, out, sums, marks, x_stride, out_stride, longest, page_tokens, page_stride,

@@ -80,7 +80,9 @@ class _Side:
         self._chance = random.Random(count)
         self.count = count
         adapters = FolderAdapters(base, {f"a{n}": folders[n % len(folders)] for n in range(count)})
-        self.engine = Engine(base, adapters, pool_tokens=asked.pool_tokens, host_bytes=HOST_BYTES)
+        self.engine = Engine(
+            base, adapters, pool_tokens=asked.pool_tokens, host_bytes=HOST_BYTES, reserve=True
+        )  # as ``plait serve``
         self.seconds: list[float] = []
         self.used: list[int] = []
 

@@ -30,7 +30,7 @@ from plait.serve.engine import Engine, complete
 from plait.serve.folders import FolderAdapters
 from plait.serve.requests import Completion, GrowingText, Request, Sampling, Update
 from plait.serve.scheduler import Demand
-from plait_kernels import Bank, paged, pooled, triton_backend
+from plait_kernels import Bank, triton_backend
 from plait_kernels.launching import noted
 
 LENGTHS = (3, 11, 1, 20)
@@ -198,20 +198,8 @@ def by_triton(served: Served) -> Iterator[Served]:
     served.base.install(backend=before)
 
 
-def test_requests_by_triton_are_each_as_alone_by_compiled_code(
-    by_triton: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_by_triton_are_each_as_alone_by_compiled_code(by_triton: Served) -> None:
     launched: set[str] = set()
-    for module in (paged, pooled):
-        launch = module.launch
-        monkeypatch.setattr(
-            module,
-            "launch",
-            lambda kernel, *given, launch=launch, **named: (
-                launched.add(kernel.fn.__name__),
-                launch(kernel, *given, **named),
-            )[1],
-        )
     sampled = replace(FREE, max_new_tokens=4, temperature=0.9, top_p=0.8)
     requests = [
         Request(
@@ -224,9 +212,10 @@ def test_requests_by_triton_are_each_as_alone_by_compiled_code(
     begun = requests[1].tokens * 40  # two of one prompt, of several pages and one token
     requests[8:10] = [Request(begun[:33], "rank8", sampled)] * 2
     engine = by_triton.engine()
-    found = join_at_random(engine, requests)
+    with noted(lambda kernel, _: launched.add(kernel.__name__)):
+        found = join_at_random(engine, requests)
     assert engine.scheduler.pool.unused == engine.scheduler.pool.pages
-    assert launched == {"attend", "down", "up"}
+    assert launched >= {"store", "attend", "down", "up"}
     by_triton.base.install(backend="reference")
     for index, request in enumerate(requests):
         assert ended(found[index]).tokens == by_triton.alone(request).tokens

@@ -47,7 +47,7 @@ class Stored:
         cache._few = few
         starts, lengths = zip(*(self.requests[number] for number in chosen), strict=True)
         tables, answered = [self.tables[number] for number in chosen], [rows == 1 for rows in lengths]
-        cache.place(tables, starts, lengths, len(chosen), answered)
+        cache.place(tables, starts, lengths, sum(map(bool, starts)), answered)
         firsts = torch.tensor([0, *(rows for _, rows in self.requests)]).cumsum(0).tolist()
         rows = torch.cat([self.rows[firsts[number] : firsts[number + 1]] for number in chosen])
         nothing = MicrobatchContext(torch.zeros(0), torch.zeros(0), (0,))
@@ -101,6 +101,29 @@ def test_what_is_not_finite_stays_with_its_own_rows() -> None:
     changed = stored.attended(rule, [0, 1, 2], FEW)
     assert not torch.isfinite(changed[0]).any()
     assert torch.equal(torch.cat(changed[1:]), torch.cat(whole[1:]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("few", [0, 12], ids=["torch", "compiled"])
+@pytest.mark.parametrize("start", [0, 6], ids=["prompt", "rest"])
+@pytest.mark.parametrize(
+    "spoilt", [slice(64, 96), slice(96, 128), slice(0, 128)], ids=["key", "value", "all"]
+)
+@pytest.mark.parametrize(
+    "rule", [AttentionRule(0.25), AttentionRule(0.25, window=5), AttentionRule(0.25, softcap=2.0)]
+)
+def test_a_token_that_is_not_finite_reaches_no_row_before_it(
+    rule: AttentionRule, spoilt: slice, start: int, few: int, dtype: torch.dtype
+) -> None:
+    """Weights of 0 would not hide its values, nor -inf added to its scores its keys."""
+    stored = Stored(Heads(4, 2), 16, dtype, [(start, 12)])
+    few = 0 if compiled("attend", stored.pool) is None else few
+    whole = stored.attended(rule, [0], few)[0]
+    stored.rows[7, spoilt] = torch.inf
+    changed = stored.attended(rule, [0], few)[0]
+    assert torch.equal(changed[:7], whole[:7])
+    assert torch.isfinite(changed[:7]).all()
+    assert not torch.isfinite(changed[7:]).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

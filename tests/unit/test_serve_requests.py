@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -126,6 +127,45 @@ def test_equally_likely_tokens_are_drawn_alike_whatever_else_is_in_the_batch() -
         alone = sampling.choose_tokens(row[None], settings[:1], [0])[0]
         beside = torch.stack([row, torch.zeros_like(row)])
         assert sampling.choose_tokens(beside, settings, [0, 0])[0] == alone
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_what_is_drawn_does_not_depend_on_the_order_of_a_sum(
+    top_p: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device adds up in parts, whose sizes depend on the batch. So at each place where one token follows
+    another on the way from 0 to 1, the same one is drawn for any parts."""
+    logits = torch.randn(1, 60, generator=torch.Generator().manual_seed(5))
+    added = torch.Tensor.cumsum
+
+    def in_parts(x: torch.Tensor, dim: int) -> torch.Tensor:
+        parts = [added(part, dim) for part in x.split(7, dim)]
+        before = torch.zeros_like(parts[0][:, -1:])
+        for number, part in enumerate(parts):
+            parts[number] = part + before
+            before = parts[number][:, -1:]
+        return torch.cat(parts, dim)
+
+    shares = torch.softmax(logits[0].double(), 0)
+    ordered = shares if top_p == 1 else shares.sort(descending=True).values
+    whole = (
+        float(shares.sum())
+        if top_p == 1
+        else float(ordered[: int((ordered.cumsum(0) < top_p).sum()) + 1].sum())
+    )
+    ends = [float(end) / whole for end in ordered.cumsum(0) if float(end) < whole]
+    values = [math.nextafter(end, way) for end in ends for way in (0.0, end, 1.0)]
+    settings = [Sampling(temperature=1.0, top_p=top_p)] * len(values)
+
+    def drawn() -> list[int]:
+        left = iter(values)
+        monkeypatch.setattr(sampling, "_uniform", lambda *_: next(left))
+        rows = logits.expand(len(values), -1)
+        return [each.token for each in sampling.choose_tokens(rows, settings, [0] * len(values))]
+
+    at_once = drawn()
+    monkeypatch.setattr(torch.Tensor, "cumsum", in_parts)
+    assert drawn() == at_once
 
 
 def test_a_part_of_a_character_has_no_bytes_of_its_own_text() -> None:

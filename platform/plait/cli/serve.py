@@ -67,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
     from plait.serve.server import Endpoint, Limits, Models, make_app, run
 
     limits = Limits(new_tokens=known.max_new_tokens, waiting=known.queue, waiting_seconds=known.wait)
-    engine = Engine(base, adapters, pool_tokens=known.pool_tokens, host_bytes=HOST_BYTES)
+    engine = Engine(base, adapters, pool_tokens=known.pool_tokens, host_bytes=HOST_BYTES, reserve=True)
     driver = Driver(engine, most_waiting=limits.waiting, most_seconds=limits.waiting_seconds)
     models = Models(served.aliases, adapters, known.adapters)
     app = make_app(

@@ -278,14 +278,14 @@ def _blocks(length: int, rule: AttentionRule) -> list[tuple[int, int, int]]:
     return [(start, min(start + ROWS, length), max(0, start - window + 1)) for start in starts]
 
 
-def _mask(start: int, stop: int, low: int, rule: AttentionRule, like: Tensor) -> Tensor:
-    """(rows, keys) to add to the scores: 0 if a key is seen, -inf elsewhere."""
-    row = torch.arange(start, stop, device=like.device).unsqueeze(1)
-    key = torch.arange(low, stop, device=like.device)
+def _hidden(start: int, stop: int, low: int, rule: AttentionRule, device: torch.device) -> Tensor:
+    """(rows, keys), whether a row does not see a key."""
+    row = torch.arange(start, stop, device=device).unsqueeze(1)
+    key = torch.arange(low, stop, device=device)
     hidden = key > row
     if rule.window is not None:
         hidden |= key <= row - rule.window
-    return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, -torch.inf)
+    return hidden
 
 
 def _probabilities(
@@ -300,11 +300,11 @@ def _probabilities(
     simple = rule.softcap is None and start == low == 0
     if simple and causal_softmax_(scores, stop, rule.window, rule.scale):
         return scores, None
-    mask = _mask(start, stop, low, rule, q).repeat(q.shape[1] // (stop - start), 1)
-    if rule.softcap is None:
-        return torch.softmax(scores.mul_(rule.scale).add_(mask), dim=-1), None
+    hidden = _hidden(start, stop, low, rule, q.device).repeat(q.shape[1] // (stop - start), 1)
+    if rule.softcap is None:  # masked, not added to: a score that is not finite would stay so
+        return torch.softmax(scores.mul_(rule.scale).masked_fill_(hidden, -torch.inf), dim=-1), None
     capped = scores.float().mul_(rule.scale / rule.softcap).tanh_()
-    return torch.softmax((capped * rule.softcap).add_(mask), dim=-1).to(q.dtype), capped
+    return torch.softmax((capped * rule.softcap).masked_fill_(hidden, -torch.inf), dim=-1).to(q.dtype), capped
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, rule: AttentionRule) -> Sequence[Tensor]:

@@ -246,6 +246,23 @@ static inline void add_values(int64_t heads, float *sums, const float *shares, i
             for (int64_t i = stop; i < keys; i++) d[i] = 0;                                                    \
         }                                                                                                      \
     }                                                                                                          \
+    /* Tokens' keys and values, which begin at `first` of their rows of x, into their pages. places (n, 2):    \
+     * page, token in it. Of a head whose values are not finite keys become NaN and values 0, in x too. */     \
+    void keep_##NAME(TYPE *x, int64_t x_stride, int64_t first, TYPE *pool, const int64_t *places, int64_t n,   \
+                     const struct pages *at) {                                                                 \
+        const int64_t size = at->size, values = at->shared * size;                                             \
+        for (int64_t row = 0; row < n; row++) {                                                                \
+            TYPE *own = x + row * x_stride + first;                                                            \
+            for (TYPE *k = own, *v = own + values; k < own + values; k += size, v += size) {                   \
+                float sum = 0.0f; /* or NaN */                                                                 \
+                _Pragma("omp simd reduction(+ : sum)")                                                         \
+                for (int64_t i = 0; i < size; i++) sum += 0.0f * load_##NAME(v[i]);                            \
+                for (int64_t i = 0; sum != 0.0f && i < size; i++) k[i] = store_##NAME(NAN), v[i] = 0;          \
+            }                                                                                                  \
+            memcpy(pool + places[2 * row] * at->stride + places[2 * row + 1] * 2 * values, own,                \
+                   2 * values * sizeof *own);                                                                  \
+        }                                                                                                      \
+    }                                                                                                          \
     /* Four vectors of `size` in floats, (FOUR, width), zeros behind them and in place of those beyond `count`. */\
     static inline void four_##NAME(float *restrict given, const TYPE *from, const int64_t *at, int64_t count,  \
                                    int64_t size, int64_t width) {                                              \

@@ -33,6 +33,7 @@ _ARGUMENTS = {
     "rotate": [_POINTER] * 3 + [_LONG] * 6 + [_REAL, _INT],
     "softmax": [_POINTER, _LONG, _LONG, _LONG, _LONG, _REAL, _INT],
     "softmax_back": [_POINTER] * 2 + [_LONG, _LONG, _LONG, _LONG, _REAL, _INT],
+    "keep": [_POINTER, _LONG, _LONG, _POINTER, _POINTER, _LONG, _POINTER],
     "attend": [_POINTER, _LONG, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _POINTER, _LONG, _POINTER, _INT],
 }
 
@@ -356,6 +357,22 @@ class PagesShape(ctypes.Structure):
         *((name, _LONG) for name in ("tokens", "stride", "shared", "group", "size", "window")),
         *((name, _REAL) for name in ("scale", "cap")),
     )
+
+
+def store_pages(qkv: Tensor, pool: Tensor, places: Tensor, queries: int, shape: PagesShape) -> bool:
+    """``plait_kernels.paged.store_rows`` by compiled code; whether it runs here.
+
+    Args:
+        queries: query heads, which come first.
+    """
+    function = compiled("keep", pool, qkv)
+    if function is None:
+        return False
+    function(
+        *(qkv.data_ptr(), qkv.stride(0), queries * shape.size, pool.data_ptr()),
+        *(places.data_ptr(), len(places), ctypes.addressof(shape)),
+    )
+    return True
 
 
 def attend_pages(

@@ -17,7 +17,7 @@ from plait.core.errors import InputError, PlaitError
 from plait.models.base import BaseModel
 from plait.models.context import MicrobatchContext
 from plait.serve.cells import MOST_PAGE, Adapter, AdapterSource, CellLayout, CellStore, page_tokens
-from plait.serve.pages import PagedCache, TokenSizes
+from plait.serve.pages import PagedCache, TokenSizes, pool_memory
 from plait.serve.requests import Completion, GrowingText, Reason, Request, Score, Update
 from plait.serve.sampling import Chosen, choose_tokens, score_rows
 from plait.serve.scheduler import Demand, Need, Scheduler, Shared
@@ -74,6 +74,7 @@ class Engine:
         most_prompt_tokens: tokens of prompts that begin in one iteration; a longer one begins alone.
         host_bytes: of adapters that are kept in host memory, ready for the pool.
         smallest_pages: so that more of a prompt's beginning is shared; adapters then waste more of them.
+        reserve: take the pool's memory now, so that no request has to.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Engine:
         most_prompt_tokens: int = 2048,
         host_bytes: int = 0,
         smallest_pages: bool = False,
+        reserve: bool = False,
     ) -> None:
         self._base = base
         self._adapters = adapters
@@ -99,8 +101,7 @@ class Engine:
         pages = -(-pool_tokens // self.page_tokens)
         pages += sum(self._layout.placement(each).pages for each in lasting)
         self.scheduler = Scheduler(pages, most_prompt_tokens=most_prompt_tokens, most=most)
-        shape = pages, self._layout.elements
-        pool = [torch.zeros(shape, dtype=base.dtype, device=base.device) for _ in layers]
+        pool = pool_memory(len(layers), pages, self._layout.elements, base, reserve=reserve)
         self._cache = PagedCache(pool, self.page_tokens, base.backend, head=token.head)
         storage = [pool[index].view(-1) for index, own in enumerate(layers) for _ in own]
         self._pool = AdapterPool(base.sites, tuple(storage))

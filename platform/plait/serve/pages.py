@@ -7,7 +7,9 @@ compiled code; both read the pages where they lie. Others go through torch, whic
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -16,14 +18,45 @@ from torch import Tensor
 from plait.models.attention import AttentionLayout, AttentionRule, Heads, packed_attention
 from plait.models.base import BaseModel
 from plait.models.context import MicrobatchContext
-from plait.models.elementwise import PagesShape, attend_pages, compiled
+from plait.models.elementwise import PagesShape, attend_pages, compiled, store_pages
 from plait_kernels import passes
 from plait_kernels.attention import WIDEST_HEAD
-from plait_kernels.paged import PagedRows, PageShape, Span, attend_by_triton, attend_rows
-from plait_kernels.uploads import together, upload
+from plait_kernels.paged import (
+    PagedRows,
+    PageShape,
+    Span,
+    attend_by_triton,
+    attend_rows,
+    store_by_triton,
+    store_rows,
+)
+from plait_kernels.uploads import upload
 
 FEW = 8  # rows of one request for which compiled code is the faster
 GATHERED = 2**25  # elements of keys and values that are copied out of their pages at once
+
+
+def pool_memory(layers: int, pages: int, elements: int, base: BaseModel, *, reserve: bool) -> list[Tensor]:
+    """Each layer's pages, (pages, elements), all zero.
+
+    On a CPU they lie in the system's large pages where it has them: vectors of adapters and tokens are far
+    apart, so that with small ones the processor looks for nearly each one's address.
+
+    Args:
+        reserve: take the memory now; a CPU otherwise takes it when it is first used.
+    """
+    shape = pages, elements
+    if base.device.type != "cpu":
+        return [torch.zeros(shape, dtype=base.dtype, device=base.device) for _ in range(layers)]
+    size = layers * pages * elements
+    memory = mmap.mmap(-1, size * base.dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # the system has none
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(memory, dtype=base.dtype, count=size)
+    if reserve:
+        whole.zero_()
+    return list(whole.view(layers, *shape).unbind())
 
 
 class TokenSizes:
@@ -106,7 +139,7 @@ class PagedCache:
         ends = counts.cumsum(0)
         positions = torch.arange(len(owner)) - (ends - counts - torch.tensor(starts))[owner]
         pages, inside = padded[owner, positions // self._page_tokens], positions % self._page_tokens
-        self._rows = tuple(together([pages, inside], self._device))
+        self._places = upload(torch.stack((pages, inside), dim=1), self._device)
         firsts = ends - counts
         if self._triton:
             given = zip(firsts.tolist(), lengths, starts, answered, strict=True)
@@ -137,30 +170,36 @@ class PagedCache:
     ) -> Tensor:
         """Store the new keys and values, and attend over all of them; see ``AttentionStore``."""
         del context  # as placed
-        x = qkv.view(len(qkv), heads.total, -1)
-        shape = (self._page_tokens, 2, heads.shared, x.shape[-1])
-        stored = self._pool[layer][:, : math.prod(shape)].view(-1, *shape)
-        stored[self._rows] = x[:, heads.query :].view(len(x), *shape[1:])
-        out = torch.empty(len(x), heads.query * x.shape[-1], dtype=qkv.dtype, device=qkv.device)
-        size = x.shape[-1]
+        size = qkv.shape[1] // heads.total
+        out = torch.empty(len(qkv), heads.query * size, dtype=qkv.dtype, device=qkv.device)
         pages = PageShape(
             self._page_tokens, heads.shared, heads.group, size, rule.scale, rule.softcap, rule.window
         )
         if self._triton:
+            store_by_triton(qkv, self._pool[layer], self._places, self._paged, pages)
             attend_by_triton(out, qkv, self._pool[layer], self._paged, pages)
         else:
+            self._store(qkv, self._pool[layer], heads, pages)
             self._attend(out, qkv, layer, heads, rule, pages)
         return out
+
+    def _store(self, qkv: Tensor, pool: Tensor, heads: Heads, pages: PageShape) -> None:
+        if not store_pages(qkv, pool, self._places, heads.query, self._sizes(pool, pages)):
+            store_rows(qkv, pool, self._places, pages)
+
+    def _sizes(self, pool: Tensor, pages: PageShape) -> PagesShape:
+        sizes = pages.tokens, pool.shape[1], pages.shared, pages.group, pages.size
+        return PagesShape(*sizes, pages.window or self._longest, pages.scale, pages.softcap or 0.0)
 
     def _attend(
         self, out: Tensor, qkv: Tensor, layer: int, heads: Heads, rule: AttentionRule, pages: PageShape
     ) -> None:
         """The same without Triton, once the new keys and values are stored."""
-        shape = (self._page_tokens, 2, heads.shared, pages.size)
-        stored = self._pool[layer][:, : math.prod(shape)].view(-1, *shape)
+        shape, pool = (self._page_tokens, 2, heads.shared, pages.size), self._pool[layer]
+        stored = pool[:, : math.prod(shape)].view(-1, *shape)
         x = qkv.view(len(qkv), heads.total, -1)
         if len(self._direct):
-            self._attend_directly(out, qkv, self._pool[layer], heads, rule)
+            attend_pages(out, qkv, pool, self._tables, self._direct, self._sizes(pool, pages))
         for group in self._groups:
             most = max(1, GATHERED // (group.pages.shape[1] * math.prod(shape[1:])))
             for first in range(0, len(group.rows), most):
@@ -170,11 +209,3 @@ class PagedCache:
                 out[rows] = attend_rows(x[rows, : heads.query], keys, values, group.positions[some], pages)
         if self._layout is not None:
             out[self._begun :] = packed_attention(qkv[self._begun :], heads, self._layout, rule)
-
-    def _attend_directly(
-        self, out: Tensor, qkv: Tensor, pool: Tensor, heads: Heads, rule: AttentionRule
-    ) -> None:
-        sizes = self._page_tokens, pool.shape[1], heads.shared, heads.group, qkv.shape[1] // heads.total
-        window, cap = rule.window or self._longest, rule.softcap or 0.0
-        rule_and_sizes = PagesShape(*sizes, window, rule.scale, cap)
-        attend_pages(out, qkv, pool, self._tables, self._direct, rule_and_sizes)

@@ -17,6 +17,9 @@ from plait.serve.requests import MOST_LOG_PROBABILITIES, Sampling, Score
 from plait_kernels.uploads import table
 
 SORTED = 1024  # likeliest tokens, which mostly have enough of the probability
+# What a row's probabilities are whole numbers of, to draw from them: such sums are exact in any order, and a
+# device's order depends on what else is in the batch. A token below half of it, 1e-16, is never drawn.
+_UNIT = 2.0**-52
 _Drawn = tuple[Tensor, Tensor]
 
 
@@ -97,11 +100,11 @@ def _uniform(seed: int, count: int) -> float:
 
 
 def _draw(logits: Tensor, samplings: Sequence[Sampling], values: Sequence[float], most: int) -> _Drawn:
-    """The token at each value of the distribution function, in float64: over the vocabulary in its order, or
-    over the likeliest tokens, for which it is sorted."""
+    """The token at each value of the distribution function: over the vocabulary in its order, or over the
+    likeliest tokens, for which it is sorted."""
     temperature = _column([each.temperature for each in samplings], logits)
     scaled = (logits.double() - logits.amax(-1, keepdim=True).double()) / temperature
-    shares = torch.softmax(scaled, dim=-1)
+    shares = (torch.softmax(scaled, dim=-1) / _UNIT).round().long()
     drawn = torch.zeros(len(samplings), dtype=torch.int64, device=logits.device)
     enough = torch.ones((), dtype=torch.bool, device=logits.device)
     for likeliest in (False, True):
@@ -111,7 +114,7 @@ def _draw(logits: Tensor, samplings: Sequence[Sampling], values: Sequence[float]
         at = table(rows, logits.device)
         own, wanted = shares.index_select(0, at), _column([values[row] for row in rows], logits)
         if likeliest:
-            top_p = _column([samplings[row].top_p for row in rows], logits)
+            top_p = _column([samplings[row].top_p / _UNIT for row in rows], logits)
             tokens, enough = _likeliest(own, top_p, wanted, most)
         else:
             tokens = _place(own.cumsum(-1), wanted)
@@ -124,14 +127,17 @@ def _column(numbers: Sequence[float], logits: Tensor) -> Tensor:
 
 
 def _place(sums: Tensor, wanted: Tensor) -> Tensor:
-    """Where sums exceed a share of the last one; the last place if none does."""
-    return (sums <= wanted * sums[:, -1:]).sum(-1, keepdim=True).clamp(max=sums.shape[-1] - 1)
+    """The first place where sums exceed a share of the last one, which is less than all of it; any place of
+    sums that are not probabilities'."""
+    last = sums[:, -1:]
+    before = torch.minimum((wanted * last).long(), last - 1)  # a product may be rounded up to all of it
+    return (sums <= before).sum(-1, keepdim=True).clamp(max=sums.shape[-1] - 1)
 
 
 def _likeliest(shares: Tensor, top_p: Tensor, wanted: Tensor, most: int) -> _Drawn:
-    """The tokens drawn of the likeliest ones that together have at least ``top_p``, and whether they are
-    among the ``most`` likeliest in every row; of equally likely ones the first come first, whichever way they
-    are sorted: else other rows could change what is drawn."""
+    """The tokens drawn of the likeliest ones that together have at least ``top_p`` units, and whether they
+    are among the ``most`` likeliest in every row; of equally likely ones the first come first, whichever way
+    they are sorted: else other rows could change what is drawn."""
     if most < shares.shape[-1]:
         tokens = shares.topk(most).indices.sort(dim=-1).values
         ordered, places = shares.gather(1, tokens).sort(dim=-1, descending=True, stable=True)

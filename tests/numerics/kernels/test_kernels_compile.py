@@ -119,7 +119,7 @@ def test_attention_over_pages_compiles_and_fits_every_generation():
         own = [each for each in found if each["capability"] == capability]
         kinds = {(each["kernel"], each["case"]["dtype"], each["case"]["size"]) for each in own}
         assert len([kind for kind in kinds if kind[0] == "attend"]) == 5
-        assert {each["kernel"] for each in own} == {"attend", "join"}
+        assert {each["kernel"] for each in own} == {"attend", "join", "store"}
     for binary in found:
         exact = binary["case"]["dtype"] == "torch.float32"
         assert binary["atomics"] == [], binary
@@ -127,7 +127,7 @@ def test_attention_over_pages_compiles_and_fits_every_generation():
         allowed = 0 if binary["capability"] == 90 and not exact else FEW_BYTES
         assert binary["spilled"] <= allowed, binary
         assert binary["shared"] <= SMALL_MEMORY, binary
-        assert binary["wide"] > 0, binary
+        assert binary["wide"] > 0 or binary["kernel"] == "store", binary  # a head's few features, by a warp
         assert binary["narrow"] == 0, binary
 
 

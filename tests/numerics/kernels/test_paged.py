@@ -7,8 +7,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from plait_kernels import paged, triton_backend
-from plait_kernels.paged import CHUNK, PagedRows, PageShape, Span, attend_by_products, attend_by_triton
+from plait_kernels import launching, triton_backend
+from plait_kernels.paged import (
+    CHUNK,
+    PagedRows,
+    PageShape,
+    Span,
+    attend_by_products,
+    attend_by_triton,
+    store_by_triton,
+    store_rows,
+)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if not triton_backend.available(DEVICE):
@@ -135,16 +144,47 @@ def test_what_is_not_finite_stays_with_its_own_request() -> None:
     assert torch.equal(torch.cat(after[1:]), torch.cat(before[1:]))
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("spoilt", ["keys", "values"])
+def test_a_token_that_is_not_finite_reaches_no_row_before_it(spoilt: str, dtype: torch.dtype) -> None:
+    shape = replace(SHAPES[1], shared=2, window=None)
+    stored = Stored(shape, dtype, [(0, 37, True)])
+    rows, qkv = stored.rows([0])
+    tokens = torch.arange(37)
+    table = torch.tensor(stored.tables[0])
+    places = torch.stack((table[tokens // shape.tokens], tokens % shape.tokens), dim=1).to(DEVICE)
+
+    def attended() -> torch.Tensor:
+        by_torch, given = stored.pool.clone(), qkv.clone()
+        store_by_triton(given, stored.pool, places, rows, shape)
+        assert torch.equal(given, qkv)
+        store_rows(given, by_torch, places, shape)
+        assert torch.equal(stored.pool.nan_to_num(7.0), by_torch.nan_to_num(7.0))
+        out = torch.empty(37, 10 * shape.size, dtype=dtype, device=DEVICE)
+        attend_by_triton(out, qkv, stored.pool, rows, shape)
+        return out.view(37, 2, -1)  # by key head
+
+    whole = attended()
+    assert torch.isfinite(whole).all()
+    part = qkv.view(37, -1, shape.size)[20, 10 + 2 * (spoilt == "values") + 1]  # of the second key head
+    part[3] = torch.inf
+    changed = attended()
+    assert torch.equal(changed[:20], whole[:20])
+    assert torch.equal(changed[:, 0], whole[:, 0])
+    assert not torch.isfinite(changed[20:, 1]).all(-1).any()
+
+
 def test_only_rows_with_several_chunks_take_the_second_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     launched = []
-    launch = paged.launch
+    launch = launching.launch
     monkeypatch.setattr(
-        paged,
+        launching,
         "launch",
         lambda kernel, grid, *given, **named: (
             launched.append((kernel.fn.__name__, grid)),
             launch(kernel, grid, *given, **named),
-        ),
+        )[1],
     )
     shape = replace(SHAPES[0], window=None)
     stored = Stored(shape, torch.float32)

@@ -108,7 +108,7 @@ def test_a_prompt_s_rows_are_those_that_they_are_alone() -> None:
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="compiled code is a CPU's")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("count", [1, 2, 4, 7, 8, 13, 63, 64])
+@pytest.mark.parametrize("count", [1, 2, 4, 7, 8, 13, 127, 128])
 def test_prompts_by_compiled_code_are_their_rows_alone(count: int, dtype: torch.dtype) -> None:
     made = Pooled(dtype)
     x = torch.randn(count + 3, 37, generator=torch.Generator().manual_seed(5)).to(dtype)
@@ -117,7 +117,7 @@ def test_prompts_by_compiled_code_are_their_rows_alone(count: int, dtype: torch.
     alone = PooledRows(made.pool, tuple((row, each) for a, b, each in spans for row in range(a, b)), ())
     found = pooled_linear(x, made.weight, None, NAMES, together)
     rows = pooled_linear(x, made.weight, None, NAMES, alone)
-    assert bool(together.long) == (count >= 64)
+    assert bool(together.long) == (count >= 128)
     assert torch.equal(found[:1], rows[:1])
     assert torch.equal(found[1 + count :], rows[1 + count :])
     if together.long:

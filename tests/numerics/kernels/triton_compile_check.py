@@ -187,13 +187,14 @@ def launch_loss(dtype: torch.dtype) -> None:
 
 
 def launch_paged(dtype: torch.dtype, size: int) -> None:
-    """Attention over pages: a prompt and single rows, of few and of many keys."""
+    """Attention over pages: a prompt and single rows, of few and of many keys; and storing these."""
     shape = paged.PageShape(16, 8, 4, size, 0.1, 50.0 if size == 256 else None)
     pool = torch.zeros(50, 16 * 16 * size, dtype=dtype)
     qkv, out = torch.zeros(3, 48 * size, dtype=dtype), torch.zeros(3, 32 * size, dtype=dtype)
     for last in (20, 700):
         spans = [paged.Span(0, 1, last, prompt=False), paged.Span(1, 2, 0, prompt=True)]
         rows = paged.PagedRows([range(50), (1,)], spans, pool.device)
+        paged.store_by_triton(qkv, pool, torch.zeros(3, 2, dtype=torch.int64), rows, shape)
         paged.attend_by_triton(out, qkv, pool, rows, shape)
 
 
