@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait_kernels.launching import noted
 
-_ALLOCATIONS = ("empty", "new_empty", "lift_fresh", "detach")
+_FREE = ("empty", "new_empty", "lift_fresh", "detach", "_unsafe_view")  # no work
 _PICKS = ("index_select", "embedding", "gather", "index")  # read only what they return
 _WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "equal")
 
@@ -74,7 +74,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return torch.ones(device[0].shape, dtype=kwargs.get("dtype") or device[0].dtype)
         out = func(*args, **kwargs)
         made = [tensor for tensor in _tensors((out,)) if tensor.is_meta]
-        if not made or func.is_view or name.startswith(_ALLOCATIONS):
+        if not made or func.is_view or name.startswith(_FREE):
             return out
         if name in ("_to_copy", "copy_") and any(not tensor.is_meta for tensor in given):
             self.counts.uploads += 1

@@ -61,3 +61,11 @@ def test_operations_on_the_host_are_not_counted():
     with counted() as counts:
         torch.ones(3).add_(1.0).tolist()
     assert (counts.launches, counts.waits, counts.bytes) == (0, 0, 0)
+
+
+def test_a_product_of_batches_reshapes_nothing_in_memory() -> None:
+    """Torch calls the shape that a product's result gets an operation of its own, and no view."""
+    x, weight = torch.empty(2, 3, 4, device="meta"), torch.empty(5, 4, device="meta")
+    with counted() as found:
+        torch.nn.functional.linear(x, weight)
+    assert (found.launches, found.bytes) == (1, 4 * (24 + 20 + 30))
