@@ -56,6 +56,10 @@ class Step:
         """Keep tensors until backward."""
         self.saved_tensors = tensors
 
+    def maybe_clear_saved_tensors(self) -> None:
+        """Let go of them before backward has ended; what reads them has them already."""
+        self.saved_tensors = ()
+
     def mark_dirty(self, *_changed: Tensor) -> None:
         """Nothing to do: no other node has seen them."""
 

@@ -152,13 +152,14 @@ _PASS_SHAPE = Shape(37, 1000, (), ())
 def examine_pass(shape: Shape, name: str, device: torch.device, dtype: torch.dtype) -> Finding:
     """A pass between the products, or the loss, in half precision: output and gradient of Triton's kernel.
 
-    The truth is plain torch's of the same numbers in float32 and float64.
+    The truth is plain torch's of the same numbers in float32 and float64. The tiles are the usual ones, as in
+    :func:`examine`.
     """
     generator = torch.Generator(device).manual_seed(0)
     x, grad = (torch.randn(37, 1000, device=device, generator=generator).to(dtype) for _ in range(2))
     head = (torch.randn(1000, 1000, device=device, generator=generator) / 30).to(dtype)
     run = _PASSES[name]
-    with poisoned_memory():
+    with poisoned_memory(), taking(usual(device, dtype)[0]):
         first, second = run(head, x, grad, TRITON.name), run(head, x, grad, TRITON.name)
     unfused_run = run(head, x, grad, "")
     truth = run(head.double(), x.double(), grad.double(), "")

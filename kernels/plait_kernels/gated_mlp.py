@@ -53,8 +53,8 @@ def multi_lora_gated_mlp(
         kind: the activation, one of `plain`'s.
 
     Returns:
-        (tokens, out); None if this cannot be one operation: without Triton or an adapter, or if fused
-        products were chosen for a layer.
+        (tokens, out); None if this cannot be one operation: without Triton or an adapter of plain LoRA, or
+        if fused products were chosen for a layer.
 
     Raises:
         KernelError: as `multi_lora_linear`.
@@ -79,16 +79,13 @@ def multi_lora_gated_mlp(
 
 
 def _fits(first: LayerCall, second: LayerCall, width: int) -> bool:
-    """Whether there is an adapter, and the sites are those of a gated MLP.
+    """Whether there is an adapter of plain LoRA, and the sites are those of a gated MLP.
 
-    What shares the microbatch must not decide how an adapter at one of the layers is computed.
+    What shares the microbatch must not decide how an adapter at one of the layers is computed. Rows of other
+    variants are computed the same either way.
     """
-    columns = [own for _, own in (*first.placed, *second.placed)]
-    return (
-        any(call.owned or call.others for call in (first, second))
-        and columns[:2] == [slice(0, width), slice(width, 2 * width)]
-        and len(columns) == 3
-    )
+    sides = ((0, width), (width, 2 * width), 2 * width)
+    return (first.owned or second.owned) and first.layer.kind == sides and len(second.placed) == 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -152,11 +149,13 @@ class _Mlp:
 class _GatedMlp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, _anchor: Tensor, hidden: Tensor, mlp: _Mlp) -> Tensor:
-        own, after = _Layer.of(mlp.pair, mlp.first, x), _Layer.of(mlp.down, mlp.second, hidden)
+        own = _Layer.of(mlp.pair, mlp.first, x)
         s, bits = own.down(x)
         y = own.product(x)
         others = own.add_others(y, x)
-        _passes(mlp, own.run, after.run).forward(y, hidden, s, site_table(mlp.first))
+        del own  # a quantised weight is made for its layer alone
+        after = _Layer.of(mlp.down, mlp.second, hidden)
+        _passes(mlp).forward(y, hidden, s, site_table(mlp.first))
         after_s, after_bits = after.down(hidden)
         if mlp.second.owned:
             bias = None if mlp.down.bias is None else mlp.down.bias.contiguous()
@@ -174,19 +173,22 @@ class _GatedMlp(torch.autograd.Function):
         mlp: _Mlp = ctx.mlp
         check_backward("multi_lora_gated_mlp", ctx.generations, mlp.first, mlp.second)
         x, s, bits, y, hidden, after_s, after_bits, *others = ctx.saved_tensors
+        ctx.maybe_clear_saved_tensors()  # each is let go of as soon as it has been read
         with no_autocast(x):
             grad, after = grad.contiguous(), _Layer.of(mlp.down, mlp.second, hidden)
             ds = after.add_gradients(grad, hidden, after_s, after_bits)
             back = product(grad, after.weight)
             after.add_others_back(back, grad, hidden, others[ctx.others :])
-            own, dy = _Layer.of(mlp.pair, mlp.first, x), room(y, y.shape)
-            sites = site_table(mlp.first), site_table(mlp.second)
-            _passes(mlp, own.run, after.run).backward(back, y, dy, s, sites[0], ds, after_bits, sites[1])
+            del after, hidden, after_s, others[ctx.others :]
+            dy, sites = room(y, y.shape), (site_table(mlp.first), site_table(mlp.second))
+            _passes(mlp).backward(back, y, dy, s, sites[0], ds, after_bits, sites[1])
+            del back, y, after_bits
+            own = _Layer.of(mlp.pair, mlp.first, x)
             ds, dx = own.add_gradients(dy, x, s, bits), None
             if ctx.needs_input_grad[0]:
                 owned = mlp.first.owned
                 dx = own.run.dx(mlp.first, dy, ds, bits, own.weight) if owned else product(dy, own.weight)
-            own.add_others_back(dx, dy, x, others[: ctx.others])
+            own.add_others_back(dx, dy, x, others)
         return dx, None, None, None
 
 
@@ -198,8 +200,9 @@ class _Passes:
     backward: Launch
 
 
-def _passes(mlp: _Mlp, own: Launcher, after: Launcher) -> _Passes:
-    tables = mlp.first.routing.tables
+def _passes(mlp: _Mlp) -> _Passes:
+    """They, of the launchers that both calls keep from forward on."""
+    own, after, tables = mlp.first.kept, mlp.second.kept, mlp.first.routing.tables
     key = (_Passes, id(own), id(after), mlp.kind)  # the tables keep both launchers
     found = tables.get(key)
     if found is None:

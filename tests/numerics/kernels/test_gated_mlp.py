@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -10,6 +11,8 @@ from frozen_a_kernel import FrozenA
 from torch import Tensor
 from torch.nn.functional import linear
 
+from plait.cost.peaks import StorageCounter
+from plait.models.elementwise import gated
 from plait_kernels import (
     Bank,
     KernelError,
@@ -232,17 +235,23 @@ def test_a_quantised_layer_is_one_operation_too() -> None:
     assert_accurate(mlp)
 
 
+def freeze_a(mlp: Mlp, name: str) -> None:
+    """Make an adapter one of another variant, with the same numbers."""
+    block, weights = mlp.bank.block(name), mlp.bank.weights(name)
+    mlp.bank.detach(name)
+    options = {"rank": block.rank, "scale": block.scale, "dropout": block.dropout, "seed": block.seed}
+    mlp.bank.attach(name, **options, sites=list(weights), variant=FrozenA())
+    for site, tensors in mlp.bank.weights(name).items():
+        for tensor, own in zip(tensors, weights[site], strict=True):
+            tensor.copy_(own)
+    mlp.bank.refresh([name])
+
+
 def test_another_variant_beside_plain_lora_is_exact_and_changes_no_bit_of_it() -> None:
     """In which A is frozen: its own gradients but dA, and the neighbours' bits."""
     plain_mlp, mixed = Mlp(), Mlp()
-    before, block, weights = plain_mlp.run(), mixed.bank.block("0"), mixed.bank.weights("0")
-    mixed.bank.detach("0")
-    options = {"rank": block.rank, "scale": block.scale, "dropout": block.dropout, "seed": block.seed}
-    mixed.bank.attach("0", **options, sites=list(weights), variant=FrozenA())
-    for site, tensors in mixed.bank.weights("0").items():
-        for tensor, own in zip(tensors, weights[site], strict=True):
-            tensor.copy_(own)
-    mixed.bank.refresh(["0"])
+    before = plain_mlp.run()
+    freeze_a(mixed, "0")
     after = mixed.run()
     assert len(after) < len(before)  # without dA of "0"
     for name, tensor in after.items():
@@ -257,12 +266,21 @@ def test_another_variant_beside_plain_lora_is_exact_and_changes_no_bit_of_it() -
             assert torch.equal(tensor, before[name]), name
 
 
-@pytest.mark.parametrize("why", ["backend", "no adapter there", "fused product", "other columns"])
+REASONS = ("backend", "no adapter there", "other variants", "fused product", "other columns", "more columns")
+
+
+@pytest.mark.parametrize("why", REASONS)
 def test_what_is_no_one_operation_is_left_to_two(why: str) -> None:
     mlp = Mlp()
     if why == "no adapter there":
         mlp.segments = []
+    if why == "other variants":
+        for name in tuple(mlp.bank.blocks):
+            freeze_a(mlp, name)
     first, second = mlp.layers()
+    if why == "more columns":
+        wider = torch.cat([mlp.pair, mlp.pair[:5]])
+        first = Frozen(wider, None, (*first.sites, 5))
     if why == "other columns":
         first = replace(first, sites=("gate", mlp.width))
     tiles = replace(DEFAULT, fused_forward=CANDIDATES["up"][2][1]) if why == "fused product" else DEFAULT
@@ -285,3 +303,46 @@ def test_a_backward_that_would_be_wrong_is_refused() -> None:
     assert again is not None
     with pytest.raises(KernelError, match="second derivative of multi_lora_gated_mlp"):
         torch.autograd.grad(again, x, mlp.grad, create_graph=True)
+
+
+@pytest.mark.parametrize("mode", ["none", "int8"])
+def test_it_needs_no_more_memory_than_two_layers(mode: str) -> None:
+    """Counted on meta tensors: what has been read is let go of, and quantised weights are made one by one."""
+    pair, down = (torch.empty(size, device="meta", dtype=torch.float16) for size in ((4096, 64), (64, 2048)))
+    weights = [pair, down] if mode == "none" else [Quantised([pair], mode), Quantised([down], mode)]
+    sites = [Site("gate", 0, 64, 2048), Site("up", 1, 64, 2048), Site("down", 2, 2048, 64)]
+    bank = Bank(sites, device="meta", compute_dtype=torch.float16)
+    bank.attach("one", rank=8, scale=1.0, dropout=0.1, seed=0, sites=EVERY)
+    row = torch.arange(512, device="meta")
+    routing = Routing.build(
+        bank, [RoutedSegment("one", 0, 512)], RowCounters(row, row, row, row), training=True
+    )
+    layers = [Frozen(weight, None, own) for weight, own in zip(weights, (EVERY[:2], EVERY[2:]), strict=True)]
+
+    def two(x: Tensor) -> Tensor:
+        y = multi_lora_linear(x, layers[0].weight, None, EVERY[:2], bank, routing, backend="triton")
+        hidden = gated(y, plain.SILU, backend="triton")
+        return multi_lora_linear(hidden, layers[1].weight, None, EVERY[2:], bank, routing, backend="triton")
+
+    def one(x: Tensor) -> Tensor:
+        found = multi_lora_gated_mlp(x, *layers, plain.SILU, bank, routing, backend="triton")
+        assert found is not None
+        return found
+
+    forward, backward = zip(_peaks(one), _peaks(two), strict=True)
+    bits = 512 * 2048 // 8  # of what down's adapter drops, which the pass reads
+    assert forward[0] <= forward[1]
+    assert backward[0] <= backward[1] + bits
+
+
+def _peaks(mlp: Callable[[Tensor], Tensor]) -> tuple[int, int]:
+    """Most bytes in forward and in backward."""
+    x = torch.empty(512, 64, device="meta", dtype=torch.float16, requires_grad=True)
+    for _ in range(2):  # makes what is made once, and finds the largest room for sums
+        torch.autograd.backward(mlp(x), torch.empty_like(x))
+    with StorageCounter() as counter:
+        out = mlp(x)
+        forward = counter.peak
+        counter.restart()
+        torch.autograd.backward(out, torch.empty_like(out))
+        return forward, counter.peak

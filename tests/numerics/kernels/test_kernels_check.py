@@ -48,6 +48,16 @@ def test_triton_passes_in_its_interpreter():
         assert found.wrong == (), found
 
 
+def test_no_tiles_are_measured_for_a_pass(monkeypatch):
+    """Measuring takes minutes, and may choose fused products, with which an MLP is not one operation."""
+    if not BACKENDS["triton"].runs(torch.device("cpu"), torch.float32):
+        pytest.skip("Triton runs on a CPU only in its interpreter, which is off where there is a GPU")
+    asked = []
+    monkeypatch.setattr(autotuning, "usual", lambda *given: asked.append(given) or check.usual(*given))
+    assert check.examine_pass(Shape(37, 1000, (), ()), "MLP", torch.device("cpu"), torch.float16).wrong == ()
+    assert asked == []
+
+
 def test_a_wrong_pass_is_reported(monkeypatch):
     if not BACKENDS["triton"].runs(torch.device("cpu"), torch.float32):
         pytest.skip("Triton runs on a CPU only in its interpreter, which is off where there is a GPU")

@@ -168,8 +168,9 @@ def launch_gated(case: dict[str, object]) -> None:
         first = layer_call(bank, routing, ("gate", "up"), 256)
         second = layer_call(bank, routing, ("down",), 64)
         own, after = Launcher(first, x, pair, DEFAULT), Launcher(second, hidden, down, DEFAULT)
+        first.kept, second.kept = own, after
         layers = Frozen(pair, None, ("gate", "up")), Frozen(down, None, ("down",))
-        found = gated_mlp._passes(gated_mlp._Mlp(*layers, first, second, SILU), own, after)
+        found = gated_mlp._passes(gated_mlp._Mlp(*layers, first, second, SILU))
         s, ds = torch.zeros(own.packed, dtype=dtype), torch.zeros(after.packed, dtype=dtype)
         bits, sites = torch.zeros(after.bits, dtype=torch.uint8), (site_table(first), site_table(second))
         found.forward(y, hidden, s, sites[0])
