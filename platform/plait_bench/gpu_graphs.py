@@ -20,7 +20,7 @@ from plait.core.jobs import JobSpec
 from plait.core.plans import Microbatch, Segment
 from plait.core.settings import RunSettings
 from plait.engine.devices import choose_device
-from plait.engine.microbatches import Gathered, LoadedMicrobatch
+from plait.engine.microbatches import TOKENS, Gathered, LoadedMicrobatch, Sizes
 from plait.engine.recorded import RecordedTraining
 from plait_bench.benchmarks import BENCHMARKS
 from plait_bench.figures import Baseline, Figure, Report
@@ -30,7 +30,7 @@ from plait_bench.random_model import dtype_on
 from plait_kernels.bank import GRADIENTS
 from plait_kernels.recordings import Recorder
 
-_CALLS = 4  # of a size before it is timed: launched, recorded and replayed, replayed twice more
+_REPLAYS = 3  # of a size before it is timed; the first is recorded, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,31 +90,33 @@ class _Side(JointModel):
             for _, b in self.bank.weights(block.adapter).values():
                 nn.init.normal_(b, std=1e-3)  # of zeros S has no gradient
         self.bank.refresh()
-        self.asked, most = asked, 2 * max(asked.sizes)
+        self.asked, most = asked, max(TOKENS[-1], 2 * max(asked.sizes))
         self.recorded = RecordedTraining(
             self.bank, self._compute, most=most, longest=asked.length, recorder=recorder
         )
 
     def figures(self, size: int) -> Iterator[Figure]:
         """How microbatches of so many tokens compare."""
-        gathered, before = _gathered(self.asked, size), self._reserved()
+        asked, gathered = self.asked, _gathered(self.asked, size)
+        sizes = Sizes.of(gathered, self.bank, longest=asked.length)
+        if sizes is None:
+            yield _refused(size, f"what fills it up would have samples of more than {asked.length} tokens")
+            return
         launched = self._gradients(lambda: self._compute(gathered.loaded(self.bank, training=True)))
-        filled = [self._gradients(lambda: self.recorded.run(gathered)) for _ in range(_CALLS)]
+        filled = self._gradients(lambda: self.recorded.run(gathered))  # the first of its sizes is launched
+        apart = f"launched and not filled up, gradients differ by {_far(filled, launched):.1e}"
+        del launched  # its memory goes to gradients, so that what is reserved from now on is a recording's
+        before = self._reserved()
+        differing = 0
+        for _ in range(_REPLAYS):
+            differing += not torch.equal(filled, self._gradients(lambda: self.recorded.run(gathered)))
         held = self._reserved() - before
-        recordings = self.recorded.recordings
-        yield Figure(
-            f"{size} tokens: refused",
-            *(float(len(recordings.refusals)), "", "measured"),
-            Baseline(0.0, "all are recorded", at_most=1.0),
-            note="; ".join(recordings.refusals.values()),
-        )
-        differing = sum(not torch.equal(filled[0], each) for each in filled[1:])
-        apart = f"launched and not filled up, gradients differ by {_far(filled[0], launched):.1e}"
+        yield _refused(size, self.recorded.recordings.refusals.get(sizes, ""))
         yield Figure(
             f"{size} tokens: replays with other gradients",
             *(float(differing), "", "measured"),
             Baseline(0.0, "the same microbatch, launched", at_most=1.0),
-            note=f"of {len(filled) - 1}; {apart}",
+            note=f"of {_REPLAYS}; {apart}",
         )
         yield from self._times(size, gathered, held)
 
@@ -158,6 +160,12 @@ class _Side(JointModel):
 
     def _reserved(self) -> int:
         return torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0
+
+
+def _refused(size: int, why: str) -> Figure:
+    """Whether microbatches of so many tokens are not recorded."""
+    none = Baseline(0.0, "all are recorded", at_most=1.0)
+    return Figure(f"{size} tokens: refused", float(bool(why)), "", "measured", none, note=why)
 
 
 def _far(one: Tensor, other: Tensor) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -20,14 +21,15 @@ SIZES: dict[str, Any] = {
 
 
 class Replays:
-    """Runs again what was recorded; or changes what comes of it, or refuses."""
+    """Runs again what was recorded; or changes what comes of it, or refuses the first so many."""
 
-    def __init__(self, *, spoil: bool = False, refuse: bool = False) -> None:
+    def __init__(self, *, spoil: bool = False, refuse: int = 0) -> None:
         self.spoil, self.refuse = spoil, refuse
         self.side: Any = None
 
     def record(self, run: Callable[[], Any]) -> Callable[[], Any]:
         if self.refuse:
+            self.refuse -= 1
             raise RuntimeError("operation not permitted when stream is capturing")
 
         def replay() -> Any:
@@ -48,11 +50,16 @@ def uploads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recordings, "refused", nullcontext)
 
 
-def figures(**how: bool) -> dict[str, Any]:
-    asked, recorder = subject.GraphOptions(**SIZES, repeats=2, sizes=(48,)), Replays(**how)
+def side_of(*sizes: int, **how: Any) -> subject._Side:
+    asked, recorder = subject.GraphOptions(**SIZES, repeats=2, sizes=sizes), Replays(**how)
     torch.manual_seed(0)
-    recorder.side = side = subject._Side(asked, "auto", torch.device("cpu"), torch.float32, recorder=recorder)
-    return {figure.name: figure for figure in side.figures(48)}
+    side = subject._Side(asked, "auto", torch.device("cpu"), torch.float32, recorder=recorder)
+    recorder.side = side
+    return side
+
+
+def figures(size: int = 48, **how: Any) -> dict[str, Any]:
+    return {figure.name: figure for figure in side_of(size, **how).figures(size)}
 
 
 def test_replays_are_compared_with_launches() -> None:
@@ -66,9 +73,51 @@ def test_replays_are_compared_with_launches() -> None:
 def test_other_gradients_and_refusals_are_seen() -> None:
     wrong = figures(spoil=True)["48 tokens: replays with other gradients"]
     assert (wrong.ours, wrong.within) == (3, False)
-    refused = figures(refuse=True)["48 tokens: refused"]
+    refused = figures(refuse=1)["48 tokens: refused"]
     assert (refused.ours, refused.within) == (1, False)
     assert "stream is capturing" in refused.note
+
+
+def test_a_size_is_not_blamed_for_another_ones_refusal() -> None:
+    side = side_of(48, 96, refuse=1)
+    found = {figure.name: figure for size in (48, 96) for figure in side.figures(size)}
+    assert [found[f"{size} tokens: refused"].ours for size in (48, 96)] == [1, 0]
+    assert found["96 tokens: refused"].note == ""
+
+
+def test_small_sizes_are_replayed_too() -> None:
+    """They are filled up to 64 tokens; nothing at all was computed, and compared with itself."""
+    found = figures(6)
+    assert found["6 tokens: refused"].ours == 0
+    assert float(found["6 tokens: replays with other gradients"].note.split()[-1]) < 1e-5
+
+
+def test_what_cannot_be_filled_up_is_refused() -> None:
+    """Six tokens and 58 more in five samples, each longer than eight."""
+    asked = subject.GraphOptions(**{**SIZES, "length": 8}, repeats=1, sizes=(6,))
+    side = subject._Side(asked, "auto", torch.device("cpu"), torch.float32, recorder=Replays())
+    (found,) = side.figures(6)
+    assert (found.name, found.ours, found.within) == ("6 tokens: refused", 1, False)
+    assert "more than 8 tokens" in found.note
+
+
+def test_gradients_that_are_compared_do_not_count_as_memory_of_recordings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    side = side_of(48)
+    copies, compute, most = [], side._gradients, 0
+
+    def gradients(run: Callable[[], object]) -> torch.Tensor:
+        nonlocal most
+        found = compute(run)
+        copies.append(weakref.ref(found))
+        most = max(most, sum(each() is not None for each in copies))  # an allocator gives nothing back
+        return found
+
+    monkeypatch.setattr(side, "_gradients", gradients)
+    monkeypatch.setattr(side, "_reserved", lambda: most << 20)
+    found = {figure.name: figure for figure in side.figures(48)}
+    assert found["48 tokens: replayed"].note.endswith("; 0 MiB more")
 
 
 def test_sizes_that_no_samples_give_are_refused() -> None:
