@@ -255,7 +255,7 @@ class Launcher:
         make = self._up if bias is None else self._up_biased
         run, sites = self._made.get(make.__name__) or self._once(make, call), site_table(call)
         out = room(x, (x.shape[0], self.outputs))
-        given_bias = weight if bias is None else bias
+        given_bias = self.like if bias is None else bias  # of no size: nothing of it is read
         if self.chosen.fused_forward is None:
             run(out, given_bias, s, sites)
             return add_product(out, x, weight.T)

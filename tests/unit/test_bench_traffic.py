@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
+import torch
 
 from plait.core.errors import ConfigError
 from plait_bench.products import Cached, read_again
 from plait_bench.traffic import DTYPE, TrafficOptions, _fused, _moved, _plain
+from plait_kernels.launching import noted
 from plait_kernels.synthetic import Shape, problem
 
 TILE, GROUP = (2, 4), 2
@@ -66,3 +69,17 @@ def test_fused_adapters_count_no_sum_with_an_older_gradient() -> None:
     made.train("triton")
     added = _moved(partial(made.train, "triton"))  # to the gradient of the input that is there
     assert added - _fused(128, 32, 48, 1, asked) == 3 * 2 * 128 * 32
+
+
+def test_only_both_products_are_given_the_weight() -> None:
+    """What a pass is given counts as moved."""
+    made, readers = problem(Shape(128, 32, (48,), (4,), 0.1), device="meta", dtype=DTYPE), []
+    storage = made.weight.untyped_storage()._cdata
+
+    def note(kernel: Any, given: tuple[object, ...]) -> None:
+        tensors = (each for each in given if isinstance(each, torch.Tensor))
+        readers.extend(kernel for each in tensors if each.untyped_storage()._cdata == storage)
+
+    with noted(note):
+        made.train("triton")
+    assert [reader.__name__ for reader in readers] == ["_AddProduct"] * 2
