@@ -266,7 +266,8 @@ def test_another_variant_beside_plain_lora_is_exact_and_changes_no_bit_of_it() -
             assert torch.equal(tensor, before[name]), name
 
 
-REASONS = ("backend", "no adapter there", "other variants", "fused product", "other columns", "more columns")
+FUSED = {name: {name: tiles} for name, tiles in (*CANDIDATES["up"], *CANDIDATES["dx"]) if "fused" in name}
+REASONS = ("backend", "no adapter there", "other variants", "other columns", "more columns", *FUSED)
 
 
 @pytest.mark.parametrize("why", REASONS)
@@ -283,21 +284,23 @@ def test_what_is_no_one_operation_is_left_to_two(why: str) -> None:
         first = Frozen(wider, None, (*first.sites, 5))
     if why == "other columns":
         first = replace(first, sites=("gate", mlp.width))
-    tiles = replace(DEFAULT, fused_forward=CANDIDATES["up"][2][1]) if why == "fused product" else DEFAULT
+    tiles = replace(DEFAULT, **FUSED.get(why, {}))
     backend = "grouped" if why == "backend" else "triton"
     with taking(tiles):
         given = (mlp.x, first, second, mlp.kind, mlp.bank, mlp.routing())
         assert multi_lora_gated_mlp(*given, backend=backend) is None
 
 
-def test_a_backward_that_would_be_wrong_is_refused() -> None:
-    mlp = Mlp()
+@pytest.mark.parametrize("name", ["0", "1"])
+def test_a_backward_that_would_be_wrong_is_refused(name: str) -> None:
+    """After a change of an adapter at the first of both layers alone, or at the second."""
+    mlp = Mlp(targets=(("gate",), ("down",), EVERY))
     x = mlp.x.clone().requires_grad_()
     given = (x, *mlp.layers(), mlp.kind, mlp.bank, mlp.routing())
     out = multi_lora_gated_mlp(*given, backend="triton")
     assert out is not None
-    mlp.bank.refresh(["0"])
-    with pytest.raises(KernelError, match=r"weights of \['0'\] changed"):
+    mlp.bank.refresh([name])
+    with pytest.raises(KernelError, match=rf"weights of \['{name}'\] changed"):
         out.backward(mlp.grad)
     again = multi_lora_gated_mlp(*given, backend="triton")
     assert again is not None
