@@ -21,6 +21,7 @@ from plait.config.fields import build
 from plait.core.errors import PlaitError
 from plait.core.jobs import AdapterSpec, JobSpec
 from plait.core.settings import RunSettings
+from plait.engine.devices import free_bytes
 from plait.models.base import BaseModel
 from plait.models.load import load_model, transformers_model
 from plait.models.quiet import quiet
@@ -81,7 +82,7 @@ class _Side:
         self.count = count
         adapters = FolderAdapters(base, {f"a{n}": folders[n % len(folders)] for n in range(count)})
         self.engine = Engine(
-            base, adapters, pool_tokens=asked.pool_tokens, host_bytes=HOST_BYTES, reserve=True
+            base, adapters, pool_tokens=asked.pool_tokens, host_bytes=HOST_BYTES, reserve=free_bytes()
         )  # as ``plait serve``
         self.seconds: list[float] = []
         self.used: list[int] = []

@@ -198,6 +198,10 @@ def by_triton(served: Served) -> Iterator[Served]:
     served.base.install(backend=before)
 
 
+def test_no_request_has_no_completion(served: Served) -> None:
+    assert complete(served.base, None, []) == []
+
+
 def test_requests_by_triton_are_each_as_alone_by_compiled_code(by_triton: Served) -> None:
     launched: set[str] = set()
     sampled = replace(FREE, max_new_tokens=4, temperature=0.9, top_p=0.8)

@@ -1,15 +1,17 @@
 """Attention over pages: by compiled code and by torch, against float64, whatever else lies in the pages."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from plait.core.errors import CapacityError
 from plait.models.attention import AttentionRule, Heads
 from plait.models.context import MicrobatchContext
 from plait.models.elementwise import compiled, rotate_heads_
 from plait.models.fuse import RotaryAttention
-from plait.serve.pages import FEW, PagedCache
+from plait.serve.pages import FEW, PagedCache, pool_memory
 
 TOKENS = 4  # of a page
 CASES = [
@@ -143,3 +145,22 @@ def test_heads_are_rotated_by_their_rows_positions(
     expected = forward.rotated(qkv.double(), tuple(table.double() for table in tables))  # type: ignore[arg-type]
     assert torch.allclose(found.double(), expected, atol={torch.float32: 1e-6, torch.bfloat16: 2e-2}[dtype])
     assert not rotate_heads_(qkv.view(7, 8, 10).double(), 6, *tables), "of no other dtype"
+
+
+def test_a_pool_that_does_not_fit_into_memory_is_refused() -> None:
+    base = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32)
+
+    def made(pages: int, reserve: int | None = None) -> list[torch.Tensor]:
+        return pool_memory(2, pages, 2**10, base, reserve=reserve)  # type: ignore[arg-type]
+
+    for pages in (2**40, 2**60):  # more than addresses, and than a size has bits
+        with pytest.raises(CapacityError, match=r"a pool of .* GiB.*\n.*not give so much.*\n.*fewer tokens"):
+            made(pages)
+    with pytest.raises(
+        CapacityError, match=r"a pool of 0\.01 GiB.*\n0\.01 GiB of memory are free.*\n.*fewer"
+    ):
+        made(2**10, 2**23 - 1)
+    for reserve in (None, 2**23):
+        layers = made(2**10, reserve)
+        assert [layer.shape for layer in layers] == [(2**10, 2**10)] * 2
+        assert not any(layer.any() for layer in layers)

@@ -129,13 +129,14 @@ def test_equally_likely_tokens_are_drawn_alike_whatever_else_is_in_the_batch() -
         assert sampling.choose_tokens(beside, settings, [0, 0])[0] == alone
 
 
+@pytest.mark.parametrize("seed", [5, 9])
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 def test_what_is_drawn_does_not_depend_on_the_order_of_a_sum(
-    top_p: float, monkeypatch: pytest.MonkeyPatch
+    top_p: float, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A device adds up in parts, whose sizes depend on the batch. So at each place where one token follows
     another on the way from 0 to 1, the same one is drawn for any parts."""
-    logits = torch.randn(1, 60, generator=torch.Generator().manual_seed(5))
+    logits = torch.randn(1, 60, generator=torch.Generator().manual_seed(seed))
     added = torch.Tensor.cumsum
 
     def in_parts(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -163,9 +164,26 @@ def test_what_is_drawn_does_not_depend_on_the_order_of_a_sum(
         rows = logits.expand(len(values), -1)
         return [each.token for each in sampling.choose_tokens(rows, settings, [0] * len(values))]
 
+    def softmax_in_parts(x: torch.Tensor, dim: int) -> torch.Tensor:
+        powers = torch.exp(x - x.amax(dim, keepdim=True))
+        return powers / in_parts(powers, dim)[:, -1:]
+
     at_once = drawn()
     monkeypatch.setattr(torch.Tensor, "cumsum", in_parts)
+    monkeypatch.setattr(torch, "softmax", softmax_in_parts)
     assert drawn() == at_once
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_sums_of_a_large_vocabulary_do_not_overflow(top_p: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tokens equally likely: the largest sum that there is."""
+    values = [0.0, 0.5, math.nextafter(1.0, 0.0)]
+    for count in (1, 2, 3, 1000, 262_144):
+        monkeypatch.setattr(sampling, "_uniform", lambda seed, _: values[seed])
+        settings = [Sampling(temperature=1.0, top_p=top_p, seed=seed) for seed in range(3)]
+        found = sampling.choose_tokens(torch.zeros(3, count), settings, [0] * 3)
+        kept = math.ceil(top_p * count)
+        assert [each.token for each in found] == [0, kept // 2, kept - 1]
 
 
 def test_a_part_of_a_character_has_no_bytes_of_its_own_text() -> None:

@@ -61,13 +61,16 @@ def main(arguments: Sequence[str]) -> int:
     model = served.model or _base_of(known, folders)
     base, adapters = load_base(model, served.folders, most=known.max_adapters)
     served.aliases = {name: own for name, own in served.aliases.items() if own in (None, *adapters.names)}
+    from plait.engine.devices import free_bytes
     from plait.serve.driver import Driver
     from plait.serve.engine import Engine
     from plait.serve.folders import HOST_BYTES
     from plait.serve.server import Endpoint, Limits, Models, make_app, run
 
     limits = Limits(new_tokens=known.max_new_tokens, waiting=known.queue, waiting_seconds=known.wait)
-    engine = Engine(base, adapters, pool_tokens=known.pool_tokens, host_bytes=HOST_BYTES, reserve=True)
+    engine = Engine(
+        base, adapters, pool_tokens=known.pool_tokens, host_bytes=HOST_BYTES, reserve=free_bytes()
+    )
     driver = Driver(engine, most_waiting=limits.waiting, most_seconds=limits.waiting_seconds)
     models = Models(served.aliases, adapters, known.adapters)
     app = make_app(

@@ -157,8 +157,13 @@ def device_bytes(device: torch.device) -> int:
     """Memory available to this process: all of a GPU; on a CPU, what is free and what it already uses."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
-    free, left = psutil.virtual_memory().available, free_under_limit()
-    return int((free if left is None else min(free, left)) + psutil.Process().memory_info().rss)
+    return free_bytes() + int(psutil.Process().memory_info().rss)
+
+
+def free_bytes() -> int:
+    """Bytes of the host's memory that this process may still take."""
+    free, left = int(psutil.virtual_memory().available), free_under_limit()
+    return free if left is None else min(free, left)
 
 
 def free_under_limit(root: Path = CGROUP) -> int | None:

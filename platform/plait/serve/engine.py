@@ -74,7 +74,10 @@ class Engine:
         most_prompt_tokens: tokens of prompts that begin in one iteration; a longer one begins alone.
         host_bytes: of adapters that are kept in host memory, ready for the pool.
         smallest_pages: so that more of a prompt's beginning is shared; adapters then waste more of them.
-        reserve: take the pool's memory now, so that no request has to.
+        reserve: take the pool's memory now, so that no request has to, of so many bytes that are free.
+
+    Raises:
+        CapacityError: there is not so much memory as the pool needs.
     """
 
     def __init__(
@@ -87,7 +90,7 @@ class Engine:
         most_prompt_tokens: int = 2048,
         host_bytes: int = 0,
         smallest_pages: bool = False,
-        reserve: bool = False,
+        reserve: int | None = None,
     ) -> None:
         self._base = base
         self._adapters = adapters
@@ -407,7 +410,8 @@ def complete(
 ) -> list[Completion]:
     """The completions of requests in a pool that has room for all."""
     tokens = sum(needed_tokens(each, base.max_length) + MOST_PAGE for each in requests)
-    return Engine(base, adapters, pool_tokens=tokens, most=max(1, len(requests))).complete(requests)
+    most = max(1, len(requests))
+    return Engine(base, adapters, pool_tokens=max(1, tokens), most=most).complete(requests)
 
 
 def _largest_cell(adapter: Adapter, base: BaseModel) -> int:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from plait.core.errors import CapacityError
 from plait.models.attention import AttentionLayout, AttentionRule, Heads, packed_attention
 from plait.models.base import BaseModel
 from plait.models.context import MicrobatchContext
@@ -33,30 +34,49 @@ from plait_kernels.paged import (
 from plait_kernels.uploads import upload
 
 FEW = 8  # rows of one request for which compiled code is the faster
+FEWER = "Give the pool fewer tokens."
 GATHERED = 2**25  # elements of keys and values that are copied out of their pages at once
 
 
-def pool_memory(layers: int, pages: int, elements: int, base: BaseModel, *, reserve: bool) -> list[Tensor]:
+def pool_memory(
+    layers: int, pages: int, elements: int, base: BaseModel, *, reserve: int | None
+) -> list[Tensor]:
     """Each layer's pages, (pages, elements), all zero.
 
     On a CPU they lie in the system's large pages where it has them: vectors of adapters and tokens are far
     apart, so that with small ones the processor looks for nearly each one's address.
 
     Args:
-        reserve: take the memory now; a CPU otherwise takes it when it is first used.
+        reserve: take the memory now, of so many bytes that are free; None: a CPU takes it when it is first
+            used.
+
+    Raises:
+        CapacityError: there is not so much memory.
     """
     shape = pages, elements
     if base.device.type != "cpu":
         return [torch.zeros(shape, dtype=base.dtype, device=base.device) for _ in range(layers)]
     size = layers * pages * elements
-    memory = mmap.mmap(-1, size * base.dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = _host_memory(size * base.dtype.itemsize, reserve)
+    whole = torch.frombuffer(memory, dtype=base.dtype, count=size)
+    if reserve is not None:
+        whole.zero_()
+    return list(whole.view(layers, *shape).unbind())
+
+
+def _host_memory(size: int, free: int | None) -> mmap.mmap:
+    """Zeros in the system's large pages, if it has them."""
+    pool = f"a pool of {size / 2**30:.2f} GiB for keys, values and adapters"
+    if free is not None and size > free:  # the system would end the process without a word
+        raise CapacityError(pool, f"{free / 2**30:.2f} GiB of memory are free.", FEWER)
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise CapacityError(pool, "The system does not give so much memory.", FEWER) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # the system has none
             memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(memory, dtype=base.dtype, count=size)
-    if reserve:
-        whole.zero_()
-    return list(whole.view(layers, *shape).unbind())
+    return memory
 
 
 class TokenSizes:
