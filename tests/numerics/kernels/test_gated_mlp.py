@@ -222,6 +222,34 @@ def test_an_adapters_numbers_do_not_depend_on_its_company(number: int) -> None:
         torch.testing.assert_close(both[0][name], both[1][name], rtol=0.0, atol=0.0, msg=name)
 
 
+@pytest.mark.parametrize("site", ["up", "down"])
+def test_adapters_at_one_layer_alone(site: str) -> None:
+    assert_accurate(Mlp(targets=((site,),) * 3))
+
+
+def test_autocast_and_where_rows_lie_change_no_bit() -> None:
+    usual, other = Mlp(), Mlp()
+    other.x, other.grad = other.x.t().contiguous().t(), other.grad.t().contiguous().t()
+    before = usual.run()
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+        after = other.run()
+    for name, tensor in before.items():
+        assert torch.equal(after[name], tensor), name
+
+
+def test_mlps_of_two_activations_share_a_microbatch() -> None:
+    mlp = Mlp()
+    shared = mlp.routing()
+    outputs = [
+        multi_lora_gated_mlp(mlp.x, *mlp.layers(), kind, mlp.bank, routing, backend="triton")
+        for kind in (plain.SILU, plain.GELU_TANH)
+        for routing in (shared, mlp.routing())
+    ]
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[2], outputs[3])
+    assert not torch.equal(outputs[0], outputs[2])
+
+
 def test_two_layers_give_the_same() -> None:
     mlp = Mlp()
     one, two = mlp.run(), mlp.two_layers("reference")
