@@ -655,6 +655,8 @@ def test_a_named_function_scores_the_answers_to_a_file_s_rows(
         "def same(texts, rows):\n    return [text == row['completion'] for text, row in zip(texts, rows)]\n"
         "def one(texts, rows):\n    return [1.0]\n"
         "def none(texts, rows):\n    return texts[9]\n"
+        "def ends(texts, rows):\n    raise SystemExit(3)\n"
+        "def interrupted(texts, rows):\n    raise KeyboardInterrupt\n"
     )
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"{n}=", "completion": f"{n}"}) + "\n" for n in range(9)))
@@ -670,9 +672,11 @@ def test_a_named_function_scores_the_answers_to_a_file_s_rows(
     right = [str(row) for row in rows]
     assert score(whole, rows.tolist(), right) == (1.0, 1.0, 1.0)
     assert score(whole, rows.tolist(), ["no", *right[1:]]) == (0.0, 1.0, 1.0)
-    for name in ("one", "none"):
+    for name in ("one", "none", "ends"):
         with pytest.raises(ConfigError, match="one finite number for each text"):
             score(spec(scorer=f"own_scorer:{name}"), rows.tolist(), right)
+    with pytest.raises(KeyboardInterrupt):
+        score(spec(scorer="own_scorer:interrupted"), rows.tolist(), right)
     for wrong, said in (
         ({}, "has no verifier"),
         ({"scorer": "own_scorer:other"}, "other"),

@@ -98,7 +98,7 @@ def score(spec: DataSpec, rows: Sequence[int], texts: Sequence[str]) -> tuple[fl
     asked = [_row(examples[row]) for row in rows]
     try:
         found = list(named_function(scorer)(list(texts), asked))
-    except Exception as error:  # of code that is not Plait's
+    except (Exception, SystemExit) as error:  # of code that is not Plait's
         raise ConfigError(
             f"data.scorer={scorer}: {type(error).__name__}: {error}",
             "It must return one finite number for each text.",
