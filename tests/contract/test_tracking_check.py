@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import study_process
 from forked import Talking
+from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 from sqlalchemy.exc import OperationalError
 
@@ -26,7 +27,7 @@ from plait.core.settings import TrackingSettings
 from plait.tracking import connection
 from plait.tracking.connection import AwayError, check_tracking, open_store, storage_errors
 from plait.tracking.location import locate
-from plait.utils.addresses import redact
+from plait.utils.addresses import first_line, redact
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -104,6 +105,19 @@ def test_a_server_that_never_answers(
 ) -> None:
     monkeypatch.setattr(connection, "ANSWER_SECONDS", 0.3)
     refuse(TrackingSettings(uri=f"http://127.0.0.1:{silent_port}", root=tmp_path), "no answer", "timed out")
+
+
+def test_a_request_that_failed_is_told_by_its_server_and_fault_alone(
+    silent_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client tells of each of its layers."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    for port, fault in ((closed_port(), "Connection refused"), (silent_port, "timed out")):
+        with pytest.raises(MlflowException) as caught:
+            MlflowClient(f"http://127.0.0.1:{port}").get_experiment_by_name("plait")
+        assert len(str(caught.value)) > 200
+        assert first_line(caught.value) == f"127.0.0.1:{port}: {fault}"
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,27 @@ def test_a_server_that_comes_and_goes_and_a_search_that_is_killed(
     assert "answer" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_an_outage_and_its_end_are_each_one_short_line(
+    folder: Path, short: tuple[str, ...], begin: Callable[..., Forked], server: MlflowServer
+) -> None:
+    """Also where training ends before the next attempt."""
+    sweep = begin([*search(short, server.url), "train.steps=20000"], MLFLOW_HTTP_REQUEST_MAX_RETRIES="0")
+    sweep.until("trial-0000 started")
+    server.kill()
+    sweep.until("does not answer")
+    sweep.signal(signal.SIGSTOP)
+    server.start()
+    sweep.signal(signal.SIGCONT)
+    sweep.signal(signal.SIGINT)
+    assert sweep.end() == 130, sweep.output
+    (line,) = (line for line in sweep.output.splitlines() if "does not answer" in line)
+    refused = f"{server.url} does not answer ({server.url.removeprefix('http://')}: Connection refused)."
+    assert refused in line
+    assert sweep.output.count(f"{server.url} answers again") == 1
+    assert waiting(folder) == 0
+
+
 def test_a_first_start_without_its_server_is_refused_and_begins_nothing(
     folder: Path, short: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:

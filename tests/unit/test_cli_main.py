@@ -419,7 +419,8 @@ def test_ctrl_c_while_torch_is_imported_says_nothing_of_torch(tmp_path: Path) ->
     assert done.stderr == "Interrupted before training began: start the same command again.\n"
     assert done.stdout.splitlines() == [
         "Checking the search ...",
-        "Loading torch, transformers and MLflow ...",
+        "Loading MLflow ...",
+        "Loading torch and transformers ...",
     ]
     assert done.returncode == 130
 

@@ -6,7 +6,9 @@ A search that fails these checks leaves nothing behind.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -351,6 +353,16 @@ def check_here(cluster: ClusterSettings) -> None:
             "Leave out cluster, or run `plait plan` with the same arguments to see what would run on "
             "that cluster.",
         )
+
+
+MODEL_CODE = "plait.models.load"  # imports torch and transformers
+
+
+def load_model_code(say: Callable[[str], None]) -> None:
+    """Import torch and transformers, which takes seconds, and say so; what is there is not mentioned."""
+    if MODEL_CODE not in sys.modules:
+        say("Loading torch and transformers ...")
+        importlib.import_module(MODEL_CODE)
 
 
 def check_model(settings: ModelSettings, jobs: Sequence[JobSpec]) -> ModelShape:

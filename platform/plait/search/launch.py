@@ -27,7 +27,7 @@ from plait.engine.build import PLAN_FILE, build_coordinator, write_plan
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
 from plait.engine.deployments import written
-from plait.search.checks import DTYPE, Prepared, prepare
+from plait.search.checks import DTYPE, Prepared, load_model_code, prepare
 from plait.search.objective import unusual_directions
 from plait.search.orders import Orders
 from plait.search.points import too_few_points
@@ -86,6 +86,7 @@ class Screen(Protocol):
 
 def prepare_search(command: SearchCommand, name: str, screen: Screen) -> Prepared:
     """What is checked and loaded before the model, saying so; errors as for ``prepare``."""
+    load_model_code(screen.say)
     screen.say("Tokenising the data, or reading it from the cache ...")
     return prepare(command, name)
 
@@ -323,8 +324,11 @@ class Launch:
             tracker.record(PLAN_FILE, self._write_plan(folder, coordinator.plan()))
             with Figures(settings.tracking, run_id, settings.search.storage) as figures:
                 result = self._train(coordinator, tracker, stopper, watch)
+                was_away = tracker.unreachable
             tracker.record(PLAN_FILE, self._write_plan(folder, coordinator.plan()))
             tracker.end_search(JobState.PAUSED if result.interrupted else JobState.FINISHED, result.why)
+        if was_away and not tracker.notices:
+            self._say(f"{tracker.location} answers again; all records were sent.")
         write_result(result, settings.search, self._command.directory)
         # After an interrupt there is no time, and a store that lacks points has no figures yet.
         whole = not result.interrupted and not tracker.notices
@@ -375,7 +379,7 @@ class Launch:
                 str(tracker.location),
                 watch.keep,
             )
-            return SearchLoop(
+            end = SearchLoop(
                 self._source,
                 self._command.make_job,
                 coordinator,
@@ -388,6 +392,8 @@ class Launch:
                 lift=self._command_on("control", "resume"),
                 say_dead=attend.say_dead,
             ).run()
+            attend.watch_store()  # so that what was said last is how the store is now
+            return end
 
     def _conclude(self, tracker: Tracker, figures: Figures) -> bool:
         """Record the summary of the whole search, if no other process trains; return whether it was recorded.
@@ -516,7 +522,7 @@ class Attend:
     def __call__(self) -> Orders:
         """The orders in force now."""
         self.say_dead()
-        self._watch_store()
+        self.watch_store()
         self.keep()
         orders = self.read_orders()
         now = self.clock()
@@ -540,7 +546,7 @@ class Attend:
             if result.trial not in self.source.claims.own and (known is None or not known.ended):
                 self.board.take_result(result)
 
-    def _watch_store(self) -> None:
+    def watch_store(self) -> None:
         """Report when the tracking store becomes unavailable, and when it is back."""
         why = self.unreachable()
         away, was = bool(why), self._away

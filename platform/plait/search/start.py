@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING
 
 from plait.engine.build import settle_dtype
 from plait.models.sources import check_files
-from plait.search.checks import ask_store, check_command, check_model, find_study, tracked_run
+from plait.search.checks import (
+    ask_store,
+    check_command,
+    check_model,
+    find_study,
+    load_model_code,
+    tracked_run,
+)
 from plait.search.identity import Identity, identify
 from plait.search.recorded import recorded_command
 from plait.search.results import SearchEnd
@@ -52,16 +59,16 @@ def run_search(
             if new:  # one that has ended is reported without its model
                 check_files(command.settings.model)
             storage, began = find_study(command, name, identity)
-            screen.say("Loading torch, transformers and MLflow ...")
+            screen.say("Loading MLflow ...")
             from plait.search.launch import Launch, prepare_search
 
             if new and ours:  # before the store is made
-                check_model(settle_dtype(command.settings).model, command.probes)
+                _check_model(command, screen)
             screen.say("Opening the tracking store ...")
             away = ask_store(command.settings)
             run_id = tracked_run(storage, name, command.settings, away)
             if new and not ours:  # a server answers or not within seconds, and a model may have to be fetched
-                check_model(settle_dtype(command.settings).model, command.probes)
+                _check_model(command, screen)
             fresh = command.settings.search.fresh or not began
             prepared = prepare_search(command, name, screen) if fresh else None
             interrupts = Interrupts(screen.announce, signals)
@@ -70,6 +77,11 @@ def run_search(
                 launch = Launch(command, source, screen, interrupts, processes, run_id=run_id, away=away)
                 end = launch.go(prepared)
             return replace(end, name=source.name)
+
+
+def _check_model(command: SearchCommand, screen: Screen) -> None:
+    load_model_code(screen.say)
+    check_model(settle_dtype(command.settings).model, command.probes)
 
 
 @contextmanager

@@ -31,6 +31,7 @@ _IN_QUERY = re.compile(
     re.I,
 )
 
+_POOL = re.compile(r"HTTPS?ConnectionPool\(host='([^']*)', port=(\d+)\)")  # in the text of urllib3's errors
 _FRAGMENT = re.compile(r"""(https?://[^\s"'<>#]{1,2000}#)[^\s"'<>]+""", re.I)
 
 
@@ -130,8 +131,17 @@ def _scheme(text: str, mark: int) -> str:
 
 
 def first_line(error: BaseException | None) -> str:
-    """An error's message in one line, without secrets; "" if there is no error."""
-    return "" if error is None else redact(str(error).strip().partition("\n")[0])
+    """An error's message in one line, without secrets; "" if there is no error. Of requests to a server that
+    failed only its address and how the last one failed, where its client tells of each layer."""
+    if error is None:
+        return ""
+    if (pool := _POOL.search(str(error))) is None:
+        return redact(str(error).strip().partition("\n")[0])
+    inner = error
+    while (below := inner.__cause__ or inner.__context__) is not None:
+        inner = below
+    how = getattr(inner, "strerror", None) or str(inner).partition("\n")[0] or type(inner).__name__
+    return redact(f"{pool[1]}:{pool[2]}: {how}")
 
 
 def _without_login(scheme: str, rest: str) -> str:
