@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import optuna
-from optuna.importance import get_param_importances
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
@@ -66,6 +65,9 @@ def _importance(study: optuna.Study) -> Importance:
             return Importance(trials=finished, trouble=f"{rule} {finished} have finished.")
     if len({tuple(item.values) for item in trials}) == 1:
         return Importance(trials=len(trials), trouble="All of these trials have the same objective.")
+    # It imports scikit-learn, half a second that a search with too few trials does not wait for.
+    from optuna.importance import get_param_importances
+
     quiet()  # about the study that is made in memory
     separate = optuna.create_study(directions=study.directions)
     separate.add_trials(trials)

@@ -1,7 +1,10 @@
 """Importance of searched keys, from real studies."""
 
 import math
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import optuna
@@ -56,6 +59,18 @@ def test_four_trials_have_no_importance(tmp_path: Path) -> None:
     assert not found.shares
     rule = "Importance needs 5 finished trials, or as many with a value at one step."
     assert found.trouble == f"{rule} 4 have finished."
+
+
+def test_too_few_trials_load_nothing_to_compute_it_with(tmp_path: Path) -> None:
+    study(tmp_path, 4)
+    program = (
+        "import sys; from pathlib import Path; from plait_dashboards.importance import read_importance; "
+        "print(read_importance(None, Path(sys.argv[1]), 's').trials, 'sklearn' in sys.modules)"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    words = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "4 False\n"
 
 
 def test_trials_that_were_stopped_early_count_at_the_last_step_that_half_of_them_reached(
