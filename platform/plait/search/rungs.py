@@ -311,6 +311,11 @@ class RungTable:
             found = {number for number in numbers if number < self.expected}
         return {each for each in found if each not in self.records or not self.records[each].rejected}
 
+    def describe(self, cohort: Cohort) -> str:
+        """A cohort's numbers in words, and how many of them were never trained."""
+        rejected = sum(self.records[each].rejected for each in cohort.numbers if each in self.records)
+        return f"{cohort}, {rejected} of them infeasible" if rejected else str(cohort)
+
     def ranked(self, numbers: Iterable[int], rung: int, metric: RungMetric) -> list[int]:
         """The subset of these trials that was measured at the rung: those that satisfy every constraint
         first, then by value, ties by number."""
