@@ -116,6 +116,8 @@ def test_a_damaged_command_hides_where_the_study_is_and_that_is_said(
     shown = said("mine")
     assert f"{file}: the file is damaged, so it is not known whether the search had a search.storage" in shown
     assert "first give the search's `plait sweep` command again" in shown
+    assert "mine was deleted, but for what it may have elsewhere." in said("mine", "--yes")
+    assert not file.exists()
     assert studies(tmp_path, storage) == ["mine"]
 
 

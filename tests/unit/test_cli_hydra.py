@@ -1,5 +1,6 @@
 """Hydra's flags and complaints through `plait`, and hydra.sweeper.* beside search.*."""
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,14 @@ from hydra.errors import ConfigCompositionException
 
 from plait.cli import sweeping
 from plait.cli.app import show_space, shows_only
-from plait.cli.hydra_errors import explain, explain_fault
+from plait.cli.hydra_errors import FORMS, _example, explain, explain_fault
 from plait.cli.main import main
 from plait.cli.sweeping import merge
+from plait.config.build import JOB_SPECS, job_of
+from plait.config.overrides import read_request, read_setting
 from plait.core.errors import ConfigError
 from plait.core.settings import SearchSettings
+from plait.core.space import Choice
 from plait.search.samplers import SAMPLERS
 from plait.utils.paths import conf_dir, sweeps_dir
 
@@ -211,8 +215,10 @@ def test_a_swept_key_with_quotes_is_still_an_override() -> None:
             ["sweep", "adapter.rank=choice(1,2"],
             ["cannot be read", "KEY=VALUE", "`adapter.rank=choice("],
         ),
-        (["sweep", "train.lr=interval(1e-3)"], ["cannot be read", "`train.lr=interval(1e-5,1e-3)`"]),
+        (["sweep", "train.lr=interval(1e-3)"], ["cannot be read", "`train.lr=interval(5e-05,0.0002)`"]),
         (["sweep", "adapter.rank=choice()"], ["cannot be read", "`adapter.rank=choice(4,8,16)`"]),
+        (["sweep", "adapter.dropout=choice("], ["cannot be read", "`adapter.dropout=choice(0.05,0.1,0.2)`"]),
+        (["sweep", "+data.task=choice("], ["cannot be read", "`+data.task=choice(A,B)`"]),
         (
             ["sweep", "train.lr=choice(interval(1e-4,1e-3),1)"],
             ["A choice holds single values, not intervals"],
@@ -385,3 +391,19 @@ def test_every_sampler_has_its_group(capsys: pytest.CaptureFixture[str]) -> None
         assert status == 0
         assert yaml.safe_load(out)["hydra"]["sweeper"]["sampler"]["name"] == name
     assert SearchSettings().sampler == "tpe"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_example_of_a_space_has_values_that_its_key_takes(form: str) -> None:
+    keys = [f"{group}.{each.name}" for group, spec in JOB_SPECS.items() for each in fields(spec)]
+    for key in keys:
+        (dimension,) = read_request([f"{key}={_example(form, key)}"], {}, {}).space.dimensions
+        domain = dimension.domain
+        if isinstance(domain, Choice):
+            values = [read_setting(f"{key}={text}") for text in domain.texts]
+        else:
+            values = [domain.low, domain.high]
+        assert len(values) > 1
+        group, name = key.split(".")
+        for value in values:
+            job_of("a", {"data": {"source": "file"}, group: {name: value}})

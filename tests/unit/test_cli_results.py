@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from plait.cli.leaderboard import print_leaderboard, show, sort_records
+from plait.cli.main import main
 from plait.cli.results import store_parser, store_settings
 from plait.core.errors import ConfigError
 from plait.core.lifecycle import JobState
@@ -48,6 +49,11 @@ def test_records_are_sorted_by_a_column(column: str, names: str) -> None:
         )
         == names
     )
+
+
+def test_an_order_is_reversed_only_with_its_column(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["leaderboard", "--reverse"]) == 2
+    assert "--sort COLUMN --reverse" in capsys.readouterr().err
 
 
 def test_the_title_says_how_it_is_sorted() -> None:

@@ -191,15 +191,19 @@ def test_what_accuracy_needs_depends_on_the_data(spec: DataSpec, remedy: str) ->
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ({"metric": "adapter.alpha"}, "adapter.rank"),
-        ({"constraints": {"adapter.target_modules": "<= 2"}}, "train.lr"),
+        ({"metric": "adapter.alpha"}, ("search.metric='adapter.alpha'", "An objective must", "adapter.rank")),
+        (
+            {"constraints": {"adapter.target_modules": "<= 2"}},
+            ("search.constraints: adapter.target_modules <= 2", "A constraint's metric must", "train.lr"),
+        ),
     ],
 )
-def test_a_metric_that_no_trial_has_is_refused(given: dict[str, Any], named: str) -> None:
+def test_a_metric_that_no_trial_has_is_refused(given: dict[str, Any], named: tuple[str, ...]) -> None:
     jobs = [JobSpec("a"), JobSpec("b", train=TrainSpec(steps=None, epochs=1.0))]
     with pytest.raises(ConfigError) as caught:
         check_objectives(SearchSettings(**given), jobs)
-    assert named in str(caught.value)
+    assert all(each in str(caught.value) for each in named)
+    assert ("objective" in str(caught.value)) == ("metric" in given)
     with pytest.raises(ConfigError, match=r"train\.steps"):  # a number in some jobs only
         check_objectives(SearchSettings(metric="train.steps"), jobs)
     check_objectives(SearchSettings(metric=("train/loss", "train.lr")), jobs)

@@ -256,6 +256,8 @@ def test_brackets_are_those_of_hyperband() -> None:
         ({"kind": "optuna", "options": {"startup": 3}}, "n_startup_trials"),
         ({"kind": "optuna", "metric": "train/loss"}, "eval/loss"),
         ({"rungs": (2, 4)}, r"search\.stopping\.rungs=\[2,4\] with search\.stopping\.kind=none"),
+        ({"rungs": (2, 4)}, r"or leave it out\. If a file sets it: search\.stopping\.rungs=null\."),
+        ({"kind": "asha", "patience": 5}, r"If a file sets it: search\.stopping\.patience=3\."),
         ({"patience": 5}, r"(?s)No trial ends early without a rule.*search/stopping=patience, or leave"),
         ({"kind": "asha", "cohort": 4}, "(?s)does not use it.*median, successive_halving, or leave"),
         ({"kind": "median", "eta": 3}, "asha, hyperband, successive_halving, or leave"),
@@ -345,6 +347,8 @@ def test_a_trial_that_was_never_trained_is_no_member_of_its_cohort() -> None:
     rejected = {n: RungRecord(ended=True, rejected=True) for n in (1, 3)}
     found = actions(made, (0, 2), 4, RungTable(values | rejected, 4))
     assert found == {0: "continue", 2: "stop"}  # half of two, and not half of four
+    reason = made.decide(2, 4, RungTable(values | rejected, 4)).reason
+    assert reason.endswith("ranked 2 of 2, 1 continues (trials 0 to 3, 2 of them infeasible)")
 
 
 def test_a_cohort_waits_for_all_of_its_members_and_for_no_others() -> None:

@@ -49,6 +49,12 @@ def leaderboard(arguments: Sequence[str]) -> int:
     parser.add_argument("--sort", metavar="COLUMN", help="sort by a column instead of the objective")
     parser.add_argument("--reverse", action="store_true", help="with --sort: largest first")
     known = parser.parse_args(arguments)
+    if known.reverse and not known.sort:
+        raise ConfigError(
+            "--reverse without --sort",
+            "It shows the largest values of a column first; without --sort the best trials come first.",
+            "Name the column: --sort COLUMN --reverse.",
+        )
     say(READING)
     from plait.cli.leaderboard import show
 
@@ -108,7 +114,8 @@ def forget(arguments: Sequence[str]) -> int:
         print("Nothing was deleted.")
         return EXIT_DONE
     remains.remove(known.keep_adapters)
-    print(f"{known.name} was deleted.")
+    but = ", but for what it may have elsewhere" if remains.unread else ""
+    print(f"{known.name} was deleted{but}.")
     return EXIT_DONE
 
 

@@ -44,13 +44,13 @@ def check_objectives(search: SearchSettings, probes: Iterable[JobSpec]) -> None:
     """
     held = [numbers(job) for job in probes]
     keys = set.intersection(*map(set, held))
-    named = [("metric", each.metric) for each in search.objectives]
-    named += [("constraints", each.metric) for each in search.limits]
-    for setting, metric in named:
+    asked = [("An objective", f"search.metric={each.metric!r}", each.metric) for each in search.objectives]
+    asked += [("A constraint's metric", f"search.constraints: {each}", each.metric) for each in search.limits]
+    for what, setting, metric in asked:
         if metric not in METRICS and metric not in keys:
             raise ConfigError(
-                f"search.{setting}={metric!r}",
-                f"An objective must be one of {choices(METRICS)}, or a numeric key of the job.",
+                setting,
+                f"{what} must be one of {choices(METRICS)}, or a numeric key of the job.",
                 f"{did_you_mean(metric, [*METRICS, *keys])}Numeric keys are: {choices(sorted(keys))}.",
             )
     for limit in search.limits:

@@ -187,10 +187,12 @@ def check_stopping(search: SearchSettings) -> None:
         value = getattr(search.stopping, key)
         if key not in known and value != getattr(usual, key):
             able = [name for name in RULES if name != "none" and key in RULES.get(name).keys]
+            usually = f"search.stopping.{key}={as_written(getattr(usual, key))}"
+            in_file = "" if key == "options" else f" If a file sets it: {usually}."
             raise ConfigError(
                 f"search.stopping.{key}={as_written(value)} with search.stopping.kind={kind}",
                 "No trial ends early without a rule." if kind == "none" else "This rule does not use it.",
-                f"Choose a rule that does, search/stopping={choices(able)}, or leave it out.",
+                f"Choose a rule that does, search/stopping={choices(able)}, or leave it out.{in_file}",
             )
     check_rule(search)
 
@@ -306,7 +308,8 @@ class CohortRule:
                 return Decision(
                     "stop",
                     f"{self.metric.metric} {value:.6g}{broken} at rung {rung}: ranked "
-                    f"{1 + ranked.index(number)} of {len(members)}, {len(kept)} {go_on} ({cohort})",
+                    f"{1 + ranked.index(number)} of {len(members)}, {len(kept)} {go_on} "
+                    f"({table.describe(cohort)})",
                 )
             members = kept
         return CONTINUE
