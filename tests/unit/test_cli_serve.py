@@ -47,6 +47,19 @@ def test_folders_are_models_of_the_base_that_they_name(
     assert "serves base, one, two;" in capsys.readouterr().out
 
 
+def test_a_pool_that_is_larger_than_the_free_memory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its memory is taken at the start, so the system would end the process without a word."""
+    one = adapter(tmp_path / "one")
+    monkeypatch.setattr("plait.engine.devices.free_bytes", lambda: 2**10)
+    monkeypatch.setattr(server, "run", lambda _, address, __: address.close())
+    assert main(["serve", str(one), "--port", str(free_port()), "--pool-tokens", "100"]) == 2
+    said = capsys.readouterr().err
+    assert "plait: a pool of 0.00 GiB" in said
+    assert "Give the pool fewer tokens." in said
+
+
 def test_what_cannot_be_served_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = adapter(tmp_path / "one")
     other = adapter(tmp_path / "other")
