@@ -36,9 +36,8 @@ from plait_kernels.uploads import distance, table
 _BLOCK_RANKS, _BLOCK_FEATURES = 16, 256  # of a Triton program
 PLACED = {torch.float32: "f32", torch.bfloat16: "bf16"}  # dtypes of compiled code, as it names them
 _TILE_ROWS = 8  # MOST_ROWS of pooled.c
-_LONG_ROWS = (
-    128  # rows of one adapter for which gathering its vectors pays, so that torch multiplies on a CPU
-)
+# Rows of one adapter for which gathering its vectors pays, so that torch multiplies on a CPU.
+_LONG_ROWS = 128
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ class LinearGroup:
         here, see `multi_lora_gated_mlp`."""
         binding, sliced = self.binding, self._slicing is not None or down._slicing is not None
         routing = binding.routing
-        if sliced or not isinstance(routing, Routing) or len(down.sites) > 1:
+        if sliced or not isinstance(routing, Routing):
             return None
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         out = multi_lora_gated_mlp(
