@@ -167,10 +167,10 @@ class Crowd:
 
     async def _ask(self, client: openai.AsyncOpenAI, model: str, draw: random.Random) -> str:
         prompt = draw.choice(("A shared beginning of a prompt. ", "")) + "a" * draw.randrange(1, 60)
-        count = draw.randrange(1, 40)
+        count, seed = draw.randrange(1, 40), draw.randrange(2**32)
         if draw.random() < 0.3:
             chat = await client.chat.completions.create(
-                model=model, messages=[{"role": "user", "content": prompt}], max_tokens=count
+                model=model, messages=[{"role": "user", "content": prompt}], max_tokens=count, seed=seed
             )
             assert chat.usage is not None
             return "chat"
@@ -180,7 +180,9 @@ class Crowd:
             )
             assert whole.choices[0].finish_reason in ("stop", "length")
             return "whole"
-        stream = await client.completions.create(model=model, prompt=prompt, max_tokens=count, stream=True)
+        stream = await client.completions.create(
+            model=model, prompt=prompt, max_tokens=count, seed=seed, stream=True
+        )
         leaves = draw.random() < LEAVES
         async with aclosing(stream.__aiter__()) as pieces:
             reasons = []

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -269,7 +270,7 @@ def test_a_chat_has_n_answers(served: Served) -> None:
 
 
 HELLO = [{"role": "user", "content": "Hello"}]
-GOOD = {"model": "best", "prompt": "a", "max_tokens": 1}
+GOOD = {"model": "best", "prompt": "a", "max_tokens": 1, "temperature": 0}
 
 
 @pytest.mark.parametrize(
@@ -393,19 +394,28 @@ class Gate:
         self.permits.release(10_000)
 
 
-LONG = {"model": "base", "prompt": "a", "max_tokens": 160}
+LONG = {"model": "base", "prompt": "a", "max_tokens": 160, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def long(served: Served) -> dict[str, Any]:
+    """A request whose answer is as long as the server allows: greedy, since one that is drawn may stop at
+    any token."""
+    usage = served.ask("/v1/completions", LONG)[1]["usage"]
+    assert usage["completion_tokens"] == LONG["max_tokens"], "the tests below need all of these tokens"
+    return LONG
 
 
 @pytest.mark.parametrize("answers", [1, 3])
 @pytest.mark.parametrize("streamed", [True, False])
 def test_a_client_that_leaves_frees_its_pages(
-    served: Served, streamed: bool, answers: int, monkeypatch: pytest.MonkeyPatch
+    served: Served, long: dict[str, Any], streamed: bool, answers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(served, monkeypatch)
     connection = served.connect()
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json", "Host": "localhost"}
     connection.request(
-        "POST", "/v1/completions", json.dumps(LONG | {"stream": streamed, "n": answers}), headers
+        "POST", "/v1/completions", json.dumps(long | {"stream": streamed, "n": answers}), headers
     )
     assert gate.entered.wait(60)
     assert connection.sock is not None
@@ -423,13 +433,13 @@ def test_a_client_that_leaves_frees_its_pages(
 
 
 def test_a_full_queue_is_refused_and_what_waits_is_answered(
-    served: Served, monkeypatch: pytest.MonkeyPatch
+    served: Served, long: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(served, monkeypatch)
     monkeypatch.setattr(served.driver, "_most_waiting", 2)
     found: list[int] = []
     clients = [
-        threading.Thread(target=lambda: found.append(served.ask("/v1/completions", LONG)[0]), daemon=True)
+        threading.Thread(target=lambda: found.append(served.ask("/v1/completions", long)[0]), daemon=True)
         for _ in range(2)
     ]
     clients[0].start()
@@ -502,6 +512,7 @@ def test_metrics_count_requests_tokens_and_pages(served: Served) -> None:
     after = measured(served)
     more = {name: value - before.get(name, 0.0) for name, value in after.items()}
     usage, reason = answer["usage"], answer["choices"][0]["finish_reason"]
+    assert (usage["completion_tokens"], reason) == (3, "length")
     assert more[f'plait_requests_total{{how="{reason}"}}'] == 1
     assert more['plait_requests_total{how="failed"}'] == 1
     assert more["plait_prompt_tokens_total"] == usage["prompt_tokens"]
@@ -525,13 +536,13 @@ def test_a_request_that_cannot_be_added_for_any_reason_ends_alone(
 
 
 def test_a_request_that_has_waited_for_too_long_is_refused(
-    served: Served, monkeypatch: pytest.MonkeyPatch
+    served: Served, long: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(served.driver, "_most_seconds", -1.0)
     gate = Gate(served, monkeypatch)
     found: list[int] = []
     client = threading.Thread(
-        target=lambda: found.append(served.ask("/v1/completions", LONG)[0]), daemon=True
+        target=lambda: found.append(served.ask("/v1/completions", long)[0]), daemon=True
     )
     client.start()
     gate.open()
@@ -543,18 +554,18 @@ def test_a_request_that_has_waited_for_too_long_is_refused(
 
 @pytest.mark.parametrize("streamed", [True, False])
 def test_a_client_that_leaves_the_queue_gives_up_its_place(
-    served: Served, streamed: bool, monkeypatch: pytest.MonkeyPatch
+    served: Served, long: dict[str, Any], streamed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(served, monkeypatch)
     found: list[int] = []
     client = threading.Thread(
-        target=lambda: found.append(served.ask("/v1/completions", LONG)[0]), daemon=True
+        target=lambda: found.append(served.ask("/v1/completions", long)[0]), daemon=True
     )
     client.start()
     assert gate.entered.wait(60)
     connection = served.connect()
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json", "Host": "localhost"}
-    connection.request("POST", "/v1/completions", json.dumps(LONG | {"stream": streamed}), headers)
+    connection.request("POST", "/v1/completions", json.dumps(long | {"stream": streamed}), headers)
     scheduler = served.driver.engine.scheduler
     while not served.driver._new:
         time.sleep(0.001)
@@ -575,7 +586,9 @@ def test_a_client_that_leaves_the_queue_gives_up_its_place(
     assert served.free()
 
 
-def test_a_stream_that_fails_halfway_says_so(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_that_fails_halfway_says_so(
+    served: Served, long: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     step, steps = served.driver.engine.step, []
 
     def third_fails() -> Any:
@@ -585,7 +598,7 @@ def test_a_stream_that_fails_halfway_says_so(served: Served, monkeypatch: pytest
         return steps[-1]
 
     monkeypatch.setattr(served.driver.engine, "step", third_fails)
-    connection, response = served.send("/v1/completions", LONG | {"stream": True})
+    connection, response = served.send("/v1/completions", long | {"stream": True})
     assert response.status == 200
     events = [json.loads(line[6:]) for line in response.read().decode().split("\n\n") if line]
     connection.close()
@@ -597,7 +610,7 @@ def test_a_stream_that_fails_halfway_says_so(served: Served, monkeypatch: pytest
 @pytest.mark.parametrize("streamed", [True, False])
 @pytest.mark.parametrize("pieces", [0, 2])
 def test_logits_that_are_not_finite_are_an_error(
-    served: Served, streamed: bool, pieces: int, monkeypatch: pytest.MonkeyPatch
+    served: Served, long: dict[str, Any], streamed: bool, pieces: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, step, steps = served.driver.engine, served.driver.engine.step, []
 
@@ -609,7 +622,7 @@ def test_logits_that_are_not_finite_are_an_error(
         return [Update(steps[-1].request, "", Completion((), "", "not finite"))]
 
     monkeypatch.setattr(engine, "step", not_finite)
-    connection, response = served.send("/v1/completions", LONG | {"stream": streamed})
+    connection, response = served.send("/v1/completions", long | {"stream": streamed})
     last = json.loads(response.read().decode().strip().rpartition("\n\n")[2].removeprefix("data: "))
     connection.close()
     assert response.status == (200 if streamed and pieces else 500)
@@ -617,7 +630,7 @@ def test_logits_that_are_not_finite_are_an_error(
 
 
 def test_null_is_an_options_default_and_a_stream_may_end_with_its_usage(served: Served) -> None:
-    asked = GOOD | {"max_tokens": 5, "temperature": 0}
+    asked = GOOD | {"max_tokens": 5}
     nulls = dict.fromkeys(("top_p", "seed", "stop", "stream", "logprobs", "n", "stream_options", "made_up"))
     status, whole = served.ask("/v1/completions", asked | nulls)
     assert status == 200
@@ -626,10 +639,14 @@ def test_null_is_an_options_default_and_a_stream_may_end_with_its_usage(served: 
     assert {each["usage"] for each in chunks} == {None}
     assert (last["choices"], last["usage"]) == ([], whole["usage"])
     without = served.ask("/v1/completions", asked | {"max_tokens": None})[1]
-    assert without["usage"]["completion_tokens"] <= 16, "OpenAI's default"
+    assert without["usage"]["completion_tokens"] == 16, "OpenAI's default"
 
 
-def test_answers_without_a_seed_differ_and_with_one_they_do_not(served: Served) -> None:
+def test_answers_without_a_seed_differ_and_with_one_they_do_not(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draws = iter((1, 2, 3))
+    monkeypatch.setattr("plait.serve.bodies.secrets", SimpleNamespace(randbits=lambda _: next(draws)))
     asked = GOOD | {"max_tokens": 20, "temperature": 2}
     texts = [
         [served.ask("/v1/completions", asked | seed)[1]["choices"][0]["text"] for _ in range(3)]
