@@ -15,7 +15,17 @@ from typing import Any
 import pytest
 import torch
 from frozen_a import FrozenA
-from laboratory import NARROW, Kept, Laboratory, random_texts
+from laboratory import (
+    LOSS_TOLERANCE,
+    NARROW,
+    TINY,
+    Kept,
+    Laboratory,
+    assert_same,
+    assert_same_bits,
+    random_texts,
+    stopping,
+)
 from peft import PeftModel
 from peft_folders import stored_tensors
 from torch import Tensor
@@ -36,9 +46,6 @@ from plait.search.checks import check_model
 from plait_kernels import Bank, KernelError, SiteRows, TensorSpec
 from plait_kernels.bank import GRADIENTS
 
-MODEL = ModelSettings(kind="tiny", family="llama", dtype="float32", seed=3)
-LOSS_TOLERANCE = 1e-5  # relative, every step, as in the joint tests
-WEIGHT_TOLERANCE = 1e-4  # of the norm of the adapter's update
 STEPS = 5
 
 
@@ -95,7 +102,7 @@ def variant(request: pytest.FixtureRequest) -> Iterator[Lora]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> BaseModel:
-    return load_model(MODEL, cache=tmp_path_factory.mktemp("cache"))
+    return load_model(TINY, cache=tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="module")
@@ -133,10 +140,7 @@ def test_it_trains_together_with_plain_lora_as_alone(
     jobs = jobs_of(variant, dropout=dropout)
     joint = lab.undisturbed(jobs, kernels=kernels)
     for job in jobs:
-        solo = lab.run([job], kernels=kernels)
-        assert joint.losses(job.name) == pytest.approx(solo.losses(job.name), rel=LOSS_TOLERANCE)
-        assert joint.evaluations(job.name) == pytest.approx(solo.evaluations(job.name), rel=LOSS_TOLERANCE)
-        assert joint.difference(solo, job.name) <= WEIGHT_TOLERANCE
+        assert_same(joint, lab.run([job], kernels=kernels), [job])
     assert joint.losses("first") != pytest.approx(joint.losses("plain"), rel=LOSS_TOLERANCE)
     assert joint.losses("first")[0] == pytest.approx(joint.losses("plain")[0], rel=LOSS_TOLERANCE)
 
@@ -158,7 +162,7 @@ def test_its_folder_is_the_same_model_in_peft(variant: Lora, lab: Laboratory, tm
     for job in (jobs[0], jobs[2]):
         folder = joint.ended(job.name).adapter
         assert folder is not None
-        plain = transformers_model(MODEL, cache=tmp_path)
+        plain = transformers_model(TINY, cache=tmp_path)
         peft = PeftModel.from_pretrained(plain, folder)
         loss, labelled = 0.0, 0
         split = lab.data(job).validation
@@ -181,21 +185,11 @@ def test_its_folder_is_the_same_model_in_peft(variant: Lora, lab: Laboratory, tm
 
 def test_it_resumes_bit_for_bit(variant: Lora, lab: Laboratory) -> None:
     jobs = jobs_of(variant, dropout=0.1)
-
-    def stop(turn: int, coordinator: Any) -> None:
-        if turn == 3:
-            coordinator.stop()
-
     whole = lab.undisturbed(jobs)
-    first = lab.run(jobs, kernels="grouped", between=stop)
-    saved = {job.name: first.ended(job.name).checkpoint for job in jobs}
-    states = {name: state for name, state in saved.items() if state is not None}
-    rest = lab.run(jobs, kernels="grouped", resume_from=states)
-    for job in jobs:
-        assert len(first.losses(job.name)) == 3
-        assert first.losses(job.name) + rest.losses(job.name) == whole.losses(job.name)
-        for site, ours in whole.end[job.name].items():
-            assert all(torch.equal(a, b) for a, b in zip(ours, rest.end[job.name][site], strict=True))
+    first = lab.run(jobs, kernels="grouped", between=stopping(3))
+    rest = lab.run(jobs, kernels="grouped", resume_from=first.checkpoints)
+    assert [len(first.losses(job.name)) for job in jobs] == [3] * len(jobs)
+    assert_same_bits(first.before(rest), whole, jobs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -13,8 +13,8 @@ from typing import Any, cast
 
 import pytest
 import torch
-from laboratory import Laboratory, random_texts
-from peft_runs import PeftRun
+from laboratory import Laboratory, assert_same, random_texts
+from peft_runs import PeftRun, assert_same_as_peft
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -34,8 +34,6 @@ def names(table: str) -> list[str]:
 
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "engine.md"
-LOSS_TOLERANCE = 1e-5  # relative, every step
-WEIGHT_TOLERANCE = 1e-4  # of the norm of the adapter's update
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 SIZES = {  # each is given if the family's configuration has it
     "vocab_size": 259,
@@ -210,11 +208,6 @@ def jobs_of(family: str) -> list[JobSpec]:
     ]
 
 
-def assert_close(found: list[float], expected: list[float]) -> None:
-    assert len(found) == len(expected) == 2
-    assert max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True)) <= LOSS_TOLERANCE
-
-
 def test_every_causal_family_has_its_row() -> None:
     rows = {"trained": TRAINED} | REFUSED | {"not supported: several models in one": SEVERAL}
     for words, row in rows.items():
@@ -238,14 +231,12 @@ def test_joint_equals_solo_and_peft(family: str, tmp_path: Path) -> None:
     jobs = jobs_of(family)
     joint = lab.run(jobs, kernels="grouped", capacity=64)
     solo = lab.run(jobs[:1], kernels="grouped", capacity=64)
-    assert_close(joint.losses("two"), solo.losses("two"))
-    assert joint.difference(solo, "two") <= WEIGHT_TOLERANCE
+    assert_same(joint, solo, jobs[:1])
     for job, base in zip(jobs, copies, strict=True):
         targets = resolve_targets(job.adapter.target_modules, lab.model.linears)
         alone = PeftRun(base, job, "|".join(map(re.escape, targets)))
         alone.load(joint.start[job.name])
-        assert_close(joint.losses(job.name), alone.train(lab.data(job).train))
-        assert joint.difference_from(alone.weights(), job.name) <= WEIGHT_TOLERANCE
+        assert_same_as_peft(joint, alone.train(lab.data(job).train))
 
 
 @pytest.mark.parametrize(

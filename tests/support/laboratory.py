@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+from peft_folders import stored_pairs
 from torch import Tensor
 
 from plait.core.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
-from plait.core.lifecycle import JobResult
+from plait.core.lifecycle import JobResult, JobState
 from plait.core.messages import (
     Command,
     Detach,
     Event,
+    GroupStep,
     JobEvaluated,
     JobProgress,
     WorkerEvent,
 )
 from plait.core.samples import Sample, Split, TokenisedData
-from plait.core.settings import ClusterSettings, EngineSettings, PlannerSettings, RunSettings
+from plait.core.settings import ClusterSettings, EngineSettings, ModelSettings, PlannerSettings, RunSettings
 from plait.core.spans import ReplicaSpans
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
@@ -30,6 +33,11 @@ from plait.engine.redeployment import Prefer
 from plait.engine.worker import Worker, WorkerFacts
 from plait.models.base import BaseModel
 
+LOSS_TOLERANCE = 1e-5  # relative, every step
+NORM_TOLERANCE = 1e-4  # relative, every step
+WEIGHT_TOLERANCE = 1e-4  # of the norm of the adapter's update
+TINY = ModelSettings(kind="tiny", dtype="float32", seed=3)
+ENGINE = EngineSettings(kernels="grouped", capacity=160, threads=1)
 Weights = dict[str, tuple[Tensor, ...]]
 VOCABULARY = 250
 NARROW = {"llama": ("q_proj", "v_proj"), "gemma2": ("q_proj", "v_proj"), "gpt2": ("c_attn",)}
@@ -95,7 +103,11 @@ class Recorder:
 
 @dataclass
 class History:
-    """What a run left: every event, each job's weights at start and end."""
+    """What a run left: every event, each job's weights at start and end.
+
+    Of another worker than the laboratory's own those at the start are not known, and those at the end are
+    what it exported.
+    """
 
     events: list[Event]
     start: dict[str, Weights]
@@ -116,13 +128,49 @@ class History:
         (found,) = [event for event in self.events if isinstance(event, JobResult) and event.job == job]
         return found
 
-    def difference(self, other: History, job: str) -> float:
-        """Norm of the difference between a job's final weights here and there, over that of its update."""
-        return self.difference_from(other.end[job], job)
+    @property
+    def steps(self) -> list[GroupStep]:
+        """Iterations of the group."""
+        return [event for event in self.events if isinstance(event, GroupStep)]
 
-    def difference_from(self, weights: Weights, job: str) -> float:
-        """As :meth:`difference`, from weights given."""
-        return distance(self.end[job], weights) / distance(self.end[job], self.start[job])
+    @property
+    def checkpoints(self) -> dict[str, Path]:
+        """Of the jobs that were interrupted."""
+        ends = [event for event in self.events if isinstance(event, JobResult)]
+        return {end.job: end.checkpoint for end in ends if end.checkpoint is not None}
+
+    def before(self, later: History) -> History:
+        """This run, which was interrupted, and the one that resumed it, as one."""
+        events = [event for event in self.events if not isinstance(event, JobResult)]
+        return History([*events, *later.events], self.start, later.end)
+
+
+def assert_same(found: History, expected: History, jobs: Iterable[JobSpec]) -> None:
+    """Promise 1: each job has the losses, norms and weights of another run, within rounding.
+
+    Args:
+        expected: a run on the laboratory's own worker.
+    """
+    for job in jobs:
+        name = job.name
+        assert found.ended(name).state is JobState.FINISHED
+        assert len(found.losses(name)) == job.train.steps
+        assert found.losses(name) == pytest.approx(expected.losses(name), rel=LOSS_TOLERANCE)
+        assert found.evaluations(name) == pytest.approx(expected.evaluations(name), rel=LOSS_TOLERANCE)
+        assert found.norms(name) == pytest.approx(expected.norms(name), rel=NORM_TOLERANCE)
+        update = distance(expected.end[name], expected.start[name])
+        assert distance(found.end[name], expected.end[name]) <= WEIGHT_TOLERANCE * update
+
+
+def assert_same_bits(found: History, expected: History, jobs: Iterable[JobSpec]) -> None:
+    """Promise 3: each job has the very losses, norms and weights of another run."""
+    for job in jobs:
+        name = job.name
+        assert len(found.losses(name)) == job.train.steps
+        assert found.losses(name) == expected.losses(name)
+        assert found.evaluations(name) == expected.evaluations(name)
+        assert found.norms(name) == expected.norms(name)
+        assert distance(found.end[name], expected.end[name]) == 0.0
 
 
 def distance(left: Weights, right: Weights) -> float:
@@ -191,6 +239,27 @@ def mixed_group(family: str, *, dropout: float = 0.0, steps: int = 20) -> list[J
     ]
 
 
+def exported(events: Iterable[Event]) -> dict[str, Weights]:
+    """The adapters that jobs left, by job."""
+    ends = [event for event in events if isinstance(event, JobResult)]
+    return {end.job: {**stored_pairs(end.adapter)} for end in ends if end.adapter is not None}
+
+
+def with_train(job: JobSpec, **train: Any) -> JobSpec:
+    """The job with other settings of its training."""
+    return replace(job, train=replace(job.train, **train))
+
+
+def stopping(turn: int | None) -> Callable[[int, Coordinator], None]:
+    """What interrupts a run before this iteration; None: nothing does."""
+
+    def between(now: int, coordinator: Coordinator) -> None:
+        if now == turn:
+            coordinator.stop()
+
+    return between
+
+
 @dataclass(frozen=True)
 class Kept:
     """Histories of runs that nothing disturbs, made once for all that compare with them; their adapters are
@@ -235,6 +304,7 @@ class Laboratory:
         between: Callable[[int, Coordinator], None] = lambda *_: None,
         before: Callable[[LocalWorker, Command], None] = lambda *_: None,
         max_jobs: int | None = None,
+        schedule: str = "plait",
         worker: Worker | None = None,
         folder: Path | None = None,
         cluster: ClusterSettings | None = None,
@@ -244,15 +314,18 @@ class Laboratory:
     ) -> History:
         """Train the jobs together until none is left; ``between`` is called before each iteration.
 
-        Another ``worker`` than one on the model here leaves no weights but those that it exports.
+        Args:
+            worker: another than one on the model here.
         """
-        engine = EngineSettings(kernels=kernels, capacity=capacity, checkpointing=checkpointing)
+        engine = EngineSettings(
+            kernels=kernels, capacity=capacity, checkpointing=checkpointing, schedule=schedule
+        )
         data = DataCatalogue(random_data)
-        recorder = Recorder(LocalWorker(self.model, data, engine), before=before)
+        worker = worker or Recorder(LocalWorker(self.model, data, engine), before=before)
         planner = PlannerSettings(max_jobs=max_jobs)
         settings = RunSettings(engine=engine, planner=planner, cluster=cluster or ClusterSettings())
         coordinator = Coordinator(
-            worker or recorder,
+            worker,
             data,
             settings,
             folder=folder or self.folder,
@@ -266,7 +339,9 @@ class Laboratory:
         for turn in range(500):
             between(turn, coordinator)
             if coordinator.idle:
-                return History(events, recorder.start, recorder.end)
+                if isinstance(worker, Recorder):
+                    return History(events, worker.start, worker.end)
+                return History(events, {}, exported(events))
             events += coordinator.advance()
         raise AssertionError("the run never came to an end")
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import peft
+import pytest
 import torch
+from laboratory import LOSS_TOLERANCE, TINY, WEIGHT_TOLERANCE, History, Laboratory, Weights, distance
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
@@ -13,6 +16,8 @@ from transformers import PreTrainedModel
 from plait.core.jobs import JobSpec
 from plait.core.samples import Split
 from plait.engine.steps import DataOrder, learning_rate
+from plait.models.load import transformers_model
+from plait.models.targets import resolve_targets
 
 
 class PeftRun:
@@ -22,6 +27,8 @@ class PeftRun:
         targets: names of the layers, or "all-linear".
 
     Attributes:
+        start: what :meth:`load` was given.
+        losses: of each step.
         norms: of the gradients of each step, before they are clipped.
     """
 
@@ -37,6 +44,8 @@ class PeftRun:
         )
         self.model = peft.get_peft_model(base, config)
         self.job = job
+        self.start: Weights = {}
+        self.losses: list[float] = []
         self.norms: list[float] = []
 
     def weights(self) -> dict[str, tuple[Tensor, Tensor]]:
@@ -50,14 +59,15 @@ class PeftRun:
             for site in sites
         }
 
-    def load(self, start: dict[str, tuple[Tensor, Tensor]]) -> None:
+    def load(self, start: Weights) -> None:
         assert self.weights().keys() == start.keys()
         for site, pair in self.weights().items():
             for mine, given in zip(pair, start[site], strict=True):
                 mine.copy_(given)
+        self.start = start
 
-    def train(self, split: Split) -> list[float]:
-        """The loss of every step of the job's budget."""
+    def train(self, split: Split) -> PeftRun:
+        """Take every step of the job's budget."""
         train = self.job.train
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         of_kind = [[p for name, p in named if kind in name] for kind in ("lora_A", "lora_B")]
@@ -68,9 +78,8 @@ class PeftRun:
             weight_decay=train.weight_decay,
         )
         order = DataOrder.of(train, len(split))
-        losses = []
         for step in range(1, order.steps + 1):
-            losses.append(self.backward(split, order.at(step)[0]))
+            self.losses.append(self.backward(split, order.at(step)[0]))
             rate = learning_rate(train, step, order.steps)
             optimiser.param_groups[0]["lr"] = rate
             optimiser.param_groups[1]["lr"] = rate * train.lora_plus_ratio
@@ -78,7 +87,7 @@ class PeftRun:
             self.norms.append(torch.nn.utils.clip_grad_norm_([p for _, p in named], most).item())
             optimiser.step()
             optimiser.zero_grad()
-        return losses
+        return self
 
     def backward(self, split: Split, samples: tuple[int, ...]) -> float:
         """Gradients of the mean over the labelled tokens of the global batch; returns that mean."""
@@ -92,3 +101,23 @@ class PeftRun:
             loss.backward()
             total += loss.item()
         return total
+
+
+def peft_run(lab: Laboratory, job: JobSpec, start: Weights) -> PeftRun:
+    """A job of a laboratory, trained by PEFT from these weights."""
+    settings = replace(TINY, family=lab.family, quantise=lab.model.identity.quantise)
+    targets = resolve_targets(job.adapter.target_modules, lab.model.linears)
+    run = PeftRun(transformers_model(settings, cache=lab.folder), job, targets)
+    run.load(start)
+    return run.train(lab.data(job).train)
+
+
+def assert_same_as_peft(found: History, alone: PeftRun) -> None:
+    """Promise 1: a job has the losses, norms and weights that PEFT comes to, within rounding."""
+    name, weights = alone.job.name, alone.weights()
+    assert len(found.losses(name)) == alone.job.train.steps
+    assert found.losses(name) == pytest.approx(alone.losses, rel=LOSS_TOLERANCE)
+    # AdamW divides by the gradients' size: losses and weights hardly show it.
+    assert found.norms(name) == pytest.approx(alone.norms, rel=LOSS_TOLERANCE)
+    update = distance(weights, alone.start)
+    assert distance(found.end[name], weights) <= WEIGHT_TOLERANCE * update

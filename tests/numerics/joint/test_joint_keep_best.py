@@ -3,13 +3,12 @@ interruption too; what is trained is what is trained without it."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from laboratory import random_data
+from laboratory import random_data, stopping, with_train
 from peft_folders import stored_pairs
 from safetensors import safe_open
 
@@ -38,8 +37,7 @@ Tensors = dict[str, tuple[torch.Tensor, torch.Tensor]]
 def overfitting(lab: Any, at: int, keep: str) -> JobSpec:
     """Learns random tokens by heart, so that validation gets worse."""
     job = lab.group(steps=STEPS)[at]
-    train = replace(job.train, lr=1e-2, schedule="constant", warmup_steps=0, eval_every=2, keep=keep)
-    return replace(job, train=train)
+    return with_train(job, lr=1e-2, schedule="constant", warmup_steps=0, eval_every=2, keep=keep)
 
 
 def exported(history: Any, name: str) -> tuple[Tensors, str | None]:
@@ -97,11 +95,7 @@ def test_best_weights_are_equal_alone_jointly_and_after_an_interruption(laborato
         for a, b in zip(weights[site], there[site], strict=True)
     )
 
-    def stop(turn: int, coordinator: Any) -> None:
-        if turn == 2 * (lowest + 1) + 1:
-            coordinator.stop()
-
-    cut = lab.run([best], between=stop)
+    cut = lab.run([best], between=stopping(2 * (lowest + 1) + 1))
     state = cut.ended(best.name).checkpoint
     later = lab.run([best], resume_from={best.name: state})
     assert later.evaluations(best.name) == losses[lowest + 1 :]

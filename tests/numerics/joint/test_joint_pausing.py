@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from laboratory import History, Kept, Laboratory
+from laboratory import History, Kept, Laboratory, assert_same, assert_same_bits, with_train
 
 from plait.core.jobs import JobSpec
 from plait.core.lifecycle import PauseReason
@@ -38,10 +37,6 @@ def alone(lab: Laboratory, jobs: list[JobSpec]) -> dict[str, History]:
     return lab.solo(jobs)
 
 
-def with_priority(job: JobSpec, priority: int) -> JobSpec:
-    return replace(job, train=replace(job.train, priority=priority))
-
-
 def test_paused_jobs_end_where_they_would_have_ended_alone(
     lab: Laboratory, jobs: list[JobSpec], alone: dict[str, History]
 ) -> None:
@@ -65,7 +60,7 @@ def test_a_preempted_job_resumes_where_it_would_have_been_alone(
     lab: Laboratory, jobs: list[JobSpec], alone: dict[str, History]
 ) -> None:
     """Two places, of which one of higher priority takes one in the middle."""
-    urgent = with_priority(jobs[3], 1)
+    urgent = with_train(jobs[3], priority=1)
 
     def between(turn: int, coordinator: Coordinator) -> None:
         if turn == 2:
@@ -84,12 +79,12 @@ def test_a_preempted_job_that_trained_alone_resumes_bit_for_bit(
 
     def between(turn: int, coordinator: Coordinator) -> None:
         if turn == 2:
-            coordinator.submit(with_priority(jobs[0], 1))
+            coordinator.submit(with_train(jobs[0], priority=1))
 
     together = lab.run([jobs[2]], between=between, max_jobs=1)
     assert any(isinstance(event, JobPaused) for event in together.events)
     for job in (jobs[2], jobs[0]):
-        _same_bits(job, together, alone[job.name])
+        assert_same_bits(together, alone[job.name], [job])
 
 
 def test_a_paused_job_alone_resumes_bit_for_bit(
@@ -105,13 +100,13 @@ def test_a_paused_job_alone_resumes_bit_for_bit(
 
     paused = lab.run([job], between=between)
     assert sum(isinstance(event, JobPaused) for event in paused.events) == 2
-    _same_bits(job, paused, alone[job.name])
+    assert_same_bits(paused, alone[job.name], [job])
 
 
 def test_a_step_that_runs_out_of_memory_is_taken_again_without_the_last_job(
     lab: Laboratory, jobs: list[JobSpec], alone: dict[str, History]
 ) -> None:
-    jobs = [with_priority(job, priority) for job, priority in zip(jobs, (0, 1, 0, 1), strict=True)]
+    jobs = [with_train(job, priority=priority) for job, priority in zip(jobs, (0, 1, 0, 1), strict=True)]
     shots = iter([3, 5])
     shot = next(shots)
     runs = 0
@@ -199,16 +194,4 @@ def test_an_evaluation_that_runs_out_of_memory_is_done_in_parts(
 
 def _same_as_alone(alone: dict[str, History], jobs: Sequence[JobSpec], together: History) -> None:
     for job in jobs:
-        by_itself = alone[job.name]
-        assert together.ended(job.name).state == "finished"
-        assert together.losses(job.name) == pytest.approx(by_itself.losses(job.name), rel=1e-5)
-        assert together.evaluations(job.name) == pytest.approx(by_itself.evaluations(job.name), rel=1e-5)
-        assert len(together.losses(job.name)) == STEPS
-        assert together.difference(by_itself, job.name) <= 1e-4
-
-
-def _same_bits(job: JobSpec, disturbed: History, undisturbed: History) -> None:
-    assert disturbed.losses(job.name) == undisturbed.losses(job.name)
-    for site, (a, b) in undisturbed.end[job.name].items():
-        assert torch.equal(a, disturbed.end[job.name][site][0])
-        assert torch.equal(b, disturbed.end[job.name][site][1])
+        assert_same(together, alone[job.name], [job])

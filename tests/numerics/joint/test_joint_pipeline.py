@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import pytest
-from laboratory import History, Weights, distance, random_data
+from laboratory import (
+    ENGINE,
+    TINY,
+    WEIGHT_TOLERANCE,
+    History,
+    Weights,
+    assert_same,
+    assert_same_bits,
+    distance,
+    random_data,
+    stopping,
+    with_train,
+)
 from peft_folders import stored_pairs
 from processes import ForkedProcess, fleet
 from saved_models import saved
@@ -34,7 +47,7 @@ from plait.core.messages import (
     StepJob,
 )
 from plait.core.plans import GlobalBatch, Microbatch
-from plait.core.settings import ClusterSettings, EngineSettings, ModelSettings, RunSettings
+from plait.core.settings import ClusterSettings, RunSettings
 from plait.distributed.channel import Answer
 from plait.distributed.fleet import Fleet, _check_alike
 from plait.distributed.launch import Launcher
@@ -42,7 +55,7 @@ from plait.engine.adapter_store import AdapterStore
 from plait.engine.build import worker_facts
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.checkpoints import checkpoint_name
-from plait.engine.coordinator import INTERRUPTED, Coordinator
+from plait.engine.coordinator import Coordinator
 from plait.engine.local_worker import LocalWorker
 from plait.engine.predictions import PEAKS_FILE
 from plait.engine.steps import DataOrder, training_batch
@@ -53,35 +66,11 @@ from plait.planner.packing import pack
 from plait.planner.packing_exact import GREEDY
 from plait.simulate.orders import ORDERS, arrange
 
-TINY = ModelSettings(kind="tiny", dtype="float32", seed=3)
 STEPS = 10  # seconds are predicted from the last one on
-LOSS_TOLERANCE = 1e-5  # relative, every step
-WEIGHT_TOLERANCE = 1e-4  # of the norm of the adapter's update
-ENGINE = EngineSettings(kernels="grouped", capacity=160, threads=1)
 
 
 def pipeline(split: tuple[int, ...]) -> dict[str, Any]:
     return {"pipeline": len(split), "layer_split": split} if len(split) > 1 else {}
-
-
-def assert_same(found: History, alone: History, jobs: list[JobSpec]) -> None:
-    for job in jobs:
-        assert len(found.losses(job.name)) == STEPS
-        assert found.losses(job.name) == pytest.approx(alone.losses(job.name), rel=LOSS_TOLERANCE)
-        assert found.norms(job.name) == pytest.approx(alone.norms(job.name), rel=1e-4)
-        assert found.evaluations(job.name) == pytest.approx(alone.evaluations(job.name), rel=LOSS_TOLERANCE)
-        weights = stored_pairs(found.ended(job.name).adapter)
-        assert alone.difference_from(weights, job.name) <= WEIGHT_TOLERANCE
-
-
-def stopping(turn: int | None) -> Callable[[int, Coordinator], None]:
-    """Before this turn, interrupt."""
-
-    def between(now: int, coordinator: Coordinator) -> None:
-        if now == turn:
-            coordinator.stop()
-
-    return between
 
 
 def with_one_on_the_last_layer(jobs: list[JobSpec]) -> list[JobSpec]:
@@ -99,14 +88,10 @@ def test_stages_train_as_one_process_does(laboratory: Any, tmp_path: Path, split
     model = saved(TINY, tmp_path / "model")  # read by parts
     with fleet(len(split), model, ENGINE, tmp_path / "processes", **pipeline(split)) as worker:
         first = lab.run(jobs, worker=worker, cluster=cluster)
-        weights = {job.name: stored_pairs(first.ended(job.name).adapter) for job in jobs}
-        second = lab.run(jobs, worker=worker, cluster=cluster) if len(split) > 2 else None
+        if len(split) > 2:
+            assert_same_bits(lab.run(jobs, worker=worker, cluster=cluster), first, jobs)
         assert worker.facts.devices == (" + ".join(["cpu"] * len(split)),)
     assert_same(first, alone, jobs)
-    for job in jobs if second is not None else ():
-        assert first.losses(job.name) == second.losses(job.name)
-        again = stored_pairs(second.ended(job.name).adapter)
-        assert distance(weights[job.name], again) == 0.0
 
 
 @pytest.mark.parametrize("deployment", [(1, 2), (2, 2)])
@@ -121,31 +106,21 @@ def test_replicas_with_stages_train_as_one_process_does(
     cluster = ClusterSettings(processes=processes, **own)
     with fleet(processes, TINY, ENGINE, tmp_path / "processes", **own) as worker:
         first = lab.run(jobs, worker=worker, cluster=cluster)
-        weights = {job.name: stored_pairs(first.ended(job.name).adapter) for job in jobs}
-        second = lab.run(jobs, worker=worker, cluster=cluster) if deployment == (1, 2) else None
+        if deployment == (1, 2):
+            assert_same_bits(lab.run(jobs, worker=worker, cluster=cluster), first, jobs)
         assert worker.facts.stages == deployment
     assert_same(first, alone, jobs)
-    for job in jobs if second is not None else ():
-        assert first.losses(job.name) == second.losses(job.name)
-        again = stored_pairs(second.ended(job.name).adapter)
-        assert distance(weights[job.name], again) == 0.0
 
 
 def observed(
-    jobs: list[JobSpec], schedule: Any, folder: Path
+    lab: Any, jobs: list[JobSpec], schedule: Any, folder: Path
 ) -> tuple[list[GroupStep], WorkerFacts, RunSettings]:
     """Iterations on stages of three layers and of one, with what was predicted of them."""
     engine = replace(ENGINE, schedule=schedule)
     cluster = ClusterSettings(processes=2, **pipeline((3, 1)))
-    settings = RunSettings(model=TINY, engine=engine, cluster=cluster)
-    steps: list[GroupStep] = []
     with fleet(2, TINY, engine, folder / "processes", **pipeline((3, 1))) as worker:
-        coordinator = Coordinator(worker, DataCatalogue(random_data), settings, folder=folder)
-        for job in jobs:
-            coordinator.submit(job)
-        while not coordinator.idle:
-            steps += (each for each in coordinator.advance() if isinstance(each, GroupStep))
-        return steps, worker.facts, settings
+        found = lab.run(jobs, schedule=schedule, worker=worker, cluster=cluster, folder=folder)
+        return found.steps, worker.facts, RunSettings(model=TINY, engine=engine, cluster=cluster)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "plait"])
@@ -155,12 +130,12 @@ def test_the_peak_of_each_stage_is_predicted_once_it_was_observed(
     """Of uneven stages, by the storage of their tensors, several microbatches of one among them."""
     lab = laboratory("llama")
     jobs = lab.group(dropout=0.1, steps=5)[:3]
-    jobs = [replace(each, train=replace(each.train, batch_size=4, accumulation=3)) for each in jobs]
+    jobs = [with_train(each, batch_size=4, accumulation=3) for each in jobs]
     if schedule == "plait":  # windows are sent before the first that were observed have landed
-        observed(jobs, schedule, tmp_path / "before")
+        observed(lab, jobs, schedule, tmp_path / "before")
         (tmp_path / "run").mkdir()
         shutil.copy(tmp_path / "before" / PEAKS_FILE, tmp_path / "run")
-    steps, facts, settings = observed(jobs, schedule, tmp_path / "run")
+    steps, facts, settings = observed(lab, jobs, schedule, tmp_path / "run")
     (held,) = facts.held
     assert [part.layers for part in held] == [range(3), range(3, 4)]
     (planned,) = worker_facts(settings, inspect_model(TINY, cache=tmp_path), 1).parts
@@ -188,7 +163,7 @@ def job_bytes(job: JobSpec, facts: WorkerFacts, layers: range) -> int:
 def test_replicas_change_with_the_jobs_and_nothing_is_trained_twice(laboratory: Any, tmp_path: Path) -> None:
     lab = laboratory("llama")
     jobs = lab.group(dropout=0.1, steps=STEPS)
-    jobs[6] = replace(jobs[6], train=replace(jobs[6].train, steps=3))  # samples of up to 120 tokens
+    jobs[6] = with_train(jobs[6], steps=3)  # samples of up to 120 tokens
     jobs = [*jobs[:3], *jobs[4:]]  # the others have up to 60
     alone = lab.undisturbed(jobs, kernels="grouped")
     cluster = ClusterSettings(processes=3, capacities=(64, 64, 64), redeploy=True, join_seconds=240.0)
@@ -218,10 +193,7 @@ def test_replicas_change_with_the_jobs_and_nothing_is_trained_twice(laboratory: 
     said = [each.text for each in found.events if isinstance(each, Notice)]
     assert any("3 processes train from now on, as replicas ⟨1,1⟩, ⟨1,2⟩" in text for text in said)
     print(said)
-    for job in jobs:
-        assert found.losses(job.name) == pytest.approx(alone.losses(job.name), rel=LOSS_TOLERANCE)
-        weights = stored_pairs(found.ended(job.name).adapter)
-        assert alone.difference_from(weights, job.name) <= WEIGHT_TOLERANCE
+    assert_same(found, alone, jobs)
 
 
 def test_interrupted_and_resumed_on_another_number_of_stages(laboratory: Any, tmp_path: Path) -> None:
@@ -235,14 +207,10 @@ def test_interrupted_and_resumed_on_another_number_of_stages(laboratory: Any, tm
             cluster = ClusterSettings(processes=len(split), **pipeline(split))
             between = stopping(2 if turn < 2 else None)
             parts.append(lab.run(jobs, worker=worker, resume_from=resume, between=between, cluster=cluster))
-        ends = {job.name: parts[-1].ended(job.name) for job in jobs}
-        resume = {name: end.checkpoint for name, end in ends.items() if end.reason == INTERRUPTED}
+        resume = parts[-1].checkpoints
     for job in jobs:
-        found = [loss for part in parts for loss in part.losses(job.name)]
         assert [len(part.losses(job.name)) for part in parts] == [2, 2, STEPS - 4]
-        assert found == pytest.approx(alone.losses(job.name), rel=LOSS_TOLERANCE)
-        weights = stored_pairs(parts[-1].ended(job.name).adapter)
-        assert alone.difference_from(weights, job.name) <= WEIGHT_TOLERANCE
+    assert_same(reduce(History.before, parts), alone, jobs)
 
 
 @pytest.mark.parametrize("alone", [False, True])
@@ -275,10 +243,7 @@ def test_a_stage_that_runs_out_of_memory_makes_room_and_changes_nothing(
     lost = max(place for place, each in enumerate(found.events) if isinstance(each, JobPaused))
     after = next(each for each in found.events[lost:] if isinstance(each, GroupStep))
     assert after.jobs == tuple(job.name for job in jobs[:2])
-    alike = lab.undisturbed(lab.group(dropout=0.1, steps=STEPS), kernels="grouped")
-    for job in jobs:
-        weights = stored_pairs(found.ended(job.name).adapter)
-        assert alike.difference_from(weights, job.name) <= WEIGHT_TOLERANCE
+    assert_same(found, lab.undisturbed(lab.group(dropout=0.1, steps=STEPS), kernels="grouped"), jobs)
 
 
 def test_a_stage_without_the_job_knows_that_a_best_was_kept(laboratory: Any, tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from laboratory import Kept, Laboratory
-from peft_runs import PeftRun
+from laboratory import TINY, Kept, Laboratory, assert_same, stopping
+from peft_runs import assert_same_as_peft, peft_run
 from safetensors.torch import load_file, save_file
 from saved_models import saved
 
@@ -21,21 +21,19 @@ from plait.core.settings import ClusterSettings, ModelSettings, RunSettings
 from plait.cost.peaks import StorageCounter
 from plait.engine.build import largest_made, worker_facts
 from plait.models.context import MicrobatchContext
-from plait.models.load import inspect_model, load_model, load_part, transformers_model
+from plait.models.load import inspect_model, load_model, load_part
 from plait.models.lora import LinearGroup
 from plait.models.parts import Part
-from plait.models.targets import read_together, resolve_targets
+from plait.models.targets import read_together
 from plait.serve.folders import FolderAdapters
 from plait_kernels.quantised import Quantised
 
 STEPS, PEFT_STEPS = 6, 20
 MODES = ("int8", "nf4", "fp8")
-LOSS_TOLERANCE = 1e-5  # relative, every step
-WEIGHT_TOLERANCE = 1e-4  # of the norm of the adapter's update
 
 
 def settings_of(mode: str) -> ModelSettings:
-    return ModelSettings(kind="tiny", dtype="float32", seed=3, quantise=mode)
+    return replace(TINY, quantise=mode)
 
 
 @pytest.fixture(scope="module", params=MODES)
@@ -50,25 +48,14 @@ def test_joint_equals_solo(lab: Laboratory) -> None:
     jobs = lab.group(dropout=0.1, steps=STEPS)[:3]
     joint = lab.undisturbed(jobs)
     for job in jobs[:2]:
-        solo = lab.run([job])
-        assert len(joint.losses(job.name)) == STEPS
-        assert joint.losses(job.name) == pytest.approx(solo.losses(job.name), rel=LOSS_TOLERANCE)
-        assert joint.evaluations(job.name) == pytest.approx(solo.evaluations(job.name), rel=LOSS_TOLERANCE)
-        assert joint.difference(solo, job.name) <= WEIGHT_TOLERANCE
+        assert_same(joint, lab.run([job]), [job])
 
 
-def test_joint_equals_peft_on_what_the_weights_stand_for(lab: Laboratory, tmp_path: Path) -> None:
-    mode = lab.model.identity.quantise
+def test_joint_equals_peft_on_what_the_weights_stand_for(lab: Laboratory) -> None:
     jobs = lab.group(steps=PEFT_STEPS)[:3]
     joint = lab.undisturbed(jobs)
     for job in jobs:
-        base = transformers_model(settings_of(mode), cache=tmp_path)
-        alone = PeftRun(base, job, resolve_targets(job.adapter.target_modules, lab.model.linears))
-        alone.load(joint.start[job.name])
-        losses = alone.train(lab.data(job).train)
-        assert len(losses) == PEFT_STEPS
-        assert joint.losses(job.name) == pytest.approx(losses, rel=LOSS_TOLERANCE)
-        assert joint.difference_from(alone.weights(), job.name) <= WEIGHT_TOLERANCE
+        assert_same_as_peft(joint, peft_run(lab, job, joint.start[job.name]))
 
 
 def test_losses_are_those_of_another_model(lab: Laboratory, tmp_path: Path) -> None:
@@ -159,9 +146,7 @@ def test_a_checkpoint_of_a_base_quantised_otherwise_is_refused(lab: Laboratory, 
     (job,) = lab.group(steps=2)[:1]
     dense = Laboratory("llama", load_model(settings_of("none"), cache=tmp_path), tmp_path)
     for first, then in ((lab, dense), (dense, lab)):
-        stopped = first.run(
-            [job], between=lambda turn, coordinator: coordinator.stop() if turn == 1 else None
-        )
+        stopped = first.run([job], between=stopping(1))
         state = stopped.ended(job.name).checkpoint
         assert first.run([job], resume_from={job.name: state}).losses(job.name)
         ended = then.run([job], resume_from={job.name: state}).ended(job.name)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -15,17 +14,26 @@ from typing import Any
 
 import pytest
 import torch
-from laboratory import History, distance, random_data
-from peft_folders import stored_pairs
-from peft_runs import PeftRun
+from laboratory import (
+    ENGINE,
+    LOSS_TOLERANCE,
+    TINY,
+    WEIGHT_TOLERANCE,
+    History,
+    assert_same,
+    assert_same_bits,
+    distance,
+    random_data,
+    stopping,
+    with_train,
+)
+from peft_runs import assert_same_as_peft, peft_run
 from processes import ForkedProcess, fleet
 from torch import Tensor
 
-from plait.core.jobs import JobSpec
 from plait.core.lifecycle import PauseReason
 from plait.core.messages import (
     Attach,
-    GroupStep,
     JobPaused,
     JobProgress,
     Notice,
@@ -35,27 +43,21 @@ from plait.core.messages import (
     StepJob,
 )
 from plait.core.plans import Microbatch, Replica
-from plait.core.settings import ClusterSettings, EngineSettings, ModelSettings, RunSettings
+from plait.core.settings import ClusterSettings, RunSettings
 from plait.distributed.fleet import Fleet
 from plait.distributed.launch import Launcher
 from plait.distributed.places import Place, read_meeting
 from plait.engine.catalogue import DataCatalogue
-from plait.engine.coordinator import INTERRUPTED, Coordinator
+from plait.engine.coordinator import Coordinator
 from plait.engine.local_worker import LocalWorker
 from plait.engine.packer import Packer
 from plait.engine.steps import DataOrder, training_batch
-from plait.models.load import transformers_model
-from plait.models.targets import resolve_targets
 from plait_kernels.bank import GRADIENTS, WEIGHTS
 
-TINY = ModelSettings(kind="tiny", dtype="float32", seed=3)
 STEPS = 6
-LOSS_TOLERANCE = 1e-5  # relative, every step
-WEIGHT_TOLERANCE = 1e-4  # of the norm of the adapter's update
 ALIKE: dict[str, Any] = {}
 UNLIKE: dict[str, Any] = {"capacities": (160, 128), "speeds": (2.0, 0.5)}
 FOUR: dict[str, Any] = {"capacities": (160, 64, 128, 96), "speeds": (2.0, 0.5, 1.0, 1.0)}
-ENGINE = EngineSettings(kernels="grouped", capacity=160, threads=1)
 
 
 @pytest.mark.parametrize(("count", "cluster"), [(1, ALIKE), (2, UNLIKE), (3, ALIKE), (4, FOUR)])
@@ -70,28 +72,16 @@ def test_replicas_train_as_one_process_does(
         largest: dict[int, int] = {}
         monkeypatch.setattr(worker, "execute", partial(noting, worker.execute, largest))
         first = run()
-        weights = {job.name: stored_pairs(first.ended(job.name).adapter) for job in jobs}
-        second = run() if count in (2, 4) else first  # with three, other runs are compared to the bit
-        again = {job.name: stored_pairs(second.ended(job.name).adapter) for job in jobs}
+        if count in (2, 4):  # with three, other runs are compared to the bit
+            assert_same_bits(run(), first, jobs)
     if count == 3:
         with fleet(count, TINY, ENGINE, tmp_path / "sharded", optimiser="sharded") as worker:
-            sharded = run(worker=worker)
-        assert losses(sharded) == losses(first)
-        for job in jobs:
-            own = stored_pairs(sharded.ended(job.name).adapter)
-            assert distance(weights[job.name], own) == 0.0
+            assert_same_bits(run(worker=worker), first, jobs)
+    capacities = cluster.get("capacities", [160] * count)
     assert largest.keys() == set(range(count))
-    assert all(
-        tokens <= (cluster or {"capacities": [160] * 3})["capacities"][r] for r, tokens in largest.items()
-    )
-    assert losses(first) == losses(second)
-    assert tokens(first) == tokens(alone)
-    for job in jobs:
-        assert len(first.losses(job.name)) == STEPS
-        assert first.norms(job.name) == pytest.approx(alone.norms(job.name), rel=1e-4)
-        assert first.evaluations(job.name) == pytest.approx(alone.evaluations(job.name), rel=LOSS_TOLERANCE)
-        assert_same(first, alone, job, weights)
-        assert distance(weights[job.name], again[job.name]) == 0.0
+    assert all(tokens <= capacities[replica] for replica, tokens in largest.items())
+    assert [each.job_tokens for each in first.steps] == [each.job_tokens for each in alone.steps]
+    assert_same(first, alone, jobs)
 
 
 def test_replicas_train_as_peft(laboratory: Any, tmp_path: Path) -> None:
@@ -101,13 +91,7 @@ def test_replicas_train_as_peft(laboratory: Any, tmp_path: Path) -> None:
         found = lab.run(jobs, worker=worker, cluster=ClusterSettings(processes=2, **UNLIKE))
     start = lab.undisturbed(jobs, kernels="grouped").start
     for job in jobs:
-        weights = stored_pairs(found.ended(job.name).adapter)
-        base = transformers_model(replace(TINY, family="llama"), cache=tmp_path)
-        peft = PeftRun(base, job, resolve_targets(job.adapter.target_modules, lab.model.linears))
-        peft.load(start[job.name])
-        assert found.losses(job.name) == pytest.approx(peft.train(lab.data(job).train), rel=LOSS_TOLERANCE)
-        update = distance(peft.weights(), start[job.name])
-        assert distance(weights, peft.weights()) <= WEIGHT_TOLERANCE * update
+        assert_same_as_peft(found, peft_run(lab, job, start[job.name]))
 
 
 def test_jobs_that_join_finish_and_diverge_leave_the_others_as_they_were(
@@ -115,8 +99,8 @@ def test_jobs_that_join_finish_and_diverge_leave_the_others_as_they_were(
 ) -> None:
     lab = laboratory("llama")
     jobs = lab.group(dropout=0.1, steps=STEPS)
-    jobs[0] = with_steps(jobs[0], steps=2)
-    huge = with_steps(jobs[3], lr=9e15, lora_plus_ratio=9e15, clip_norm=None)
+    jobs[0] = with_train(jobs[0], steps=2)
+    huge = with_train(jobs[3], lr=9e15, lora_plus_ratio=9e15, clip_norm=None)
     jobs[3] = replace(huge, adapter=replace(huge.adapter, alpha=9e15))
     late = jobs[4]
 
@@ -134,9 +118,7 @@ def test_jobs_that_join_finish_and_diverge_leave_the_others_as_they_were(
         )
     failed = found.ended(jobs[3].name)
     assert (failed.state, failed.step < STEPS) == ("failed", True)
-    weights = {job.name: stored_pairs(found.ended(job.name).adapter) for job in jobs if job is not jobs[3]}
-    for job in (*jobs[:3], *jobs[4:]):
-        assert_same(found, alone, job, weights)
+    assert_same(found, alone, [*jobs[:3], *jobs[4:]])
 
 
 def test_a_process_that_is_lost_and_comes_late_changes_nothing(laboratory: Any, tmp_path: Path) -> None:
@@ -179,8 +161,8 @@ def test_a_process_that_is_lost_and_comes_late_changes_nothing(laboratory: Any, 
         progress = (each for each in found.events if isinstance(each, JobProgress))
         losses = {each.step: each.loss for each in progress if each.job == job.name}
         assert list(losses.values()) == pytest.approx(alone.losses(job.name), rel=LOSS_TOLERANCE)
-        weights = stored_pairs(found.ended(job.name).adapter)
-        assert alone.difference_from(weights, job.name) <= WEIGHT_TOLERANCE
+        update = distance(alone.end[job.name], alone.start[job.name])
+        assert distance(found.end[job.name], alone.end[job.name]) <= WEIGHT_TOLERANCE * update
 
 
 @pytest.mark.parametrize("optimiser", ["repeated", "sharded"])
@@ -198,15 +180,10 @@ def test_interrupted_and_resumed_on_another_number_of_processes(
             parts.append(
                 lab.run(jobs, worker=worker, resume_from=resume, between=stopping(stop), cluster=cluster)
             )
-        ends = {job.name: parts[-1].ended(job.name) for job in jobs}
-        resume = {name: end.checkpoint for name, end in ends.items() if end.reason == INTERRUPTED}
+        resume = parts[-1].checkpoints
     first, second = parts
-    for job in jobs:
-        assert len(first.losses(job.name)) == 3
-        found = [*first.losses(job.name), *second.losses(job.name)]
-        assert found == pytest.approx(alone.losses(job.name), rel=LOSS_TOLERANCE)
-        weights = stored_pairs(second.ended(job.name).adapter)
-        assert alone.difference_from(weights, job.name) <= WEIGHT_TOLERANCE
+    assert [len(first.losses(job.name)) for job in jobs] == [3] * len(jobs)
+    assert_same(first.before(second), alone, jobs)
 
 
 @pytest.mark.parametrize("optimiser", ["repeated", "sharded"])
@@ -223,9 +200,7 @@ def test_a_process_that_runs_out_of_memory_makes_room_and_changes_nothing(
     (left,) = (each for each in found.events if isinstance(each, JobPaused))
     assert (left.job, left.reason) == (jobs[3].name, PauseReason.PREEMPTED)
     assert left.step > 0
-    weights = {job.name: stored_pairs(found.ended(job.name).adapter) for job in jobs}
-    for job in jobs:
-        assert_same(found, alone, job, weights)
+    assert_same(found, alone, jobs)
 
 
 class ShortPeers:
@@ -313,38 +288,9 @@ def out_of_memory(*_: object) -> None:
     raise torch.OutOfMemoryError("no room")
 
 
-def stopping(turn: int | None) -> Callable[[int, Coordinator], None]:
-    """Before this turn, interrupt."""
-
-    def between(now: int, coordinator: Coordinator) -> None:
-        if now == turn:
-            coordinator.stop()
-
-    return between
-
-
-def with_steps(job: JobSpec, **train: Any) -> JobSpec:
-    return replace(job, train=replace(job.train, **train))
-
-
-def assert_same(found: History, alone: History, job: JobSpec, weights: dict[str, Any]) -> None:
-    assert found.losses(job.name) == pytest.approx(alone.losses(job.name), rel=LOSS_TOLERANCE)
-    assert alone.difference_from(weights[job.name], job.name) <= WEIGHT_TOLERANCE
-
-
 def noting(execute: Any, largest: dict[int, int], command: Any) -> Any:
     """Carry out a command, and note the largest microbatch of each replica."""
     if isinstance(command, RunSchedule):
         for each in command.microbatches:
             largest[each.replica] = max(each.tokens, largest.get(each.replica, 0))
     return execute(command)
-
-
-def losses(history: History) -> list[float]:
-    """Of all jobs, in the order in which they came."""
-    return [each.loss for each in history.events if isinstance(each, JobProgress)]
-
-
-def tokens(history: History) -> list[tuple[int, ...]]:
-    """Of all jobs in each iteration."""
-    return [each.job_tokens for each in history.events if isinstance(each, GroupStep)]

@@ -3,32 +3,25 @@ replicas with whole layers do."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from laboratory import distance, random_data
-from peft_folders import stored_pairs
+from laboratory import ENGINE, TINY, assert_same, assert_same_bits, with_train
 from processes import fleet
 from saved_models import saved
 
 from plait.adapters.variants import adapter_bytes
 from plait.core.errors import CapacityError
 from plait.core.jobs import AdapterSpec, JobSpec
-from plait.core.messages import GroupStep
-from plait.core.settings import ClusterSettings, EngineSettings, ModelSettings, RunSettings
+from plait.core.settings import ClusterSettings, RunSettings
 from plait.engine.admission import Admission
 from plait.engine.build import worker_facts
-from plait.engine.catalogue import DataCatalogue
-from plait.engine.coordinator import Coordinator
 from plait.engine.worker import WorkerFacts
 from plait.models.load import inspect_model, load_model
 from plait.models.targets import LinearInfo, resolve_targets
 
-TINY = ModelSettings(kind="tiny", dtype="float32", seed=3)
-ENGINE = EngineSettings(kernels="grouped", capacity=160, threads=1)
 UNLIKE: dict[str, Any] = {"capacities": (160, 96), "speeds": (2.0, 0.5)}  # so one has fewer microbatches
 
 
@@ -46,26 +39,17 @@ def test_a_sharded_base_trains_as_whole_ones_do(laboratory: Any, tmp_path: Path)
     layer = sum(each.nbytes for each in lab.model.layers[0].parameters())
     assert held.weight_bytes == lab.model.weight_bytes - 2 * layer  # of four layers half
     assert held.gathered_bytes == 2 * layer
-    for job in jobs:
-        assert found[True].losses(job.name) == found[False].losses(job.name)
-        assert found[True].evaluations(job.name) == found[False].evaluations(job.name)
-        assert found[True].losses(job.name) == pytest.approx(alone.losses(job.name), rel=1e-5)
-        weights = [stored_pairs(each.ended(job.name).adapter) for each in found.values()]
-        assert distance(*weights) == 0.0
+    assert_same_bits(found[True], found[False], jobs)
+    assert_same(found[True], alone, jobs)
 
 
 def test_peaks_are_predicted_with_each_gathered_layer_counted_once(laboratory: Any, tmp_path: Path) -> None:
     lab = laboratory("llama")
     jobs = lab.group(dropout=0.1, steps=5)[:3]
-    jobs = [replace(each, train=replace(each.train, batch_size=4, accumulation=3)) for each in jobs]
+    jobs = [with_train(each, batch_size=4, accumulation=3) for each in jobs]
     cluster = ClusterSettings(processes=2, shard_base=True, join_seconds=240.0)
-    settings, steps = RunSettings(model=TINY, engine=ENGINE, cluster=cluster), list[GroupStep]()
     with fleet(2, TINY, ENGINE, tmp_path / "processes", shard_base=True) as worker:
-        coordinator = Coordinator(worker, DataCatalogue(random_data), settings, folder=tmp_path)
-        for job in jobs:
-            coordinator.submit(job)
-        while not coordinator.idle:
-            steps += (each for each in coordinator.advance() if isinstance(each, GroupStep))
+        steps = lab.run(jobs, worker=worker, cluster=cluster).steps
         facts = worker.facts
     parts = sum(each.nbytes for layer in lab.model.layers for each in layer.parameters()) / 2
     always = lab.model.weight_bytes - parts  # of the layers half

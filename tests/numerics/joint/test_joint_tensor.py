@@ -4,35 +4,27 @@ one process leaves them, whatever the number of slices and stages."""
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
 import pytest
-from laboratory import History, distance, random_data
-from peft_folders import stored_pairs
-from peft_runs import PeftRun
+from laboratory import ENGINE, TINY, History, assert_same, assert_same_bits, stopping, with_train
+from peft_runs import assert_same_as_peft, peft_run
 from processes import fleet
 from saved_models import saved
 
 from plait.adapters.variants import adapter_bytes
 from plait.core.jobs import JobSpec
-from plait.core.messages import GroupStep
-from plait.core.settings import ClusterSettings, EngineSettings, ModelSettings, RunSettings
+from plait.core.settings import ClusterSettings, RunSettings
 from plait.engine.admission import Admission, activation_bytes
 from plait.engine.build import worker_facts
-from plait.engine.catalogue import DataCatalogue
-from plait.engine.coordinator import INTERRUPTED, Coordinator
 from plait.engine.worker import HeldPart, WorkerFacts
-from plait.models.load import inspect_model, transformers_model
+from plait.models.load import inspect_model
 from plait.models.slices import layer_slices
 from plait.models.targets import layer_of, resolve_targets
 
-TINY = ModelSettings(kind="tiny", dtype="float32", seed=3)
 STEPS = 6
-LOSS_TOLERANCE = 1e-5  # relative, every step
-WEIGHT_TOLERANCE = 1e-4  # of the norm of the adapter's update
-ENGINE = EngineSettings(kernels="grouped", capacity=160, threads=1)
 
 
 def shape(tensor: int, pipeline: int = 1) -> dict[str, Any]:
@@ -41,15 +33,6 @@ def shape(tensor: int, pipeline: int = 1) -> dict[str, Any]:
 
 def cluster(tensor: int, pipeline: int = 1) -> ClusterSettings:
     return ClusterSettings(processes=tensor * pipeline, **shape(tensor, pipeline))
-
-
-def assert_same(found: History, alone: History, jobs: list[JobSpec]) -> None:
-    for job in jobs:
-        assert found.losses(job.name) == pytest.approx(alone.losses(job.name), rel=LOSS_TOLERANCE)
-        assert found.norms(job.name) == pytest.approx(alone.norms(job.name), rel=1e-4)
-        assert found.evaluations(job.name) == pytest.approx(alone.evaluations(job.name), rel=LOSS_TOLERANCE)
-        weights = stored_pairs(found.ended(job.name).adapter)
-        assert alone.difference_from(weights, job.name) <= WEIGHT_TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -65,12 +48,9 @@ def test_slices_and_stages_train_as_one_process_does(
     model = saved(replace(TINY, family=family), tmp_path / "model")  # read by parts
     with fleet(own[0] * own[1], model, ENGINE, tmp_path / "processes", **shape(*own)) as worker:
         first = lab.run(jobs, worker=worker, cluster=cluster(*own))
-        weights = stored_pairs(first.ended(jobs[0].name).adapter)
-        second = lab.run(jobs, worker=worker, cluster=cluster(*own)) if own[1] > 1 else first
+        if own[1] > 1:
+            assert_same_bits(lab.run(jobs, worker=worker, cluster=cluster(*own)), first, jobs)
     assert_same(first, alone, jobs)
-    for job in jobs:
-        assert first.losses(job.name) == second.losses(job.name)
-    assert distance(weights, stored_pairs(second.ended(jobs[0].name).adapter)) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -93,12 +73,9 @@ def test_replicas_in_slices_beside_others_train_as_one_process_does(
     model = saved(replace(TINY, family=family), tmp_path / "model")
     with fleet(count, model, ENGINE, tmp_path / "processes", **given) as worker:
         first = lab.run(jobs, worker=worker, cluster=settings)
-        weights = {job.name: stored_pairs(first.ended(job.name).adapter) for job in jobs}
-        second = lab.run(jobs, worker=worker, cluster=settings) if family == "llama" else None
+        if family == "llama":
+            assert_same_bits(lab.run(jobs, worker=worker, cluster=settings), first, jobs)
     assert_same(first, alone, jobs)
-    for job in jobs if second is not None else ():
-        assert first.losses(job.name) == second.losses(job.name)
-        assert distance(weights[job.name], stored_pairs(second.ended(job.name).adapter)) == 0.0
 
 
 def test_slices_train_as_solo_and_as_peft(laboratory: Any, tmp_path: Path) -> None:
@@ -110,13 +87,7 @@ def test_slices_train_as_solo_and_as_peft(laboratory: Any, tmp_path: Path) -> No
     solo = lab.solo(jobs, kernels="grouped")
     for job in jobs:
         assert_same(found, solo[job.name], [job])
-        weights = stored_pairs(found.ended(job.name).adapter)
-        base = transformers_model(model, cache=tmp_path)
-        peft = PeftRun(base, job, resolve_targets(job.adapter.target_modules, lab.model.linears))
-        peft.load(solo[job.name].start[job.name])
-        assert found.losses(job.name) == pytest.approx(peft.train(lab.data(job).train), rel=LOSS_TOLERANCE)
-        update = distance(peft.weights(), solo[job.name].start[job.name])
-        assert distance(weights, peft.weights()) <= WEIGHT_TOLERANCE * update
+        assert_same_as_peft(found, peft_run(lab, job, solo[job.name].start[job.name]))
 
 
 def worker_static(settings: RunSettings, facts: WorkerFacts, jobs: list[JobSpec], part: HeldPart) -> int:
@@ -136,15 +107,11 @@ def test_the_peak_of_each_slice_is_predicted_once_it_was_observed(
     """
     lab = laboratory("llama")
     jobs = lab.group(dropout=0.1, steps=5)[:3]
-    jobs = [replace(each, train=replace(each.train, batch_size=4, accumulation=3)) for each in jobs]
-    engine, steps = replace(ENGINE, schedule=schedule), list[GroupStep]()
+    jobs = [with_train(each, batch_size=4, accumulation=3) for each in jobs]
+    engine = replace(ENGINE, schedule=schedule)
     settings = RunSettings(model=TINY, engine=engine, cluster=cluster(*own))
     with fleet(own[0] * own[1], TINY, engine, tmp_path / "processes", **shape(*own)) as worker:
-        coordinator = Coordinator(worker, DataCatalogue(random_data), settings, folder=tmp_path)
-        for job in jobs:
-            coordinator.submit(job)
-        while not coordinator.idle:
-            steps += (each for each in coordinator.advance() if isinstance(each, GroupStep))
+        steps = lab.run(jobs, schedule=schedule, worker=worker, cluster=cluster(*own)).steps
         (held,) = worker.facts.held
     whole = inspect_model(TINY, cache=tmp_path)
     added_up = engine.capacity_or_usual * whole.hidden_size * 4  # hidden states of a microbatch
@@ -182,20 +149,11 @@ def test_interrupted_and_resumed_with_another_number_of_slices(laboratory: Any, 
     alone = lab.undisturbed(jobs, kernels="grouped")
     parts: list[History] = []
     resume: dict[str, Path] = {}
-
-    def between(now: int, coordinator: Coordinator) -> None:
-        if now == 2 and len(parts) < 2:
-            coordinator.stop()
-
     for turn, own in enumerate([(2, 1), (4, 1), (1, 2)]):
         with fleet(own[0] * own[1], TINY, ENGINE, tmp_path / str(turn), **shape(*own)) as worker:
-            options: dict[str, Any] = {"resume_from": resume, "between": between, "cluster": cluster(*own)}
-            parts.append(lab.run(jobs, worker=worker, **options))
-        ends = {job.name: parts[-1].ended(job.name) for job in jobs}
-        resume = {name: end.checkpoint for name, end in ends.items() if end.reason == INTERRUPTED}
+            run = partial(lab.run, jobs, worker=worker, cluster=cluster(*own))
+            parts.append(run(resume_from=resume, between=stopping(2 if turn < 2 else None)))
+        resume = parts[-1].checkpoints
     for job in jobs:
-        found = [loss for part in parts for loss in part.losses(job.name)]
         assert [len(part.losses(job.name)) for part in parts] == [2, 2, STEPS - 4]
-        assert found == pytest.approx(alone.losses(job.name), rel=LOSS_TOLERANCE)
-        weights = stored_pairs(parts[-1].ended(job.name).adapter)
-        assert alone.difference_from(weights, job.name) <= WEIGHT_TOLERANCE
+    assert_same(reduce(History.before, parts), alone, jobs)

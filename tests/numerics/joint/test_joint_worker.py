@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from laboratory import TINY, stopping
 from safetensors.torch import load_file
 
 from plait.adapters.variants import adapter_bytes
@@ -22,12 +23,11 @@ from plait.core.messages import (
     Event,
     Generate,
     GenerateJob,
-    GroupStep,
     JobFailed,
     JobGenerated,
     Notice,
 )
-from plait.core.settings import EngineSettings, ModelSettings, RunSettings
+from plait.core.settings import EngineSettings, RunSettings
 from plait.engine.build import build_coordinator, open_data
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.devices import choose_device, choose_kernels
@@ -40,8 +40,6 @@ from plait.models.load import transformers_model
 from plait.planner.packing import pack
 from plait_kernels.bank import parts_of
 from plait_kernels.pooled import PooledRows
-
-TINY = ModelSettings(kind="tiny", dtype="float32", seed=3)
 
 
 def attached(lab: Any, jobs: list[JobSpec]) -> tuple[LocalWorker, DataCatalogue]:
@@ -184,12 +182,7 @@ def test_a_folder_that_cannot_be_written_is_reported(laboratory: Any) -> None:
     job = lab.group(steps=2)[0]
     for name in ("adapters", "checkpoints"):
         (lab.folder / name).write_text("a file where a folder must be")
-
-    def between(turn: int, coordinator: Any) -> None:
-        if turn == 4:
-            coordinator.stop()
-
-    history = lab.run([job], between=between)
+    history = lab.run([job], between=stopping(4))
     adapter, checkpoint = [event.text for event in history.events if isinstance(event, Notice)]
     assert f"{job.name}: its adapter could not be written" in adapter
     assert checkpoint.endswith(f": could not save {job.name} at step 2 (not saved yet)")
@@ -199,7 +192,7 @@ def test_a_folder_that_cannot_be_written_is_reported(laboratory: Any) -> None:
 def test_the_peak_of_a_step_in_which_no_job_is_new_is_observed(laboratory: Any) -> None:
     lab = laboratory("llama")
     history = lab.run(lab.group(steps=2)[:2])
-    _, second = [event for event in history.events if isinstance(event, GroupStep)]
+    _, second = history.steps
     assert second.peak_bytes is not None
     assert second.peak_bytes > lab.model.weight_bytes
 
