@@ -1,9 +1,8 @@
-"""C sources compiled once by the machine's own compiler and kept in a cache folder (dropout.c)."""
+"""C sources compiled once by the machine's own compiler and kept in a cache folder."""
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import hashlib
 import os
 import platform
@@ -14,7 +13,6 @@ import tempfile
 import warnings
 from pathlib import Path
 
-_SOURCE = Path(__file__).with_name("dropout.c")
 _FLAGS = ("-O3", "-shared", "-fPIC")
 # The first set that the compiler accepts is used; a processor-specific build is about seven times as fast.
 _OPTIONAL_FLAGS = (
@@ -114,27 +112,13 @@ def _to_disk(path: Path) -> None:
         os.close(handle)
 
 
-@functools.cache
-def dropout_library() -> ctypes.CDLL | None:
-    """The compiled functions, or None and a single warning if they cannot be built."""
+def load_library(source: Path, otherwise: str) -> ctypes.CDLL | None:
+    """The compiled functions of one C source; None, with a warning that says what runs `otherwise`, if they
+    cannot be built."""
     if sys.byteorder != "little":
         return None
     try:
-        library = ctypes.CDLL(str(compile_library(_SOURCE, cache_folder())))
+        return ctypes.CDLL(str(compile_library(source, cache_folder())))
     except OSError as problem:
-        warnings.warn(
-            f"dropout runs in plain torch, many times slower: {problem}. Install gcc.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        warnings.warn(f"{otherwise}: {problem}. Install gcc.", RuntimeWarning, stacklevel=3)
         return None
-    pointer, long, word, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32, ctypes.c_float
-    library.keep.argtypes = [pointer, pointer, long, long, long, word, word, word, ctypes.c_int]
-    library.keep.restype = None
-    for function in (library.drop_f32, library.drop_bf16):
-        function.argtypes = [
-            *(pointer, pointer, long, pointer, long, pointer, pointer),
-            *(long, long, long, long, pointer, word, word, real, real, ctypes.c_int),
-        ]
-        function.restype = None
-    return library

@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from collections.abc import Sequence
-from ctypes import c_uint32
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from plait_kernels.compiled import dropout_library
+from plait_kernels.compiled import load_library
 from plait_kernels.dropout import drop_by, keep_mask, keep_scale
 
 # Eager Philox holds some twenty int64 tensors: on a CPU few rows keep them in the cache, elsewhere many keep
 # the device busy.
 _EAGER_ELEMENTS = {"cpu": 2**15}
 _EAGER_ELEMENTS_ELSEWHERE = 2**25
+
+
+@functools.cache
+def dropout_library() -> ctypes.CDLL | None:
+    """The functions of dropout.c; None if they cannot be built."""
+    library = load_library(
+        Path(__file__).with_name("dropout.c"), "dropout runs in plain torch, many times slower"
+    )
+    if library is None:
+        return None
+    pointer, long, word, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32, ctypes.c_float
+    library.keep.argtypes = [pointer, pointer, long, long, long, word, word, word, ctypes.c_int]
+    library.keep.restype = None
+    for function in (library.drop_f32, library.drop_bf16):
+        function.argtypes = [
+            *(pointer, pointer, long, pointer, long, pointer, pointer),
+            *(long, long, long, long, pointer, word, word, real, real, ctypes.c_int),
+        ]
+        function.restype = None
+    return library
 
 
 def _has_memory(tensor: Tensor) -> bool:
@@ -91,7 +113,7 @@ def drop(
         *(None, 0) if total is None else (total.data_ptr(), total.stride(0)),
         None if part is None else part.data_ptr(),
         *(counters.data_ptr(), rows, features, first, len(modules)),
-        (c_uint32 * len(modules))(*(module % 2**32 for module in modules)),
+        (ctypes.c_uint32 * len(modules))(*(module % 2**32 for module in modules)),
         *(seed, threshold, keep_scale(threshold), factor * keep_scale(threshold), torch.get_num_threads()),
     )
     return out

@@ -79,7 +79,7 @@ class PagedRows:
     Attributes:
         tables: (requests, longest) int32, the pages.
         single: (n, 4) int32, the rows of new tokens: row, 1, request, position.
-        launches: of layers of the same sizes, as they are needed; joins follow.
+        stores, attends: launches of layers of the same sizes, as they are needed; joins follow the latter.
     """
 
     def __init__(self, pages: Sequence[Sequence[int]], spans: Sequence[Span], device: torch.device) -> None:
@@ -92,7 +92,8 @@ class PagedRows:
             [torch.tensor(padded, dtype=torch.int32), self._tiles(1, prompt=False)], device
         )
         self._prompts: dict[int, Tensor] = {}
-        self.launches: dict[object, _Launches] = {}
+        self.stores: dict[object, Launch] = {}
+        self.attends: dict[object, _Launches] = {}
 
     def prompts(self, most: int) -> Tensor:
         """(n, 4) int32, the prompts' rows in tiles of at most so many: first row, rows, request, position."""
@@ -136,18 +137,16 @@ def store_rows(qkv: Tensor, pool: Tensor, places: Tensor, shape: PageShape) -> N
 
 def store_by_triton(qkv: Tensor, pool: Tensor, places: Tensor, rows: PagedRows, shape: PageShape) -> None:
     """:func:`store_rows` by Triton, in one launch; ``qkv`` stays."""
-    key = ("store", shape, qkv.dtype, qkv.stride(0), pool.shape[1])
-    if key not in rows.launches:
+    key = (shape, qkv.dtype, qkv.stride(0), pool.shape[1])
+    if key not in rows.stores:
         sizes = shape.group * shape.shared * shape.size, shape.shared * shape.size
-        made = Launch(
+        rows.stores[key] = Launch(
             _triton().store,
             (len(places), shape.shared),
             *(GIVEN, GIVEN, places, qkv.stride(0), pool.shape[1], *sizes),
             **{"SIZE": shape.size, "BD": power_of_two(shape.size), "num_warps": 1},
         )
-        rows.launches[key] = [made], []
-    ((store,), _) = rows.launches[key]
-    store(qkv, pool)
+    rows.stores[key](qkv, pool)
 
 
 def attend_by_products(out: Tensor, qkv: Tensor, pool: Tensor, rows: PagedRows, shape: PageShape) -> None:
@@ -198,9 +197,9 @@ def attend_rows(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, shap
 def attend_by_triton(out: Tensor, qkv: Tensor, pool: Tensor, rows: PagedRows, shape: PageShape) -> None:
     """Fill the rows of ``out`` by Triton; arguments as for :func:`attend_by_products`."""
     key = (shape, qkv.dtype, qkv.stride(0), out.stride(0), pool.shape[1])
-    if key not in rows.launches:
-        rows.launches[key] = _launches(out, qkv, pool.shape[1], rows, shape)
-    attends, joins = rows.launches[key]
+    if key not in rows.attends:
+        rows.attends[key] = _launches(out, qkv, pool.shape[1], rows, shape)
+    attends, joins = rows.attends[key]
     for attend in attends:
         attend(qkv, pool, out)
     for join in joins:

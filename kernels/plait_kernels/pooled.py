@@ -11,8 +11,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
-import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +22,7 @@ from torch.nn.functional import linear
 
 from plait_kernels import reference
 from plait_kernels.bank import Site
-from plait_kernels.compiled import cache_folder, compile_library
+from plait_kernels.compiled import load_library
 from plait_kernels.errors import KernelError
 from plait_kernels.launching import GIVEN, Launch
 from plait_kernels.layer import layer_call
@@ -352,18 +350,10 @@ def _triton() -> Any:
 
 @functools.cache
 def pooled_library() -> ctypes.CDLL | None:
-    """The compiled functions, or None and a single warning if they cannot be built."""
-    if sys.byteorder != "little":
-        return None
-    try:
-        source = Path(__file__).with_suffix(".c")
-        library = ctypes.CDLL(str(compile_library(source, cache_folder())))
-    except OSError as problem:
-        warnings.warn(
-            f"adapters' rows run in plain torch, several times slower: {problem}. Install gcc.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+    """The functions of pooled.c; None if they cannot be built."""
+    source = Path(__file__).with_suffix(".c")
+    library = load_library(source, "adapters' rows run in plain torch, several times slower")
+    if library is None:
         return None
     pointer, long = ctypes.c_void_p, ctypes.c_int64
     for function in (library.rows_f32, library.rows_bf16):

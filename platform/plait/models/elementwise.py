@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from plait_kernels import passes, plain
 from plait_kernels.chain import apply
-from plait_kernels.compiled import cache_folder, compile_library
+from plait_kernels.compiled import load_library
 
 MOST_KEYS = 512  # limit of the compiled softmax: KEYS in elementwise.c
 _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
@@ -40,12 +39,8 @@ _ARGUMENTS = {
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    try:
-        library = ctypes.CDLL(str(compile_library(Path(__file__).with_suffix(".c"), cache_folder())))
-    except OSError as problem:
-        warnings.warn(
-            f"the model runs in plain torch, which is slower: {problem}", RuntimeWarning, stacklevel=2
-        )
+    library = load_library(Path(__file__).with_suffix(".c"), "the model runs in plain torch, which is slower")
+    if library is None:
         return None
     for name, arguments in _ARGUMENTS.items():
         for suffix in _SUFFIX.values():

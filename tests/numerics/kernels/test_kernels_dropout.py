@@ -90,7 +90,7 @@ def test_the_mask_follows_its_row_whatever_the_order(order, features):
 
 
 def _library():
-    library = compiled.dropout_library()
+    library = fast_dropout.dropout_library()
     if library is None:
         pytest.skip("no C compiler")
     return library
@@ -140,13 +140,13 @@ def test_without_a_compiler_dropout_is_the_same_and_says_so_once(tmp_path, monke
     monkeypatch.setenv("CC", str(tmp_path / "no-compiler"))
     x, words = torch.randn(150, 20), _counters(150).words()
     expected = fast_dropout.drop(x, 1, [2, 3], words, 9000)
-    compiled.dropout_library.cache_clear()
+    fast_dropout.dropout_library.cache_clear()
     try:
         with pytest.warns(RuntimeWarning, match="Install gcc") as caught:
             got = [fast_dropout.drop(x, 1, [2, 3], words, 9000) for _ in range(2)]
         assert len(caught) == 1
     finally:
-        compiled.dropout_library.cache_clear()
+        fast_dropout.dropout_library.cache_clear()
     assert torch.equal(got[0], expected)
     assert torch.equal(got[1], expected)
 
