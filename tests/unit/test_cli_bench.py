@@ -15,12 +15,13 @@ from plait.cli import bench
 from plait.cli.bench import listing, named_sweeps, run_benchmark
 from plait.cli.main import main
 from plait.cli.sweeping import _run
-from plait.config.build import plain, settings_of
+from plait.config.build import job_of, plain, settings_of
 from plait.config.fields import build
 from plait.config.overrides import read_request
 from plait.core.errors import ConfigError
 from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings
+from plait.data.sources import parse_options
 from plait.utils.benchmarks import GROUP
 from plait.utils.paths import conf_dir, sweeps_dir
 from plait.utils.registry import Registry
@@ -74,6 +75,7 @@ def test_every_file_composes_and_says_what_it_is_for(name: str) -> None:
     config = composed(name)
     settings = settings_of(config)
     assert config["description"]
+    parse_options(job_of("any", config).data)
     assert re.fullmatch(r"[1-9]\d* (s|min|h)|GPU", config["takes"])
     assert (config["takes"] == "GPU") == bool(config["bench"]["needs"])
     search = settings.search

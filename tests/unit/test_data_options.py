@@ -1,7 +1,7 @@
 """A source's options: what is wrong is refused with the right answers; the YAML says what the code says."""
 
 import json
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -12,8 +12,7 @@ from plait.core.jobs import DataSpec
 from plait.data.loading import check_data
 from plait.data.sources import SOURCES, parse_options
 
-ROOT = Path(__file__).parents[2]
-CONF, SWEEPS = ROOT / "conf" / "data", ROOT / "sweeps"
+CONF = Path(__file__).parents[2] / "conf" / "data"
 
 
 @pytest.mark.parametrize("source", SOURCES.names())
@@ -112,10 +111,3 @@ def test_wrong_options_are_refused(spec, words):
         check_data(spec)
     for word in words:
         assert word in str(caught.value)
-
-
-@pytest.mark.parametrize("path", sorted(SWEEPS.rglob("*.yaml")), ids=lambda path: path.stem)
-def test_named_searches_set_options_that_there_are(path):
-    data = yaml.safe_load(path.read_text()).get("data", {})
-    options = parse_options(DataSpec.of(data.pop("source", "reasoning_gym"), **data))
-    assert data.keys() <= {each.name for each in fields(options)}

@@ -41,37 +41,26 @@ from plait.search.samplers import check_sampler
 @pytest.mark.parametrize(
     ("make", "key"),
     [
-        pytest.param(lambda: AdapterSpec(rank=0), "adapter.rank", id="rank"),
         pytest.param(lambda: AdapterSpec(alpha=0.0), "adapter.alpha", id="alpha"),
-        pytest.param(lambda: AdapterSpec(dropout=1.0), "adapter.dropout", id="dropout"),
         pytest.param(lambda: AdapterSpec(target_modules=()), "adapter.target_modules", id="targets"),
         pytest.param(lambda: TrainSpec(lr=0.0), "train.lr", id="lr"),
         pytest.param(lambda: TrainSpec(lora_plus_ratio=0.0), "train.lora_plus_ratio", id="lora+"),
-        pytest.param(lambda: TrainSpec(schedule="step"), "train.schedule", id="schedule"),  # type: ignore[arg-type]
         pytest.param(lambda: TrainSpec(warmup_steps=-1), "train.warmup_steps", id="warm-up"),
         pytest.param(lambda: TrainSpec(betas=(0.9, 1.0)), "train.betas", id="betas"),
         pytest.param(lambda: TrainSpec(clip_norm=0.0), "train.clip_norm", id="clip"),
         pytest.param(lambda: TrainSpec(batch_size=0), "train.batch_size", id="batch"),
         pytest.param(lambda: TrainSpec(accumulation=0), "train.accumulation", id="accumulation"),
-        pytest.param(lambda: TrainSpec(steps=3, epochs=1.0), "train.steps", id="two budgets"),
-        pytest.param(lambda: TrainSpec(seed=-1), "train.seed", id="seed"),
-        pytest.param(lambda: AdapterSpec(alpha=inf), "adapter.alpha", id="infinite alpha"),
-        pytest.param(lambda: TrainSpec(lr=inf), "train.lr", id="infinite rate"),
-        pytest.param(lambda: TrainSpec(lr=nan), "train.lr", id="no rate"),
-        pytest.param(lambda: TrainSpec(warmup_steps=inf), "train.warmup_steps", id="endless warm-up"),
         pytest.param(lambda: TrainSpec(steps=None, epochs=inf), "train.epochs", id="endless budget"),
-        pytest.param(lambda: ModelSettings(kind="llama"), "model.kind", id="model kind"),
         pytest.param(lambda: ModelSettings(dtype="int8"), "model.dtype", id="dtype"),
         pytest.param(lambda: EngineSettings(capacity=0), "engine.capacity", id="capacity"),
         pytest.param(lambda: PlannerSettings(memory_share=1.5), "planner.memory_share", id="memory share"),
-        pytest.param(lambda: TrackingSettings(flush_seconds=-1), "tracking.flush_seconds", id="flush"),
-        pytest.param(lambda: SearchSettings(trials=0), "search.trials", id="trials"),
         pytest.param(
             lambda: SearchSettings(max_failure_rate=2), "search.max_failure_rate", id="failure rate"
         ),
     ],
 )
 def test_a_value_that_cannot_be_is_refused_with_its_key(make: Callable[[], object], key: str) -> None:
+    """Beside those of test_config_edge."""
     with pytest.raises(ConfigError, match=key):
         make()
 
@@ -88,11 +77,11 @@ NUMBERS = [
 ]
 
 
-@pytest.mark.parametrize("absurd", [nan, inf, -inf, 10**30, -(10**30)])
 @pytest.mark.parametrize(("kind", "name"), NUMBERS)
-def test_every_number_is_finite_and_of_a_sane_size(kind: type, name: str, absurd: float) -> None:
-    with pytest.raises(ConfigError, match=f"{name}={absurd}"):
-        kind(**{name: absurd})
+def test_every_number_is_finite_and_of_a_sane_size(kind: type, name: str) -> None:
+    for absurd in (nan, inf, -inf, 10**30, -(10**30)):
+        with pytest.raises(ConfigError, match=f"{name}={absurd}"):
+            kind(**{name: absurd})
 
 
 @dataclass(frozen=True)

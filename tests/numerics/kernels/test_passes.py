@@ -38,25 +38,41 @@ def check(found, rough, truth):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize(("rows", "features"), ROWS)
-@pytest.mark.parametrize("residual", [False, True])
-def test_rms_norm(dtype, offset, rows, features, residual):
-    x, weight = noise(rows, features, dtype=dtype), noise(features, dtype=dtype, seed=1, scale=1.0)
+@pytest.mark.parametrize(
+    ("biased", "offset"), [(None, 0.0), (None, 1.0), (True, 0.0), (False, 0.0), (True, 1.0)]
+)
+def test_norms(dtype, biased, offset, rows, features):
+    """RMSNorm, and LayerNorm with and without a bias of rows whose mean is far from 0; alone and of a sum."""
+    for residual in (False, True):
+        check_norm(dtype, biased, offset, rows, features, residual)
+
+
+def check_norm(dtype, biased, offset, rows, features, residual):
+    centred = biased is not None
+    x = noise(rows, features, dtype=dtype) + 5 * centred
+    weight = noise(features, dtype=dtype, seed=1, scale=1.0)
+    bias = noise(features, dtype=dtype, seed=5) if biased else None
     other = noise(rows, features, dtype=dtype, seed=2) if residual else None
     grad, more = noise(rows, features, dtype=dtype, seed=3), noise(rows, features, dtype=dtype, seed=4)
+    kind = {"bias": bias, "centred": centred}
     with poisoned_memory():
-        out, scales, total = passes.rms(x, weight, EPS, offset, other)
-        again = passes.rms(x, weight, EPS, offset, other)
-        dx = passes.rms_back(grad, total, weight, scales, offset, more if residual else None)
-    assert all(torch.equal(one, two) for one, two in zip((out, scales, total), again, strict=True))
+        out, *found, total = passes.rms(x, weight, EPS, offset, other, **kind)
+        again = passes.rms(x, weight, EPS, offset, other, **kind)
+        dx = passes.rms_back(grad, total, weight, *found, offset, more if residual else None, centred=centred)
+    assert all(torch.equal(one, two) for one, two in zip((out, *found, total), again, strict=True))
     expected = x if other is None else x + other
     assert torch.equal(total, expected)
 
     def by_torch(kind):
         value, w, g = (tensor.to(kind) for tensor in (expected, weight, grad))
-        made, scale = plain_rms(value, w, offset)
-        back = plain_rms_back(g, value, w, scale, offset)
+        if centred:
+            b = None if bias is None else bias.to(kind)
+            made, mean, scale = plain.layer_norm(value, w, b, EPS, offset)
+            back = plain.layer_norm_back(g, value, w, offset, mean, scale)
+        else:
+            made, scale = plain_rms(value, w, offset)
+            back = plain_rms_back(g, value, w, scale, offset)
         return made, back + more.to(kind) if residual else back
 
     check((out, dx), by_torch(dtype), by_torch(torch.float64))
@@ -76,36 +92,6 @@ def plain_rms_back(grad, value, weight, scale, offset):
     leaf = value.clone().requires_grad_()
     (plain_rms(leaf, weight, offset)[0] * grad).sum().backward()
     return leaf.grad
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("biased", "offset"), [(True, 0.0), (False, 0.0), (True, 1.0)])
-@pytest.mark.parametrize(("rows", "features"), ROWS[1:])
-@pytest.mark.parametrize("residual", [False, True])
-def test_layer_norm(dtype, biased, offset, rows, features, residual):
-    """Of rows whose mean is far from 0."""
-    x = noise(rows, features, dtype=dtype) + 5
-    weight = noise(features, dtype=dtype, seed=1, scale=1.0)
-    bias = noise(features, dtype=dtype, seed=5) if biased else None
-    other = noise(rows, features, dtype=dtype, seed=2) if residual else None
-    grad, more = noise(rows, features, dtype=dtype, seed=3), noise(rows, features, dtype=dtype, seed=4)
-    kind = {"bias": bias, "centred": True}
-    with poisoned_memory():
-        out, scales, total = passes.rms(x, weight, EPS, offset, other, **kind)
-        again = passes.rms(x, weight, EPS, offset, other, **kind)
-        dx = passes.rms_back(grad, total, weight, scales, offset, more if residual else None, centred=True)
-    assert all(torch.equal(one, two) for one, two in zip((out, scales, total), again, strict=True))
-    expected = x if other is None else x + other
-    assert torch.equal(total, expected)
-
-    def by_torch(dtype):
-        value, w, g = (tensor.to(dtype) for tensor in (expected, weight, grad))
-        b = None if bias is None else bias.to(dtype)
-        made, mean, scale = plain.layer_norm(value, w, b, EPS, offset)
-        back = plain.layer_norm_back(g, value, w, offset, mean, scale)
-        return made, back + more.to(dtype) if residual else back
-
-    check((out, dx), by_torch(dtype), by_torch(torch.float64))
 
 
 def test_a_bias_of_another_dtype_has_a_launch_of_its_own():
