@@ -1,10 +1,10 @@
 """The terminal, with a clock that the test turns and a console that is recorded."""
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +13,7 @@ from job_results import ended
 from rich.console import Console
 
 from plait.core.jobs import AdapterSpec, JobSpec
-from plait.core.lifecycle import JobResult, JobState, PauseReason
+from plait.core.lifecycle import JobState, PauseReason
 from plait.core.messages import (
     Event,
     GroupStep,
@@ -80,9 +80,21 @@ class Stage:
         self.play(JobProgress(name, step, 2.0 / step, 1.0, 1e-4, 100 * step, 1.0, 250.0))
         self.play(GroupStep("g0", step, (name,), 1, 100, 1.0, None, 256))
 
+    def end(self, trial: int, state: str, step: int, loss: float | None = None, **more: Any) -> None:
+        """The end of a trial; ``value``: its objective."""
+        measured = {"tokens": 8, "device_seconds": 1.0, "completion_seconds": 1.0} | more
+        self.play(ended(state, job=spec(trial).name, step=step, eval_loss=loss, **measured))
+
     @property
     def lines(self) -> list[str]:
         return self.file.getvalue().splitlines()
+
+
+def printed(show: Callable[[Console], None], width: int = 60) -> list[str]:
+    """The lines of what is shown on a console."""
+    file = io.StringIO()
+    show(Console(file=file, width=width))
+    return file.getvalue().splitlines()
 
 
 def test_plain_output_has_one_line_for_each_event_of_importance() -> None:
@@ -93,22 +105,11 @@ def test_plain_output_has_one_line_for_each_event_of_importance() -> None:
             stage.clock.now += 1.0
             stage.step(0, step)
         stage.play(JobEvaluated("trial-0000", 10, 1.23456, 80))
-        stage.play(
-            JobResult(
-                "trial-0000",
-                JobState.FINISHED,
-                10,
-                "budget spent",
-                1.23456,
-                1000,
-                10.0,
-                65.0,
-                Path("adapter"),
-                values=(1.23456,),
-            )
-        )
+        took = {"tokens": 1000, "device_seconds": 10.0, "completion_seconds": 65.0}
+        stage.end(0, "finished", 10, 1.23456, value=1.23456, reason="budget spent", **took)
         stage.play(JobAdmitted(spec(1), 4, 10, "g0"))
-        stage.play(JobResult("trial-0001", JobState.FAILED, 5, "loss is nan", None, 500, 5.0, 8.0, None))
+        took = {"tokens": 500, "device_seconds": 5.0, "completion_seconds": 8.0}
+        stage.end(1, "failed", 5, reason="loss is nan", **took)
     assert stage.lines == [
         "trial-0000 started (10 steps): adapter.rank=1",
         "5 % done, about 19 s left · 0 of 2 ended, 1 running · 100 tokens/s · train loss 2.0000",
@@ -126,7 +127,7 @@ def test_one_step_is_not_steps() -> None:
     stage = Stage(board_of(1), terminal=False)
     with stage.view:
         stage.play(JobAdmitted(spec(0), 0, 1, "g0"))
-        stage.play(JobResult("trial-0000", JobState.STOPPED, 1, "", None, 1, 5.0, 8.0, None))
+        stage.end(0, "stopped", 1, tokens=1)
     assert stage.lines[0].startswith("trial-0000 started (1 step): ")
     assert stage.lines[1].startswith("trial-0000 stopped: 1 step, 1 token, ")
 
@@ -166,13 +167,9 @@ def test_only_the_best_of_trials_that_end_together_is_reported() -> None:
     stage = Stage(board_of(4), terminal=False)
     with stage.view:
         for trial, loss in ((0, 2.0), (1, 1.5), (2, 1.0)):
-            stage.play(
-                JobResult(
-                    spec(trial).name, JobState.FINISHED, 10, "", loss, 8, 1.0, 1.0, None, values=(loss,)
-                )
-            )
+            stage.end(trial, "finished", 10, loss, value=loss)
         stage.play(JobAdmitted(spec(3), 0, 10, "g0"))
-        stage.play(JobResult("trial-0003", JobState.FINISHED, 10, "", 0.5, 8, 1.0, 1.0, None, values=(0.5,)))
+        stage.end(3, "finished", 10, 0.5, value=0.5)
     told = [line[:29] for line in stage.lines if line.startswith("best")]
     assert told == ["best so far: trial-0002, obje", "best so far: trial-0003, obje"]
     assert [line[:20] for line in stage.lines[3:5]] == ["best so far: trial-0", "trial-0003 started ("]
@@ -190,11 +187,11 @@ def test_when_the_last_step_is_done_evaluation_is_what_is_waited_for() -> None:
                 stage.step(trial, step)
         line = "99 % done, evaluating · 0 of 2 ended, 2 running · 100 tokens/s"
         assert stage.lines[3:] == [f"{line} · lowest train loss 0.2000, median 0.2000"]
-        stage.play(JobResult("trial-0000", JobState.FINISHED, 10, "", 1.0, 8, 1.0, 1.0, None))
+        stage.end(0, "finished", 10, 1.0)
         assert (
             status_line(stage.board, 0.0) == "99 % done, evaluating · 1 of 2 ended, 1 running · 100 tokens/s"
         )
-        stage.play(JobResult("trial-0001", JobState.FINISHED, 10, "", 1.0, 8, 1.0, 1.0, None))
+        stage.end(1, "finished", 10, 1.0)
         assert status_line(stage.board, 0.0) == "100 % done · 2 of 2 ended, 0 running · 100 tokens/s"
     stage.board.trials = 3
     assert status_line(stage.board, 0.3).startswith("67 % done, about 1 s left · ")
@@ -225,9 +222,7 @@ def test_the_live_view_shows_jobs_progress_and_best() -> None:
         stage.play(JobAdmitted(spec(0), 0, 10, "g0"))
         stage.clock.now += 10.0
         stage.step(0, 5)
-        stage.play(
-            JobResult("trial-0000", JobState.FINISHED, 10, "", 1.5, 1000, 10.0, 65.0, None, values=(1.5,))
-        )
+        stage.end(0, "finished", 10, 1.5, value=1.5)
     text = stage.file.getvalue()
     assert "5/10" in text
     assert "0.4000" in text
@@ -281,7 +276,7 @@ def test_drawing_takes_at_most_a_hundredth_of_the_time(seconds: float) -> None:
         assert file.spent - first <= 0.01 * elapsed
         assert file.spent > first  # it was drawn again
         drawn = file.spent
-        stage.play(JobResult("trial-0000", JobState.FINISHED, 4000, "", 1.5, 1000, 10.0, 65.0, None))
+        stage.end(0, "finished", 4000, 1.5)
     assert "finished" in file.getvalue().rsplit("job", 1)[1]  # whatever it costs, the end is shown
     assert file.spent > drawn
 
@@ -346,9 +341,8 @@ class Played:
                 self.end(trial, live.pop(trial))
 
     def end(self, trial: int, step: int) -> None:
-        name = spec(trial).name
-        state = JobState.FINISHED if step == self.steps else JobState.PRUNED
-        self.stage.play(JobResult(name, state, step, "", 1.0, 8 * step, 1.0, 1.0, values=(1.0,)))
+        state = "finished" if step == self.steps else "pruned"
+        self.stage.end(trial, state, step, 1.0, value=1.0, tokens=8 * step)
 
 
 @settings(max_examples=40)
@@ -397,7 +391,7 @@ def test_time_left_of_jobs_far_longer_than_the_time_so_far() -> None:
             stage.board.handle(JobProgress(names[trial], step, 1.0, 1.0, 1e-4, 8, 1.0, 1.0))
         stage.play(GroupStep("g0", step, names, 1, 8, 0.4, None, 256))
         if step == 20:
-            stage.play(JobResult(names[0], JobState.STOPPED, step, "by the user", 1.0, 8, 1.0, 1.0, None))
+            stage.end(0, "stopped", step, 1.0, reason="by the user")
             stage.board.handle(ended("pruned", 1.0, job=names[0]))
             told = [stage.view.seconds_left]
     told.append(stage.view.seconds_left)
@@ -549,9 +543,7 @@ def test_parameters_have_columns_as_far_as_there_is_room(width: int) -> None:
         board.add(JobRecord(spec(trial).name, trial, names | {"train.warmup_steps": 0.1 * trial}))
         board.handle(JobAdmitted(spec(trial), 0, 10, "g0"))
         board.handle(JobProgress(spec(trial).name, 3, 1.5, 0.1, 1e-4, 300, 2.0, 15000.0))
-    console = Console(file=io.StringIO(), width=width)
-    console.print(jobs_table(board, 10, width))
-    heading, *rows = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    heading, *rows = printed(lambda console: console.print(jobs_table(board, 10, width)), width)
     assert len(rows) == 3
     assert len({len(row) for row in rows}) == 1
     assert all(len(row) <= width for row in (heading, *rows))
@@ -569,9 +561,8 @@ def test_parameters_have_columns_as_far_as_there_is_room(width: int) -> None:
 
 def test_a_table_without_jobs_and_one_of_jobs_that_do_not_differ() -> None:
     for board in (board_of(0), board_of(1)):
-        console = Console(file=io.StringIO(), width=100)
-        console.print(jobs_table(board, 10, 100))
-        assert "job" in console.file.getvalue()  # type: ignore[attr-defined]
+        table = jobs_table(board, 10, 100)
+        assert "job" in printed(lambda console, table=table: console.print(table))[0]
 
 
 @pytest.mark.parametrize(
@@ -607,9 +598,8 @@ def test_the_summary_says_what_was_found_and_what_failed() -> None:
     board.handle(ended("finished", 1.25, job="trial-0000"))
     board.jobs["trial-0000"].adapter = "runs/adapters/trial-0000"
     board.handle(ended("failed", None, "loss is nan", job="trial-0001"))
-    console = Console(file=io.StringIO(), width=60)
-    print_summary(console, board, {"tracking": "sqlite:///" + "x" * 80, "open": "plait ui"})
-    assert console.file.getvalue().splitlines() == [  # type: ignore[attr-defined]
+    facts = {"tracking": "sqlite:///" + "x" * 80, "open": "plait ui"}
+    assert printed(lambda console: print_summary(console, board, facts)) == [
         "best        trial-0000, objective 1.2500",
         "parameters  adapter.rank=1",
         "adapter     runs/adapters/trial-0000",
@@ -623,20 +613,8 @@ def test_a_better_earlier_evaluation_is_reported_at_the_end() -> None:
     stage = Stage(board_of(1), terminal=False)
     for step, loss in ((20, 3.7849), (40, 3.8664)):
         stage.play(JobEvaluated("trial-0000", step, loss, 80))
-    stage.play(
-        JobResult(
-            "trial-0000",
-            JobState.FINISHED,
-            40,
-            "",
-            3.8664,
-            1000,
-            10.0,
-            65.0,
-            Path("adapter"),
-            values=(3.8664,),
-        )
-    )
+    took = {"tokens": 1000, "device_seconds": 10.0, "completion_seconds": 65.0}
+    stage.end(0, "finished", 40, 3.8664, value=3.8664, **took)
     figures = "eval loss 3.8664 (lowest: 3.7849 at step 20), 40 steps, 1,000 tokens"
     line = f"trial-0000 finished: {figures}, 1 min 05 s from start to end, 10 s of the device"
     assert line in stage.lines
@@ -651,9 +629,7 @@ def test_the_summary_names_the_finished_trial_that_breaks_a_constraint() -> None
         board.handle(replace(result, violations={"train/tokens <= 9": 1.0}))
     rejected = ended("infeasible", None, "violates adapter.rank <= 2", job="trial-0002")
     board.handle(replace(rejected, violations={"adapter.rank <= 2": 1.0}))
-    console = Console(file=io.StringIO(), width=60)
-    print_summary(console, board, {})
-    assert console.file.getvalue().splitlines() == [  # type: ignore[attr-defined]
+    assert printed(lambda console: print_summary(console, board, {})) == [
         "best        none: no finished trial keeps every constraint",
         "infeasible  trial-0001, objective 1.2500",
         "reason      violates train/tokens <= 9",
@@ -664,6 +640,5 @@ def test_the_summary_names_the_finished_trial_that_breaks_a_constraint() -> None
 def test_a_single_job_is_summed_up_in_a_line() -> None:
     board = board_of(1)
     board.handle(ended("finished", 1.5, job="trial-0000"))
-    console = Console(file=io.StringIO(), width=60)
-    print_summary(console, board, {})
-    assert "parameters  adapter.rank=1 train.lr=0.0002" in console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    lines = printed(lambda console: print_summary(console, board, {}))
+    assert "parameters  adapter.rank=1 train.lr=0.0002" in lines

@@ -5,6 +5,8 @@ import errno
 import os
 import tempfile
 import threading
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -62,6 +64,12 @@ lines: st.SearchStrategy[Line] = st.one_of(
     st.builds(NewestStep, st.text(), st.integers(0), st.integers(0), st.dictionaries(st.text(), numbers)),
     st.just(HEAD),
 )
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[EventLog]:
+    with closing(open_event_log(tmp_path, HEAD)) as log:
+        yield log
 
 
 def point(run: str, step: int, loss: float = 1.0) -> LogPoints:
@@ -217,9 +225,8 @@ def test_records_are_on_the_disk_before_the_store_has_them(
 
 
 def test_a_text_and_its_name_are_on_the_disk_after_a_commit_that_follows_a_failed_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    log: EventLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = open_event_log(tmp_path, HEAD)
     log.text(HEAD.parent, "plan.json", "my plan")
     (text,) = tmp_path.glob("*.plan.json")
     synced: list[int] = []
@@ -238,13 +245,11 @@ def test_a_text_and_its_name_are_on_the_disk_after_a_commit_that_follows_a_faile
     synced.clear()
     log.commit()
     assert synced == []
-    log.close()
 
 
 def test_a_commit_waits_for_the_texts_that_another_thread_commits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    log: EventLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = open_event_log(tmp_path, HEAD)
     log.text(HEAD.parent, "plan.json", "my plan")
     writing, go_on, second = threading.Event(), threading.Event(), threading.Event()
 
@@ -267,13 +272,11 @@ def test_a_commit_waits_for_the_texts_that_another_thread_commits(
     for thread in threads:
         thread.join(10)
     assert second.is_set()
-    log.close()
 
 
 def test_records_appended_during_a_sync_are_not_given_yet(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    log: EventLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = open_event_log(tmp_path, HEAD)
     log.append(point("a", 1))
     really = os.fsync
     late = iter([2])
@@ -286,7 +289,6 @@ def test_records_appended_during_a_sync_are_not_given_yet(
     monkeypatch.setattr(os, "fsync", slow)
     assert steps(log) == [1]
     assert steps(log) == [1, 2]
-    log.close()
 
 
 def test_a_full_disk_is_reported_and_old_content_is_kept(
@@ -393,15 +395,13 @@ def test_adopting_a_log_keeps_the_newer_step_of_each_run(tmp_path: Path) -> None
     mine.close()
 
 
-def test_what_was_not_sent_is_counted_and_named(tmp_path: Path) -> None:
-    log = open_event_log(tmp_path, HEAD)
+def test_what_was_not_sent_is_counted_and_named(log: EventLog) -> None:
     log.append(point("a", 1))
     log.append(point("a", 2))
     said = log.describe_unsent("it is away")
     assert said.startswith("2 records have not been sent to sqlite:///there yet (it is away). They are kept")
     assert str(log.path) in said
     assert " yet. They" in log.describe_unsent()
-    log.close()
 
 
 def test_adopting_a_log_includes_its_texts(tmp_path: Path) -> None:
