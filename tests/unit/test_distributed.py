@@ -10,7 +10,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -215,6 +215,29 @@ class Dying(Silent):
         pass
 
 
+class Starting:
+    """Starts what ``kind`` says of a process's number and of how many were started before."""
+
+    def __init__(self, kind: Callable[[int, int], Callable[..., Started]]) -> None:
+        self.kind, self.numbers, self.running = kind, list[int](), list[Started]()
+
+    def __call__(self, address: Address, key: bytes, number: int, log: Path) -> Started:
+        made = self.kind(number, len(self.numbers))
+        self.numbers.append(number)
+        self.running.append(made(address, key, number, log))
+        return self.running[-1]
+
+    def lose_second(self, fleet: Fleet) -> None:
+        """Kill the second process; the fleet is lost."""
+        self.running[1].kill()
+        with pytest.raises(LostProcessError, match="process 1"):
+            fleet.execute(Attach(JOB))
+
+
+def gathered(launcher: Launcher, folder: Path) -> Fleet:
+    return launcher.fleet(folder, SETTINGS, DataCatalogue(random_data))
+
+
 def test_a_process_that_does_not_come_is_named(tmp_path: Path) -> None:
     named = pytest.raises(ProcessError, match=r"process . did not join within 1 s")
     with named, launched(tmp_path, Silent, join_seconds=1.0):
@@ -236,7 +259,7 @@ def test_a_rejected_process_is_named_with_the_reason(tmp_path: Path) -> None:
     with closing(Launcher(cluster, place, start=start)) as launcher:
         named = pytest.raises(ProcessError, match=r"^process 1 of 2 did not join within 1 s")
         with named as caught:
-            launcher.fleet(tmp_path, SETTINGS, DataCatalogue(random_data))
+            gathered(launcher, tmp_path)
     assert "From 127.0.0.1 a process came with another key." in caught.value.rule
 
 
@@ -268,70 +291,42 @@ class Crashing(Silent):
 
 
 def test_a_process_that_ends_by_itself_before_all_have_trained_is_not_started_again(tmp_path: Path) -> None:
-    started: list[int] = []
-
-    def start(address: Address, key: bytes, number: int, log: Path) -> Started:
-        started.append(number)
-        return (Crashing if number == 1 else ForkedProcess)(address, key, number, log)
-
+    start = Starting(lambda number, _: Crashing if number == 1 else ForkedProcess)
     named = pytest.raises(LostProcessError, match=r"process 1 .* died with status 7 while loading the model")
     with named, launched(tmp_path, start):
         pass
-    assert started == [0, 1]
+    assert start.numbers == [0, 1]
 
 
 def test_a_process_killed_before_all_have_joined_is_restarted(tmp_path: Path) -> None:
-    started: list[int] = []
+    start = Starting(lambda _, before: Killed if before == 1 else ForkedProcess)
     said: list[str] = []
-
-    def start(address: Address, key: bytes, number: int, log: Path) -> Started:
-        started.append(number)
-        return Killed(log) if started == [0, 1] else ForkedProcess(address, key, number, log)
-
     with closing(Launcher(SETTINGS.cluster, start=start)) as launcher:
         launcher.say = said.append
-        assert len(launcher.fleet(tmp_path, SETTINGS, DataCatalogue(random_data)).processes) == 2
-    assert started == [0, 1, 0, 1]
+        assert len(gathered(launcher, tmp_path).processes) == 2
+    assert start.numbers == [0, 1, 0, 1]
     assert said == ["process 1 ended with status -9. Restarting with the processes that come back ..."]
 
 
 def test_a_process_that_is_lost_repeatedly_is_left_out(tmp_path: Path) -> None:
-    started: list[int] = []
+    start = Starting(lambda number, _: Killed if number == 1 else ForkedProcess)
     said: list[str] = []
-
-    def start(address: Address, key: bytes, number: int, log: Path) -> Started:
-        started.append(number)
-        return Killed(log) if number == 1 else ForkedProcess(address, key, number, log)
-
     with closing(Launcher(SETTINGS.cluster, start=start)) as launcher:
         launcher.say = said.append
-        (left,) = launcher.fleet(tmp_path, SETTINGS, DataCatalogue(random_data)).processes.all
+        (left,) = gathered(launcher, tmp_path).processes.all
     assert left.hello.process == 0
-    assert started == [0, 1, 0, 1, 0, 1, 0]
+    assert start.numbers == [0, 1, 0, 1, 0, 1, 0]
     assert said[-1] == "process 1 is left out: lost 3 times; the last time it ended with status -9"
 
 
 def test_once_all_have_trained_one_that_fails_to_start_is_left_out(tmp_path: Path) -> None:
-    running: list[Started] = []
-
-    def start(address: Address, key: bytes, number: int, log: Path) -> Started:
-        fails = number == 1 and len(running) > 2
-        running.append(Dying(log) if fails else ForkedProcess(address, key, number, log))
-        return running[-1]
-
+    start = Starting(lambda number, before: Dying if number == 1 and before > 2 else ForkedProcess)
     with closing(Launcher(SETTINGS.cluster, start=start)) as launcher:
-
-        def together() -> Fleet:
-            return launcher.fleet(tmp_path, SETTINGS, DataCatalogue(random_data))
-
-        fleet = together()
-        running[1].kill()
-        with pytest.raises(LostProcessError, match="process 1"):
-            fleet.execute(Attach(JOB))
+        start.lose_second(gathered(launcher, tmp_path))
         for _ in range(2):
             with pytest.raises(LostProcessError, match="process 1 ended with status 7"):
-                together()
-        assert len(together().processes) == 1
+                gathered(launcher, tmp_path)
+        assert len(gathered(launcher, tmp_path).processes) == 1
 
 
 class Answering(Silent):
@@ -359,48 +354,27 @@ class Answering(Silent):
 def test_once_all_have_trained_one_that_cannot_load_the_model_any_more_is_left_out(
     tmp_path: Path, reply: Answer | Refusal, why: str
 ) -> None:
-    running: list[Started] = []
+    unable = partial(Answering, reply)
+    start = Starting(lambda number, before: unable if number == 1 and before > 2 else ForkedProcess)
     said: list[str] = []
-
-    def start(address: Address, key: bytes, number: int, log: Path) -> Started:
-        unable = number == 1 and len(running) > 2
-        kind = partial(Answering, reply) if unable else ForkedProcess
-        running.append(kind(address, key, number, log))
-        return running[-1]
-
     with closing(Launcher(SETTINGS.cluster, start=start)) as launcher:
         launcher.say = said.append
-
-        def together() -> Fleet:
-            return launcher.fleet(tmp_path, SETTINGS, DataCatalogue(random_data))
-
-        fleet = together()
-        running[1].kill()
-        with pytest.raises(LostProcessError, match="process 1"):
-            fleet.execute(Attach(JOB))
+        start.lose_second(gathered(launcher, tmp_path))
         with pytest.raises(LostProcessError, match=why):
-            together()
+            gathered(launcher, tmp_path)
         assert said[-1] == f"process 1 is left out: {why}"
-        assert len(together().processes) == 1
+        assert len(gathered(launcher, tmp_path).processes) == 1
 
 
 def test_the_user_may_interrupt_processes_that_come_together_again(tmp_path: Path) -> None:
-    running: list[ForkedProcess] = []
-
-    def start(*given: Any) -> ForkedProcess:
-        running.append(ForkedProcess(*given))
-        return running[-1]
-
+    start = Starting(lambda *_: ForkedProcess)
     with closing(Launcher(SETTINGS.cluster, start=start)) as launcher:
-        fleet = launcher.fleet(tmp_path, SETTINGS, DataCatalogue(random_data))
-        running[1].kill()
-        with pytest.raises(LostProcessError, match="process 1"):
-            fleet.execute(Attach(JOB))
+        start.lose_second(gathered(launcher, tmp_path))
         launcher.stopping = lambda: True
         with pytest.raises(GatheringInterruptedError):
-            launcher.fleet(tmp_path, SETTINGS, DataCatalogue(random_data))
-        assert len(running) == 4
-        assert all(each.poll() is not None for each in running)
+            gathered(launcher, tmp_path)
+        assert len(start.running) == 4
+        assert all(each.poll() is not None for each in start.running)
 
 
 @pytest.fixture
@@ -555,23 +529,19 @@ def test_a_model_that_cannot_be_loaded_is_the_error_of_the_run(tmp_path: Path) -
 def test_a_process_that_is_killed_or_hangs_is_named_and_ends_the_others(
     tmp_path: Path, number: signal.Signals, said: str
 ) -> None:
-    started: list[ForkedProcess] = []
-
-    def start(address: Address, key: bytes, process: int, log: Path) -> ForkedProcess:
-        started.append(ForkedProcess(address, key, process, log))
-        return started[-1]
-
+    start = Starting(lambda *_: ForkedProcess)
     with launched(tmp_path, start) as fleet:
+        first, second = start.running
         fleet.execute(Attach(JOB))
         if number == signal.SIGSTOP:
             fleet.processes.silence = 2.0
-        os.kill(started[1].pid, number)
+        os.kill(second.pid, number)  # type: ignore[attr-defined]
         step = RunSchedule((StepJob("a", 1, 1e-3),))
         with pytest.raises(ProcessError, match=rf"process 1 .*{said}.* while training") as caught:
             fleet.execute(step)
         assert "same command" in caught.value.remedy
-        assert started[1].poll() == -9
-        assert started[0].poll() is not None
+        assert second.poll() == -9
+        assert first.poll() is not None
         with pytest.raises(ProcessError, match="process 1"):  # the same error again
             fleet.execute(step)
     assert len(list(tmp_path.iterdir())) == 2  # what they printed: the error names it
