@@ -6,7 +6,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import itertools
-import json
 import os
 import re
 import select
@@ -565,19 +564,6 @@ def test_who_holds_up_a_search_is_said(
 
 def op(number: int) -> dict[str, int]:
     return {"op_code": number}
-
-
-def test_a_line_that_a_kill_cut_short_is_as_if_it_had_never_been_written(tmp_path: Path) -> None:
-    piece = json.dumps(op(99) | {"text": "x" * 30}, separators=(",", ":")).encode()
-    for whole, cut in itertools.product(range(3), range(len(piece) + 1)):
-        path = tmp_path / f"{whole}-{cut}.journal"
-        journal = Journal(path)
-        for number in range(whole):
-            journal.append_logs([op(number)])
-        with path.open("ab") as file:
-            file.write(piece[:cut])
-        Journal(path).append_logs([op(7), op(8)])
-        assert [log["op_code"] for log in Journal(path).read_logs(0)] == [*range(whole), 7, 8]
 
 
 @pytest.mark.parametrize("text", ["my notes", "my notes\n", "{\n"])
