@@ -30,7 +30,7 @@ from plait.cost.probes import Probe, ProbeSegment, probe_loss, probe_routing
 from plait.models.attention import AttentionRule, Heads
 from plait.models.base import BaseModel
 from plait.models.context import MicrobatchContext, Rotation
-from plait.models.elementwise import activated, gated, layer_norm, rms_norm
+from plait.models.elementwise import FrozenNorm, activated, gated
 from plait.models.flash import attend
 from plait.models.tiny import byte_tokeniser
 from plait.serve.cells import BankAdapters
@@ -176,13 +176,13 @@ def _pass_figures(asked: CountOptions) -> Iterator[Figure]:
     tokens = asked.tokens
     hidden, inner = LLAMA_8B.hidden_size, LLAMA_8B.intermediate_size
     weight = torch.empty(hidden, dtype=DTYPE, device=META)
-    norm = (weight, weight, 1e-5, 0.0)
+    rms, layer = FrozenNorm(weight, 1e-5), FrozenNorm(weight, 1e-5, bias=weight, centred=True)
     passes = (
         # x read, out written; x and the gradient read, another written
-        Pass("norm", hidden, lambda x: rms_norm(x, weight, 1e-5, 0.0, backend="triton"), 5 * hidden),
+        Pass("norm", hidden, lambda x: rms(x, backend="triton"), 5 * hidden),
         # gate and up read, out written; gate, up and the gradient read, two written
         Pass("gated MLP", 2 * inner, lambda x: gated(x, SILU, backend="triton"), 8 * inner),
-        Pass("LayerNorm", hidden, lambda x: layer_norm(x, None, *norm, backend="triton")[0], 5 * hidden),
+        Pass("LayerNorm", hidden, lambda x: layer(x, backend="triton"), 5 * hidden),
         Pass("GELU", inner, lambda x: activated(x, GELU, backend="triton"), 5 * inner),
         _attention_pass(asked),
     )

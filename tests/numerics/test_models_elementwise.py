@@ -13,7 +13,7 @@ from transformers.activations import ACT2FN
 
 from plait.core.settings import ModelSettings
 from plait.models import elementwise
-from plait.models.elementwise import activated, gated, layer_norm, residual_norm, rms_norm
+from plait.models.elementwise import FrozenNorm, activated, gated
 from plait.models.fuse import Activation, Norm, fuse_activations
 from plait.models.load import load_model
 from plait.models.lora import Binding
@@ -63,7 +63,7 @@ def test_rms_norm(dtype: torch.dtype, tolerance: float, offset: float) -> None:
     def formula(x: Tensor) -> Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * (offset + weight.double())
 
-    compare(lambda x: rms_norm(x, weight, EPS, offset), formula, x, tolerance)
+    compare(FrozenNorm(weight, EPS, offset), formula, x, tolerance)
 
 
 @pytest.mark.usefixtures("way")
@@ -74,7 +74,7 @@ def test_a_residual_that_passes_a_norm(dtype: torch.dtype, tolerance: float, sum
     weight, more = noise(67, dtype=dtype), noise(5, 3, 67, dtype=dtype) * 0.5
 
     def together(x: Tensor) -> Tensor:
-        normed, total = residual_norm(x, x.square() if sums else None, weight, EPS, 0.0)
+        normed, total = FrozenNorm(weight, EPS).of_sum(x, x.square() if sums else None)
         return normed + more * total
 
     def formula(x: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ def test_a_residual_that_passes_a_norm(dtype: torch.dtype, tolerance: float, sum
 
     def apart(x: Tensor) -> Tensor:
         total = x + x.square() if sums else x
-        return rms_norm(total, weight, EPS, 0.0) + more * total
+        return FrozenNorm(weight, EPS)(total) + more * total
 
     x = noise(5, 3, 67, dtype=dtype)
     compare(together, formula, x, 2 * tolerance)
@@ -115,7 +115,7 @@ def test_extreme_values_stay_finite_and_nan_stays_nan() -> None:
     assert out[0].tolist() == pytest.approx([0.0, 1e4, 0.0, 0.0], abs=1e-30)
     x[0, 0] = torch.nan
     assert bool(gated(x, SILU)[0, 0].isnan())
-    assert bool(rms_norm(x, torch.ones(8), EPS, 0.0).isnan().all())
+    assert bool(FrozenNorm(torch.ones(8), EPS)(x).isnan().all())
 
 
 def test_threads_change_no_bit() -> None:
@@ -125,7 +125,7 @@ def test_threads_change_no_bit() -> None:
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            results.append((gated(x, SILU), rms_norm(x, x[0].clone(), EPS, 0.0)))
+            results.append((gated(x, SILU), FrozenNorm(x[0].clone(), EPS)(x)))
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
@@ -145,8 +145,8 @@ def test_layer_norm(added: bool, bias: bool, offset: float) -> None:
         return out + total if added else out
 
     def function(x: Tensor) -> Tensor:
-        given = (weight, other if bias else None, EPS, offset)
-        out, total = layer_norm(x, more if added else None, *given)
+        norm = FrozenNorm(weight, EPS, offset, other if bias else None, centred=True)
+        out, total = norm.of_sum(x, more if added else None)
         return out + total if added else out
 
     compare(function, formula, x, 1e-6)

@@ -63,53 +63,32 @@ def compiled(name: str, *tensors: Tensor) -> Callable[..., None] | None:
     return cast("Callable[..., None]", getattr(library, f"{name}_{_SUFFIX[first.dtype]}"))
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, *, backend: str = "") -> Tensor:
-    """x / rms(x) · (offset + weight) over the last dimension; ``weight`` (features,) is frozen.
+@dataclass(frozen=True, slots=True, eq=False)
+class FrozenNorm:
+    """An RMSNorm x / rms(x) · (offset + weight) over the last dimension or, ``centred``, a LayerNorm.
 
-    Args:
+    Attributes:
+        weight, bias: (features,); only a LayerNorm may have a bias.
         offset: 0 as in Llama, where the quotient is rounded to x's dtype before the product, or 1 as in
             Gemma.
-        backend: the backend of the model's kernels.
     """
-    return residual_norm(x, None, weight, eps, offset, backend=backend)[0]
-
-
-def residual_norm(
-    x: Tensor, added: Tensor | None, weight: Tensor, eps: float, offset: float, *, backend: str = ""
-) -> tuple[Tensor, Tensor]:
-    """The norm of x + ``added`` as :func:`rms_norm`, and this sum; without ``added``, x.
-
-    What needs the sum takes it from here, so that both gradients are added in the norm's backward.
-    """
-    norm = _NormOf(weight, None, eps, offset, centred=False)
-    return cast("tuple[Tensor, Tensor]", apply(SumNorm, x, added, norm, backend))
-
-
-def layer_norm(
-    x: Tensor,
-    added: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    offset: float,
-    *,
-    backend: str = "",
-) -> tuple[Tensor, Tensor]:
-    """LayerNorm of x + ``added`` with ``offset`` + ``weight`` and ``bias``, all frozen, and this sum, which
-    without ``added`` is x; see :func:`residual_norm`."""
-    norm = _NormOf(weight, bias, eps, offset, centred=True)
-    return cast("tuple[Tensor, Tensor]", apply(SumNorm, x, added, norm, backend))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _NormOf:
-    """A norm's frozen parts: an RMSNorm's, or if ``centred`` a LayerNorm's."""
 
     weight: Tensor
-    bias: Tensor | None
     eps: float
-    offset: float
-    centred: bool
+    offset: float = 0.0
+    bias: Tensor | None = None
+    centred: bool = False
+
+    def __call__(self, x: Tensor, *, backend: str = "") -> Tensor:
+        """The norm of x; ``backend`` is that of the model's kernels."""
+        return self.of_sum(x, None, backend=backend)[0]
+
+    def of_sum(self, x: Tensor, added: Tensor | None, *, backend: str = "") -> tuple[Tensor, Tensor]:
+        """The norm of x + ``added``, and this sum; without ``added``, x.
+
+        What needs the sum takes it from here, so that both gradients are added in the norm's backward.
+        """
+        return cast("tuple[Tensor, Tensor]", apply(SumNorm, x, added, self, backend))
 
     def forward(self, x: Tensor) -> Sequence[Tensor]:
         """The norm of x without Triton, and what backward needs of each row."""
@@ -145,9 +124,9 @@ class SumNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, added: Tensor | None, norm: _NormOf, backend: str
+        ctx: Any, x: Tensor, added: Tensor | None, norm: FrozenNorm, backend: str
     ) -> tuple[Tensor, Tensor]:
-        """See :func:`residual_norm`."""
+        """See :meth:`FrozenNorm.of_sum`."""
         x = x.contiguous()
         ctx.set_materialize_grads(False)
         ctx.norm, ctx.two = norm, added is not None
@@ -168,7 +147,7 @@ class SumNorm(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, None, None]:
         """Given the gradients of norm and sum."""
         total, *found = ctx.saved_tensors
-        norm: _NormOf = ctx.norm
+        norm: FrozenNorm = ctx.norm
         if grad is None:
             dx = more
         elif ctx.triton:

@@ -19,11 +19,10 @@ from torch import Tensor, nn
 from plait.models.attention import AttentionRule, Heads, packed_attention
 from plait.models.context import MicrobatchContext, Rotation, Running, now_running, running
 from plait.models.elementwise import (
+    FrozenNorm,
     SumNorm,
     activated,
     gated,
-    layer_norm,
-    residual_norm,
     rotate_heads_,
     rotated_merged,
 )
@@ -42,25 +41,18 @@ Forward = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """Forward of an RMSNorm or, ``centred``, of a LayerNorm; with ``offset`` 1 its weight counts from 1."""
+    """Forward of an RMSNorm or a LayerNorm."""
 
-    weight: Tensor
-    eps: float
-    offset: float
+    frozen: FrozenNorm
     binding: Binding
-    centred: bool = False
-    bias: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """(..., features) to the same."""
-        return self.of_sum(x, None)[0]
+        return self.frozen(x, backend=self.binding.backend)
 
     def of_sum(self, x: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
         """The norm of x + ``added``, and the sum."""
-        given, backend = (self.eps, self.offset), self.binding.backend
-        if self.centred:
-            return layer_norm(x, added, self.weight, self.bias, *given, backend=backend)
-        return residual_norm(x, added, self.weight, *given, backend=backend)
+        return self.frozen.of_sum(x, added, backend=self.binding.backend)
 
 
 def fuse_layer(
@@ -91,7 +83,7 @@ def _fuse_norm(module: nn.Module, binding: Binding) -> bool:
     x = _noise(3, len(weight), like=weight)
     bias, centred = getattr(module, "bias", None), "RMSNorm" not in type(module).__name__
     for offset in (0.0, 1.0):
-        norm = Norm(weight, eps, offset, binding, centred, bias)
+        norm = Norm(FrozenNorm(weight, eps, offset, bias, centred), binding)
         # A LayerNorm rounds once, and torch's takes no input of another dtype than its weight's.
         if _same(norm, module, x) and (centred or _same(norm, module, x.float())):
             module.forward = norm
@@ -395,7 +387,7 @@ def fuse_residuals(
     if not isinstance(first, Norm) or not isinstance(second, Norm) or not _takes_one(mlp):
         return False
     residual = Residual(first, attention, second, mlp)
-    x = _noise(1, len(trial.context.token_ids), len(first.weight), like=first.weight)
+    x = _noise(1, len(trial.context.token_ids), len(first.frozen.weight), like=first.frozen.weight)
     given = {
         "attention_mask": None,
         "position_ids": trial.context.position_ids.unsqueeze(0),
