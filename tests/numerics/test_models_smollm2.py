@@ -18,6 +18,7 @@ from plait.models.base import BaseModel
 from plait.models.context import MicrobatchContext
 from plait.models.load import load_model, load_tokeniser, transformers_model
 from plait.serve.engine import complete
+from plait.serve.folders import FolderAdapters
 from plait.serve.requests import Request, Sampling
 from plait.utils.paths import cache_dir
 from plait_kernels.loss import CHUNK_LOGITS
@@ -86,7 +87,7 @@ def test_blocks_are_as_exact_as_transformers(cache: Path, exact: PreTrainedModel
 def test_continuations_equal_those_of_transformers(exact: PreTrainedModel, base: BaseModel) -> None:
     greedy = Sampling(4, stop_tokens=frozenset())
     prompts = [Request(tuple(base.tokeniser(text).input_ids), None, greedy) for text in TEXTS]
-    found = [each.tokens for each in complete(base, None, prompts)]
+    found = [each.tokens for each in complete(base, FolderAdapters(base), prompts)]
     assert base.tokeniser.decode(found[0]).startswith(" Rome")
     for prompt, new in zip(prompts, found, strict=True):
         given = torch.tensor([prompt.tokens])

@@ -199,7 +199,7 @@ def by_triton(served: Served) -> Iterator[Served]:
 
 
 def test_no_request_has_no_completion(served: Served) -> None:
-    assert complete(served.base, None, []) == []
+    assert complete(served.base, BankAdapters(served.bank), []) == []
 
 
 def test_requests_by_triton_are_each_as_alone_by_compiled_code(by_triton: Served) -> None:
@@ -234,11 +234,11 @@ def test_heads_wider_than_triton_s_kernel_takes_go_through_torch(
     if not triton_backend.available(base.device):
         pytest.skip("Triton runs on a CPU only in its interpreter, which is off where there is a GPU")
     requests = prompts_of(base, [None] * len(LENGTHS), replace(FREE, max_new_tokens=3))
-    expected = tokens_of(complete(base, None, requests))
+    expected = tokens_of(complete(base, FolderAdapters(base), requests))
     base.install(backend="triton")
     launched: set[str] = set()
     with noted(lambda kernel, _: launched.add(kernel.__name__)):
-        assert tokens_of(complete(base, None, requests)) == expected
+        assert tokens_of(complete(base, FolderAdapters(base), requests)) == expected
     assert "rotate" in launched
     assert "attend" not in launched
 
@@ -571,7 +571,7 @@ def test_sampling_out_of_range_is_refused(values: dict[str, Any]) -> None:
 def test_continuations_are_transformers_own(family: str, tmp_path: Path) -> None:
     base = load_model(settings_of(family), cache=tmp_path)
     prompts = prompts_of(base, [None] * len(LENGTHS))
-    found = tokens_of(complete(base, None, prompts))
+    found = tokens_of(complete(base, FolderAdapters(base), prompts))
     plain = transformers_model(settings_of(family), cache=tmp_path)
     plain.set_attn_implementation("eager")
     for prompt, new in zip(prompts, found, strict=True):
@@ -586,10 +586,12 @@ def test_continuations_are_transformers_own(family: str, tmp_path: Path) -> None
 def test_a_stop_token_ends_a_continuation_and_is_left_out(tmp_path: Path) -> None:
     base = load_model(settings_of("mistral"), cache=tmp_path)
     prompts = prompts_of(base, [None] * len(LENGTHS))
-    free = tokens_of(complete(base, None, prompts))
+    free = tokens_of(complete(base, FolderAdapters(base), prompts))
     stop = free[1][4]
     ending = replace(FREE, stop_tokens=frozenset({stop}))
-    stopped = tokens_of(complete(base, None, [replace(each, sampling=ending) for each in prompts]))
+    stopped = tokens_of(
+        complete(base, FolderAdapters(base), [replace(each, sampling=ending) for each in prompts])
+    )
     for whole, cut in zip(free, stopped, strict=True):
         assert cut == (whole[: whole.index(stop)] if stop in whole else whole)
     assert len(stopped[1]) <= 4
@@ -598,4 +600,4 @@ def test_a_stop_token_ends_a_continuation_and_is_left_out(tmp_path: Path) -> Non
 def test_an_empty_prompt_is_refused(tmp_path: Path) -> None:
     base = load_model(settings_of("llama"), cache=tmp_path)
     with pytest.raises(InputError, match="0 tokens"):
-        complete(base, None, [Request(())])
+        complete(base, FolderAdapters(base), [Request(())])

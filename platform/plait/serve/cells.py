@@ -322,8 +322,8 @@ class CellStore:
         pool: Sequence[Tensor],
         sites: AdapterPool,
         *,
-        most_bytes: int = 0,
-        known: Callable[[AdapterKey], bool] = lambda _: False,
+        most_bytes: int,
+        known: Callable[[AdapterKey], bool],
     ) -> None:
         self.layout = layout
         self._pool = pool

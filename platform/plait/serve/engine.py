@@ -67,7 +67,6 @@ class Engine:
     needs them. Requests with the same adapter and prompt share the pages of its beginning.
 
     Args:
-        adapters: None if no request has an adapter.
         pool_tokens: tokens whose keys and values the pool holds, rounded up to whole pages; for the source's
             lasting adapters it has room beside them.
         most: requests that run at once.
@@ -83,7 +82,7 @@ class Engine:
     def __init__(
         self,
         base: BaseModel,
-        adapters: AdapterSource | None,
+        adapters: AdapterSource,
         *,
         pool_tokens: int,
         most: int = 256,
@@ -95,7 +94,7 @@ class Engine:
         self._base = base
         self._adapters = adapters
         layers = [base.sites_of(range(index, index + 1)) for index in range(base.layer_count)]
-        lasting = [] if adapters is None else adapters.lasting()
+        lasting = adapters.lasting()
         token = TokenSizes.of(base)
         widest = max(max(site.in_features, site.out_features) for own in layers for site in own)
         cells = [(_largest_cell(each, base), each.rank) for each in lasting if not smallest_pages]
@@ -108,8 +107,7 @@ class Engine:
         self._cache = PagedCache(pool, self.page_tokens, base.backend, head=token.head)
         storage = [pool[index].view(-1) for index, own in enumerate(layers) for _ in own]
         self._pool = AdapterPool(base.sites, tuple(storage))
-        known = (lambda _: False) if adapters is None else adapters.knows
-        self.store = CellStore(self._layout, pool, self._pool, most_bytes=host_bytes, known=known)
+        self.store = CellStore(self._layout, pool, self._pool, most_bytes=host_bytes, known=adapters.knows)
         self._requests: dict[int, _Running] = {}
         self._next = 0
 
@@ -130,11 +128,7 @@ class Engine:
             InputError: its adapter is unknown, its prompt is empty or too long, or it never fits.
         """
         tokens = needed_tokens(request, self._base.max_length)
-        if request.adapter is not None and self._adapters is None:
-            raise InputError(f"adapter {request.adapter!r}", "A request's adapter must be loaded.")
-        adapter = None
-        if request.adapter is not None and self._adapters is not None:
-            adapter = self._adapters.find(request.adapter)
+        adapter = None if request.adapter is None else self._adapters.find(request.adapter)
         number, self._next = self._next, self._next + 1
         demand = self._demand(number, request, adapter, tokens)
         if demand.most > self.scheduler.pool.pages:
@@ -320,10 +314,8 @@ class Engine:
         ]
         return (*(page for pages in shared for page in pages), *pool.owned[number])
 
-    def _routing(self, batch: Sequence[_Running], offsets: Sequence[int]) -> PooledRows | None:
+    def _routing(self, batch: Sequence[_Running], offsets: Sequence[int]) -> PooledRows:
         """Which rows have which adapter: rows with earlier tokens singly, prompts of one adapter together."""
-        if self._adapters is None:
-            return None
         single: list[tuple[int, PooledAdapter]] = []
         prompts: list[tuple[int, int, PooledAdapter]] = []
         others: list[RoutedSegment] = []
@@ -405,9 +397,7 @@ def needed_tokens(request: Request, max_length: int) -> int:
     return min(prompt + request.sampling.max_new_tokens, max_length) - 1
 
 
-def complete(
-    base: BaseModel, adapters: AdapterSource | None, requests: Sequence[Request]
-) -> list[Completion]:
+def complete(base: BaseModel, adapters: AdapterSource, requests: Sequence[Request]) -> list[Completion]:
     """The completions of requests in a pool that has room for all."""
     tokens = sum(needed_tokens(each, base.max_length) + MOST_PAGE for each in requests)
     most = max(1, len(requests))
