@@ -113,15 +113,20 @@ class Event:
         return 1e3 * (end.at - self.at)
 
 
+def attached(model: BaseModel, peers: Slow | None) -> LocalWorker:
+    """A worker with both jobs."""
+    settings = EngineSettings(kernels="grouped", capacity=CAPACITY)
+    worker = LocalWorker(model, DataCatalogue(random_data), settings, peers=peers)
+    for each in JOBS:
+        worker.execute(Attach(each))
+    return worker
+
+
 @pytest.mark.parametrize("peers", [None, Slow(short=False)], ids=["alone", "with peers"])
 def test_losses_and_norms_of_a_batch_are_waited_for_once(
     model: BaseModel, monkeypatch: pytest.MonkeyPatch, peers: Slow | None
 ) -> None:
-    settings = EngineSettings(kernels="grouped", capacity=CAPACITY)
-    workers = [LocalWorker(model, DataCatalogue(random_data), settings, peers=peers) for _ in range(2)]
-    for worker in workers:
-        for each in JOBS:
-            worker.execute(Attach(each))
+    workers = [attached(model, peers) for _ in range(2)]
     expected, device = run(workers[0], JOBS, 1), Behind()
     monkeypatch.setattr(local_worker, "mark", device.mark)
     found = run(workers[1], JOBS, 1)
@@ -138,11 +143,7 @@ def test_losses_and_norms_of_a_batch_are_waited_for_once(
 def test_a_job_whose_loss_is_not_finite_is_not_stepped_though_its_gradient_is(
     model: BaseModel, monkeypatch: pytest.MonkeyPatch, peers: Slow | None
 ) -> None:
-    settings = EngineSettings(kernels="grouped", capacity=CAPACITY)
-    workers = [LocalWorker(model, DataCatalogue(random_data), settings, peers=peers) for _ in range(2)]
-    for worker in workers:
-        for each in JOBS:
-            worker.execute(Attach(each))
+    workers = [attached(model, peers) for _ in range(2)]
     sums = LoadedMicrobatch.sums
 
     def infinite(self: LoadedMicrobatch, nll: torch.Tensor) -> torch.Tensor:

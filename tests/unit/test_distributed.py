@@ -125,6 +125,15 @@ def came_in(door: Door, far: Channel, number: int = 0) -> Channel:
     return came[0]
 
 
+def linked(door: Door, count: int) -> tuple[Processes, list[Channel]]:
+    """So many processes that have come in, and their own ends of the links."""
+    processes = Processes(60.0, lambda _: None)
+    ends = [connect(door.address, KEY) for _ in range(count)]
+    for number, end in enumerate(ends):
+        processes.all.append(Process(Hello(number, "host", number), came_in(door, end, number)))
+    return processes, ends
+
+
 def test_a_message_arrives_and_a_closed_link_is_an_end(door: Door) -> None:
     far = connect(door.address, KEY)
     near = came_in(door, far)
@@ -501,9 +510,7 @@ def test_who_reads_the_searchs_files_on_another_host_must_have_its_folder(
 
 
 def test_a_sign_of_life_that_follows_an_answer_is_no_death(door: Door) -> None:
-    processes = Processes(60.0, lambda _: None)
-    end = connect(door.address, KEY)
-    processes.all.append(Process(Hello(0, "host", 0), came_in(door, end)))
+    processes, (end,) = linked(door, 1)
     end.send(Answer())
     processes.ask_all(Measure())
     end.send(Beat())
@@ -662,12 +669,9 @@ class SlowLink:
 def test_sending_and_an_answer_that_waits_are_no_silence(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(processes_module.time, "monotonic", lambda: clock[0])
-    processes = Processes(60.0, lambda _: None)
-    ends = []
-    for number in range(2):
-        ends.append(connect(door.address, KEY))
-        near = came_in(door, ends[-1], number)
-        processes.all.append(Process(Hello(number, "host", number), SlowLink(near, clock)))  # type: ignore[arg-type]
+    processes, ends = linked(door, 2)
+    for each in processes.all:
+        each.channel = SlowLink(each.channel, clock)  # type: ignore[assignment]
 
     def watch() -> None:
         if ends:
@@ -938,12 +942,7 @@ def test_the_time_of_a_request_that_a_lost_process_brings_to_nothing_is_known(
 ) -> None:
     clock = [0.0]
     monkeypatch.setattr(processes_module.time, "monotonic", lambda: clock[0])
-    processes = Processes(60.0, lambda _: None)
-    ends = []
-    for number in range(3):
-        ends.append(connect(door.address, KEY))
-        near = came_in(door, ends[-1], number)
-        processes.all.append(Process(Hello(number, "host", number), near))
+    processes, ends = linked(door, 3)
 
     def watch() -> None:
         clock[0] += 2.0
@@ -965,10 +964,7 @@ def test_a_link_that_breaks_without_a_death_ends_all_who_would_wait_for_ever(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes_module, "TURN", 0.05)
-    processes = Processes(60.0, lambda _: None)
-    ends = [connect(door.address, KEY) for _ in range(3)]
-    for number, end in enumerate(ends):
-        processes.all.append(Process(Hello(number, "host", number), came_in(door, end, number)))
+    processes, ends = linked(door, 3)
 
     def watch() -> None:
         processes.watch = lambda: None
@@ -990,9 +986,7 @@ def test_a_link_that_breaks_without_a_death_ends_all_who_would_wait_for_ever(
 
 
 def test_what_was_refused_before_says_nothing_of_what_is_asked_now(door: Door) -> None:
-    processes = Processes(60.0, lambda _: None)
-    end = connect(door.address, KEY)
-    processes.all.append(Process(Hello(0, "host", 0), came_in(door, end)))
+    processes, (end,) = linked(door, 1)
     end.send(Refusal(StorageError("a full disk")))
     with pytest.raises(StorageError):
         processes.ask_all(Measure())
@@ -1047,9 +1041,7 @@ def test_links_that_replicas_make_as_they_begin_to_train_are_limited_too() -> No
 
 def test_a_process_that_stops_in_the_middle_of_an_answer_is_lost() -> None:
     with closing(Door(("127.0.0.1", 0), KEY, 1.0)) as door:
-        end = connect(door.address, KEY)
-        processes = Processes(60.0, lambda _: None)
-        processes.all.append(Process(Hello(0, "host", 0), came_in(door, end)))
+        processes, (end,) = linked(door, 1)
         os.write(end.connection.fileno(), struct.pack("!i", 100) + b"half")
         with pytest.raises(LostProcessError, match=r"^process 0 .* stopped in the middle of an answer"):
             processes.ask_all(Measure())
@@ -1068,10 +1060,7 @@ SLICED = Build(SETTINGS.engine, shapes=(ReplicaShape(tensor=2),))
 def test_a_process_that_cannot_do_its_part_ends_all_who_wait_for_it(
     door: Door, request_: object, error: PlaitError
 ) -> None:
-    processes = Processes(60.0, lambda _: None)
-    ends = [connect(door.address, KEY) for _ in range(2)]
-    for number, end in enumerate(ends):
-        processes.all.append(Process(Hello(number, "host", number), came_in(door, end, number)))
+    processes, ends = linked(door, 2)
     ends[1].send(Refusal(error))
     ends[0].send(Beat())  # it waits for the other's rows, or gradients
     with pytest.raises(type(error), match=r"^process 1 .*: no such file"):
