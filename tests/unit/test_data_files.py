@@ -167,6 +167,7 @@ def parquet(rows=(("text", "abc"),) * 1):
     [
         ("r.xml", b"<a/>", ["unknown format", ".csv, .json", "data.format"]),
         ("r.json", b'[{"text": "a"}', ["r.json: not JSON", "line 1, column 15"]),
+        ("r.json", b'[{"text": "a"}, 3]', ["element 2: int instead of an object"]),
         ("r.json", b"[]", ["r.json is empty"]),
         ("r.json", b'[{"text": "a"}, {"text": 3}]', ["r.json, element 2: text is 3"]),
         (
@@ -175,6 +176,13 @@ def parquet(rows=(("text", "abc"),) * 1):
             ["line 1: not JSON", "the field 'text' comes twice"],
         ),
         ("r.jsonl", b'{"text": {"deep": ["a"]}}', ["r.jsonl, line 1: text is {'deep': ['a']}"]),
+        ("r.jsonl", b"\n  \n", ["r.jsonl is empty"]),
+        ("r.jsonl", b'{"text": "a"}\n{"text": \n', ["line 2: not JSON", "value at column"]),
+        ("r.jsonl", b'{"text": ' + b"1" * 10_000 + b"}", ["line 1: not JSON", "4300 digits"]),
+        ("r.jsonl", b"[" * 100_000 + b"]" * 100_000, ["r.jsonl: not JSON", "recursion"]),
+        ("r.jsonl", b'{"text": "a"}\n[1]\n', ["line 2: list instead of an object"]),
+        ("r.jsonl", b'{"text": "a"}\n\n{"body": "a"}\n', ["line 3: fields body"]),
+        ("r.jsonl", b'{"text": "\xff"}', ["r.jsonl: byte 10 is not UTF-8"]),
         ("r.csv", b"", ["r.csv is empty"]),
         ("r.csv", b"text\n", ["r.csv is empty"]),
         ("r.csv", b"a;b\nc;d\n", ["line 2: fields a;b"]),
@@ -196,6 +204,15 @@ def test_a_file_that_cannot_be_read_is_named(name, content, words, tmp_path):
         check_data(DataSpec.of("file", path=str(tmp_path / name), validation=0))
     for word in words:
         assert word in str(caught.value)
+
+
+def test_a_file_that_is_missing_or_too_short_to_be_split_is_named(tmp_path):
+    spec = DataSpec.of("file", path=str(tmp_path / "r.jsonl"))
+    with pytest.raises(DataError, match=r"no such file\n.*looked for /"):
+        check_data(spec)
+    (tmp_path / "r.jsonl").write_text('{"text": "a"}')
+    with pytest.raises(DataError, match="1 row, 1 of them for validation"):
+        check_data(spec)
 
 
 def test_a_path_that_is_neither_file_nor_folder_is_refused():

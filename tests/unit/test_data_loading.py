@@ -297,32 +297,6 @@ def test_texts_are_cut_to_what_the_model_can_take_before_tokenising(overlong, tm
     assert max(seen) <= 640
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        pytest.param(None, ["no such file", "looked for /"], id="missing"),
-        pytest.param(b"", ["is empty"], id="empty"),
-        pytest.param(b"\n  \n", ["is empty"], id="blank"),
-        pytest.param(b'{"text": "a"}\n{"text": \n', ["line 2: not JSON", "value at column"], id="not-json"),
-        pytest.param(b'{"text": ' + b"1" * 10_000 + b"}", ["line 1: not JSON", "4300 digits"], id="digits"),
-        pytest.param(b"[" * 100_000 + b"]" * 100_000, ["rows.jsonl: not JSON", "recursion"], id="deep"),
-        pytest.param(b'[{"text": "a"}, 3]', ["element 2: int instead of an object"], id="array"),
-        pytest.param(b'{"text": "a"}\n[1]\n', ["line 2: list instead of an object"], id="list"),
-        pytest.param(b'{"text": "a"}\n\n{"body": "a"}\n', ["line 3: fields body"], id="fields"),
-        pytest.param(b'{"text": "\xff"}', ["rows.jsonl: byte 10 is not UTF-8"], id="encoding"),
-        pytest.param(b'{"text": "a"}', ["1 row, 1 of them for validation"], id="too-few"),
-    ],
-)
-def test_a_file_that_cannot_be_used_is_refused_before_a_tokeniser_is_needed(content, words, tmp_path):
-    path = tmp_path / "rows.jsonl"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(DataError) as caught:
-        check_data(DataSpec.of("file", path=str(path)))
-    for word in words:
-        assert word in str(caught.value)
-
-
 def test_a_folder_without_data_files_is_named_as_one(tmp_path):
     with pytest.raises(DataError, match="this folder has no data files"):
         check_data(DataSpec.of("file", path=str(tmp_path)))
