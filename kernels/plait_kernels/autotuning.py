@@ -36,6 +36,7 @@ from plait_kernels.tiles import (
     DEFAULT_MEMORY,
     EXACT,
     EXACT_CANDIDATES,
+    HOPPER,
     SMALL,
     SMALL_CANDIDATES,
     Candidates,
@@ -109,8 +110,10 @@ def usual(device: torch.device, dtype: torch.dtype) -> tuple[Choice, Candidates]
         return DEFAULT, CANDIDATES
     if dtype == torch.float32:
         return EXACT, EXACT_CANDIDATES
-    small = device.type == "cuda" and _shared_memory(device) < DEFAULT_MEMORY
-    return (SMALL, SMALL_CANDIDATES) if small else (DEFAULT, CANDIDATES)
+    if device.type == "cuda" and _shared_memory(device) < DEFAULT_MEMORY:
+        return SMALL, SMALL_CANDIDATES
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    return HOPPER if hopper else DEFAULT, CANDIDATES
 
 
 def with_fused(start: Choice, candidates: Candidates) -> Choice:

@@ -2,7 +2,8 @@
 """Triton kernels of a gated MLP's passes with the adapters' part of the products around them.
 
 The products' outputs are read here for the first time, so that what adapters add to them needs no pass of its
-own. Tables and what kernels share: `triton_common`.
+own. They are asked for before the adapters' factors, whose addresses take several loads, one after the other.
+Tables and what kernels share: `triton_common`.
 """
 
 from __future__ import annotations
@@ -25,16 +26,18 @@ def _gate_and_up(
     """The frozen products of a tile, side by side in y, plus s S Bᵀ of each."""
     mask = row_mask[:, None] & column_mask[None, :]
     at = y + first * (2 * width) + column + rows[:, None] * (2 * width) + columns[None, :]
+    own_gate = tl.load(at, mask=mask, other=0.0)
+    own_up = tl.load(at + width, mask=mask, other=0.0)
     gate = low_rank_up(
         s, packed, origin, spans, scales, sites, addresses, bank_sites, span, 0, first, rows, row_mask,
         column, columns, column_mask, RANKS, FEW, BM, BN, PRECISION,
     )  # fmt: skip
-    gate += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    gate += own_gate.to(tl.float32)
     up = low_rank_up(
         s, packed, origin, spans, scales, sites, addresses, bank_sites, span, 1, first, rows, row_mask,
         width + column, columns, column_mask, RANKS, FEW, BM, BN, PRECISION,
     )  # fmt: skip
-    up += tl.load(at + width, mask=mask, other=0.0).to(tl.float32)
+    up += own_up.to(tl.float32)
     return gate, up
 
 
@@ -69,13 +72,14 @@ def gated_up_back(
     rows, columns, column = tl.arange(0, BM), tl.arange(0, BN), tl.program_id(0) * BN
     row_mask, column_mask = rows < count, columns < width - column
     mask = row_mask[:, None] & column_mask[None, :]
+    at = grad + first * width + column + rows[:, None] * width + columns[None, :]
+    own = tl.load(at, mask=mask, other=0.0)
     g = low_rank_dx(
         ds, packed, bits, bits_stride, bits_site, origin, spans, down_sites, 1, addresses, bank_sites, span,
         first, count, rows, row_mask, column, columns, column_mask, width,
         DROPOUT, RANKS, FEW, BM, BN, PRECISION,
     )  # fmt: skip
-    at = grad + first * width + column + rows[:, None] * width + columns[None, :]
-    g += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    g += own.to(tl.float32)
     gate, up = _gate_and_up(
         y, width, s, packed, origin, spans, scales, sites, addresses, bank_sites, span, first, rows, row_mask,
         column, columns, column_mask, RANKS, FEW, BM, BN, PRECISION,

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -105,12 +106,11 @@ class _Side(JointModel):
         launched = self._gradients(lambda: self._compute(gathered.loaded(self.bank, training=True)))
         filled = self._gradients(lambda: self.recorded.run(gathered))  # the first of its sizes is launched
         apart = f"launched and not filled up, gradients differ by {_far(filled, launched):.1e}"
-        del launched  # its memory goes to gradients, so that what is reserved from now on is a recording's
-        before = self._reserved()
+        before = self._held()
         differing = 0
         for _ in range(_REPLAYS):
             differing += not torch.equal(filled, self._gradients(lambda: self.recorded.run(gathered)))
-        held = self._reserved() - before
+        held = self._held() - before
         yield _refused(size, self.recorded.recordings.refusals.get(sizes, ""))
         yield Figure(
             f"{size} tokens: replays with other gradients",
@@ -158,8 +158,13 @@ class _Side(JointModel):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _reserved(self) -> int:
-        return torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0
+    def _held(self) -> int:
+        """Bytes of the recordings' own memory, apart from the usual pool, (0, 0)."""
+        if self.device.type != "cuda":
+            return 0
+        cuda: Any = torch.cuda
+        segments = cuda.memory_snapshot()
+        return sum(each["total_size"] for each in segments if each["segment_pool_id"] != (0, 0))
 
 
 def _refused(size: int, why: str) -> Figure:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -99,25 +98,6 @@ def test_what_cannot_be_filled_up_is_refused() -> None:
     (found,) = side.figures(6)
     assert (found.name, found.ours, found.within) == ("6 tokens: refused", 1, False)
     assert "more than 8 tokens" in found.note
-
-
-def test_gradients_that_are_compared_do_not_count_as_memory_of_recordings(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    side = side_of(48)
-    copies, compute, most = [], side._gradients, 0
-
-    def gradients(run: Callable[[], object]) -> torch.Tensor:
-        nonlocal most
-        found = compute(run)
-        copies.append(weakref.ref(found))
-        most = max(most, sum(each() is not None for each in copies))  # an allocator gives nothing back
-        return found
-
-    monkeypatch.setattr(side, "_gradients", gradients)
-    monkeypatch.setattr(side, "_reserved", lambda: most << 20)
-    found = {figure.name: figure for figure in side.figures(48)}
-    assert found["48 tokens: replayed"].note.endswith("; 0 MiB more")
 
 
 def test_sizes_that_no_samples_give_are_refused() -> None:

@@ -42,7 +42,7 @@ from plait_kernels.layer import layer_call
 from plait_kernels.plain import GELU, GELU_TANH, SILU
 from plait_kernels.synthetic import Shape, counters_of, even_segments, problem
 from plait_kernels.tables import site_table
-from plait_kernels.tiles import CANDIDATES, DEFAULT, SMALL, SMALL_CANDIDATES, Choice
+from plait_kernels.tiles import CANDIDATES, DEFAULT, HOPPER, SMALL, SMALL_CANDIDATES, Choice
 from plait_kernels.triton_launch import Launcher
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -103,6 +103,7 @@ def choices(dtype: torch.dtype, every: bool) -> Iterator[tuple[str, str, Choice]
     yield "all", "untuned", start
     if not small:
         yield "all", "small", SMALL
+        yield "all", "tuned", HOPPER
     for stage, found in (SMALL_CANDIDATES if small else CANDIDATES).items():
         for field, tiles in found if every else dict(found).items():
             yield stage, "tuned", replace(start, **{field: tiles})
