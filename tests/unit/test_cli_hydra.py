@@ -317,7 +317,7 @@ SEARCH: dict[str, Any] = {
     "parallel": 8,
     "sampler": "tpe",
     "seed": 0,
-    "direction": "minimize",
+    "direction": None,
     "name": None,
 }
 SEARCH |= {"storage": None, "params": {}, "max_failure_rate": 1.0, "sampler_options": {}}

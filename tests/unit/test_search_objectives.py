@@ -20,12 +20,13 @@ from plait.config.build import settings_of
 from plait.config.overrides import read_request
 from plait.core.errors import ConfigError, SearchError
 from plait.core.jobs import DataSpec, JobSpec, TrainSpec
-from plait.core.objectives import Constraint, Objective, pareto_front
+from plait.core.objectives import MORE_IS_BETTER, Constraint, Objective, pareto_front
 from plait.core.settings import RunSettings, SearchSettings
 from plait.search.identity import identify
 from plait.search.objective import check_measured, check_objectives
 from plait.search.prior import describe_prior
 from plait.search.results import SearchEnd, describe_result, short, write_result
+from plait.search.rungs import RUNG_METRICS
 from plait.search.samplers import SAMPLERS
 from plait.search.study import StudyTrials
 from plait.search.trials import Trial
@@ -145,6 +146,12 @@ def test_lists_of_one_are_the_one() -> None:
     search = SearchSettings(metric=("eval/loss",), direction=("maximize",))
     assert search == SearchSettings(metric="eval/loss", direction="maximize")
     assert search.objectives == (Objective("eval/loss", "maximize"),)
+
+
+def test_objectives_without_a_direction_have_their_own() -> None:
+    search = SearchSettings(metric=("eval/loss", "eval/accuracy", "throughput/tokens_per_s", "adapter.rank"))
+    assert [each.direction for each in search.objectives] == ["minimize", "maximize", "maximize", "minimize"]
+    assert set(MORE_IS_BETTER) < set(RUNG_METRICS)
 
 
 def test_one_direction_serves_all_objectives() -> None:

@@ -559,6 +559,7 @@ def test_sighup_stays_ignored_under_nohup() -> None:
         (("eval/loss", "eval/accuracy"), "minimize", ["lowest eval/accuracy", "maximize"]),
         (("eval/loss", "eval/accuracy"), ("minimize", "maximize"), []),
         (("adapter.rank", "eval/loss"), ("maximize", "minimize"), []),
+        (("eval/loss", "eval/accuracy", "throughput/tokens_per_s"), None, []),
     ],
 )
 def test_a_direction_by_which_the_worst_would_be_best_is_said(

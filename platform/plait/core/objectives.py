@@ -11,7 +11,8 @@ from typing import Protocol, TypeVar
 from plait.core.errors import ConfigError
 from plait.core.lifecycle import JobState
 
-MINIMISE = "minimize"
+MINIMISE, MAXIMISE = "minimize", "maximize"
+MORE_IS_BETTER = ("eval/accuracy", "throughput/tokens_per_s")  # of all other metrics less is
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
 _LIMIT = re.compile(r"\s*(<=|>=)\s*(\S+)\s*")
 
@@ -22,6 +23,11 @@ class Objective:
 
     metric: str
     direction: str = MINIMISE
+
+    @classmethod
+    def usual(cls, metric: str) -> Objective:
+        """The metric in its own direction."""
+        return cls(metric, MAXIMISE if metric in MORE_IS_BETTER else MINIMISE)
 
     def badness(self, value: float) -> float:
         """A number that sorts the best first."""

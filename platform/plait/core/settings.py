@@ -419,7 +419,7 @@ class SearchSettings:
     sampler: str = "tpe"
     sampler_options: dict[str, Any] = field(default_factory=dict, hash=False)
     seed: int = 0
-    direction: Annotated[str | tuple[str, ...], EACH_DIRECTION] = "minimize"
+    direction: Annotated[str | tuple[str, ...] | None, EACH_DIRECTION] = None
     metric: str | tuple[str, ...] = "eval/loss"
     constraints: dict[str, str] = field(default_factory=dict, hash=False)
     enqueue: tuple[dict[str, str], ...] = field(default=(), hash=False)
@@ -448,6 +448,7 @@ class SearchSettings:
             if isinstance(value, tuple) and len(value) == 1:
                 object.__setattr__(self, key, value[0])
         metrics, directions = self._metrics, self._directions
+        usual = (Objective.usual(each).direction for each in metrics)
         if not metrics or len(set(metrics)) < len(metrics):
             raise ConfigError(
                 f"search.metric={list(metrics)}",
@@ -457,7 +458,7 @@ class SearchSettings:
             raise ConfigError(
                 f"search.direction={list(directions)} with search.metric={list(metrics)}",
                 "Give one direction for each objective, or one for all.",
-                f"Set search.direction=[{','.join(['minimize'] * len(metrics))}], for example.",
+                f"Set search.direction=[{','.join(usual)}], for example.",
             )
         for metric, text in self.constraints.items():
             Constraint.read(metric, text)
@@ -469,6 +470,8 @@ class SearchSettings:
     @property
     def _directions(self) -> tuple[str, ...]:
         given = self.direction
+        if given is None:
+            return tuple(Objective.usual(metric).direction for metric in self._metrics)
         return (given,) * len(self._metrics) if isinstance(given, str) else given
 
     @property

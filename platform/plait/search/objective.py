@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from plait.core.errors import ConfigError, choices
 from plait.core.jobs import DataSpec, JobSpec
 from plait.core.lifecycle import JobResult, JobState
 from plait.core.messages import Event, JobAdmitted, JobEvaluated, JobGenerated, JobProgress
-from plait.core.objectives import MINIMISE, Constraint
+from plait.core.objectives import Constraint, Objective
 from plait.core.settings import SearchSettings
 from plait.data.loading import each_evaluation, generation_limit
 from plait.data.sources import SOURCES, VerifiedOptions, parse_options
@@ -64,18 +64,15 @@ def check_objectives(search: SearchSettings, probes: Iterable[JobSpec]) -> None:
 
 
 def unusual_directions(search: SearchSettings) -> list[str]:
-    """What is said at the start of objectives whose worst value would be the best one, such as an accuracy
-    where the direction was left out."""
+    """What is said at the start of objectives whose worst value would be the best one."""
     said = []
     for each in search.objectives:
-        less_is_better = RUNG_METRICS.get(each.metric)
-        if less_is_better is None or less_is_better == (each.direction == MINIMISE):
-            continue
-        other = replace(each, direction=MINIMISE if less_is_better else "maximize")
-        said.append(
-            f"The {each} counts as the best, by search.direction={each.direction}: "
-            f"{other.direction} would prefer the {other}."
-        )
+        usual = Objective.usual(each.metric)
+        if each.metric in RUNG_METRICS and each != usual:
+            said.append(
+                f"The {each} counts as the best, by search.direction={each.direction}: "
+                f"{usual.direction} would prefer the {usual}."
+            )
     return said
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from plait.core.errors import ConfigError, choices
+from plait.core.objectives import MINIMISE, Objective
 from plait.core.rungs import PARTS, Share, Unit, step_of
 from plait.core.settings import SearchSettings, StoppingSettings
 from plait.core.space import as_written
@@ -19,16 +20,16 @@ from plait.utils.counts import counted
 
 SHARE = 8  # the first rung, and the distance of evenly spaced ones, is 1/SHARE of the budget by default
 
-# Metrics that are measured at every rung, and whether less is better.
-RUNG_METRICS = {
-    names.EVAL_LOSS: True,
-    names.EVAL_ACCURACY: False,
-    names.TRAIN_LOSS: True,
-    names.TRAIN_GRAD_NORM: True,
-    names.TRAIN_TOKENS: True,
-    names.THROUGHPUT: False,
-    names.DEVICE_SECONDS: True,
-}
+# Metrics that are measured at every rung.
+RUNG_METRICS = (
+    names.EVAL_LOSS,
+    names.EVAL_ACCURACY,
+    names.TRAIN_LOSS,
+    names.TRAIN_GRAD_NORM,
+    names.TRAIN_TOKENS,
+    names.THROUGHPUT,
+    names.DEVICE_SECONDS,
+)
 LOSSES = (names.EVAL_LOSS, names.TRAIN_LOSS)
 
 
@@ -62,19 +63,14 @@ def rung_metric(search: SearchSettings) -> RungMetric:
     """
     stopping = search.stopping
     metric = stopping.metric or search.objectives[0].metric
-    objective = next((each for each in search.objectives if each.metric == metric), None)
+    objective = next((each for each in search.objectives if each.metric == metric), Objective.usual(metric))
     if metric not in RUNG_METRICS:
         raise ConfigError(
             f"search.stopping.metric={metric}",
             f"The metrics at rungs are {choices(RUNG_METRICS)}.",
             "Set search.stopping.metric to one of them.",
         )
-    if stopping.direction is not None:
-        minimise = stopping.direction == "minimize"
-    elif objective is not None:
-        minimise = objective.direction == "minimize"
-    else:
-        minimise = RUNG_METRICS[metric]
+    minimise = (stopping.direction or objective.direction) == MINIMISE
     if stopping.divergence is not None and not (metric in LOSSES and minimise):
         raise ConfigError(
             f"search.stopping.divergence={stopping.divergence} with metric {metric}",
