@@ -16,6 +16,7 @@ since there may be few such rows.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -75,6 +76,8 @@ class PagedRows:
     Args:
         pages: of each request, in the order of its tokens.
         spans: the rows of each.
+        width: pages of each to which tables are filled up; launches are then as if rows had keys in all of
+            them, so that they serve for other positions, too. 0: as many as there must be.
 
     Attributes:
         tables: (requests, longest) int32, the pages.
@@ -82,15 +85,19 @@ class PagedRows:
         stores, attends: launches of layers of the same sizes, as they are needed; joins follow the latter.
     """
 
-    def __init__(self, pages: Sequence[Sequence[int]], spans: Sequence[Span], device: torch.device) -> None:
-        self.pages, self.spans = pages, spans
-        longest = max(map(len, pages))
-        padded = [[*own, *[0] * (longest - len(own))] for own in pages]
+    def __init__(
+        self, pages: Sequence[Sequence[int]], spans: Sequence[Span], device: torch.device, *, width: int = 0
+    ) -> None:
+        self.pages, self.spans, self._width = pages, spans, width
+        longest = width or max(map(len, pages))
+        padded = array("i")  # of nested lists torch makes a tensor in several times as long
+        for own in pages:
+            padded.extend(own)
+            padded.frombytes(bytes(padded.itemsize * (longest - len(own))))
+        tables = torch.frombuffer(padded, dtype=torch.int32).view(-1, longest)
         self._positions = [each.position for each in spans if not each.prompt]
         self._device = device
-        self.tables, self.single = together(
-            [torch.tensor(padded, dtype=torch.int32), self._tiles(1, prompt=False)], device
-        )
+        self.tables, self.single = together([tables, self._tiles(1, prompt=False)], device)
         self._prompts: dict[int, Tensor] = {}
         self.stores: dict[object, Launch] = {}
         self.attends: dict[object, _Launches] = {}
@@ -102,8 +109,12 @@ class PagedRows:
             self._prompts[most] = upload(tiles, self._device) if len(tiles) else tiles
         return self._prompts[most]
 
-    def chunks(self, window: int | None) -> int:
+    def chunks(self, shape: PageShape) -> int:
         """Most chunks of the keys of a single row."""
+        window = shape.window
+        if self._width:
+            whole = -(-self._width * shape.tokens // CHUNK)
+            return whole if window is None else min(whole, -(-(window - 1) // CHUNK) + 1)
         firsts = (0 if window is None else max(0, last - window + 1) for last in self._positions)
         both = zip(firsts, self._positions, strict=True)
         return max((last // CHUNK - first // CHUNK + 1 for first, last in both), default=0)
@@ -208,7 +219,7 @@ def attend_by_triton(out: Tensor, qkv: Tensor, pool: Tensor, rows: PagedRows, sh
 
 def _launches(out: Tensor, qkv: Tensor, page: int, rows: PagedRows, shape: PageShape) -> _Launches:
     """The launches of layers of the same sizes, which follow each other and so share the chunks' sums."""
-    chunks = rows.chunks(shape.window)
+    chunks = rows.chunks(shape)
     most = _tile_rows(qkv.dtype, shape)
     prompts = rows.prompts(most // shape.group)
     strides = qkv.stride(0), out.stride(0), page

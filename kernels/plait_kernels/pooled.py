@@ -29,7 +29,7 @@ from plait_kernels.layer import layer_call
 from plait_kernels.quantised import Weight, dense
 from plait_kernels.routing import Routing
 from plait_kernels.triton_backend import TRITON
-from plait_kernels.uploads import distance, table
+from plait_kernels.uploads import distance, table, together
 
 _BLOCK_RANKS, _BLOCK_FEATURES = 16, 256  # of a Triton program
 PLACED = {torch.float32: "f32", torch.bfloat16: "bf16"}  # dtypes of compiled code, as it names them
@@ -101,6 +101,16 @@ class AdapterPool:
         return torch.tensor(ends, dtype=torch.int64)
 
     @functools.cached_property
+    def origin(self) -> Tensor:
+        """A tensor from whose address adapters' tables are counted; it stays where it is."""
+        return torch.zeros(1, dtype=torch.int64, device=self.storage[0].device)
+
+    @functools.cached_property
+    def nothing(self) -> PooledAdapter:
+        """An adapter of no rank, for rows that have none."""
+        return PooledAdapter(0, 0.0, frozenset(), self.origin)
+
+    @functools.cached_property
     def index(self) -> dict[str, int]:
         """The number of each site."""
         return {site.name: number for number, site in enumerate(self.sites)}
@@ -125,22 +135,23 @@ class PooledRows:
         single: rows that have an adapter, each with it.
         spans: rows [start, stop) of one adapter.
         others: rows of adapters that are not in the pool; their bank has them.
+        most: the largest rank that single rows may have; 0: the largest that they do have.
     """
 
     pool: AdapterPool
     single: tuple[tuple[int, PooledAdapter], ...]
     spans: tuple[tuple[int, int, PooledAdapter], ...]
     others: Routing | None = None
+    most: int = 0
 
     @functools.cached_property
     def launched(self) -> _Launched:
         """The single rows as Triton's kernels read them; made once for all layers."""
-        device = self.pool.storage[0].device
-        origin = torch.zeros(1, dtype=torch.int64, device=device)
-        rows = [(row, distance(each.offsets, origin), each.rank) for row, each in self.single]
-        scales = table([each.scale for _, each in self.single], device, torch.float32)
-        most = max(each.rank for _, each in self.single)
-        return _Launched(table(rows, device), scales, origin, most)
+        origin = self.pool.origin
+        own = [(row, distance(each.offsets, origin), each.rank) for row, each in self.single]
+        factors = torch.tensor([each.scale for _, each in self.single], dtype=torch.float32)
+        rows, scales = together([torch.tensor(own), factors], origin.device)
+        return _Launched(rows, scales, origin, self.most or max(each.rank for _, each in self.single))
 
     @functools.cached_property
     def tiles(self) -> _Launched:

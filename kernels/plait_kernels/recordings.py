@@ -1,4 +1,4 @@
-"""Work on a device that is recorded once and replayed: CUDA graphs of whole microbatches.
+"""Work on a device that is recorded once and replayed: CUDA graphs of whole microbatches or iterations.
 
 A small microbatch takes the host longer than the device. A replay takes it one call, but finds the device's
 tensors where they were, and everything else as it was: grids, sizes, numbers. So what is recorded must have
@@ -79,7 +79,7 @@ class Recordings(Generic[Loaded, Result]):
 
     Args:
         recorder: of the device.
-        routing_of: the routing of what was loaded.
+        routing_of: the routing of what was loaded, if it has tables that are made as layers need them.
         run: computes what was loaded; its uploads have been made.
 
     Attributes:
@@ -90,7 +90,7 @@ class Recordings(Generic[Loaded, Result]):
     def __init__(
         self,
         recorder: Recorder,
-        routing_of: Callable[[Loaded], Routing],
+        routing_of: Callable[[Loaded], Routing | None],
         run: Callable[[Loaded], Result],
     ) -> None:
         self._recorder, self._routing_of, self._run = recorder, routing_of, run
@@ -116,7 +116,8 @@ class Recordings(Generic[Loaded, Result]):
         if tables is None or sizes in self.refusals:
             loaded = load()
             found = self._run(loaded)
-            self._tables[sizes] = made_tables(self._routing_of(loaded))
+            routing = self._routing_of(loaded)
+            self._tables[sizes] = () if routing is None else made_tables(routing)
             return loaded, found
         return self._record(sizes, tables, load)
 
@@ -128,7 +129,9 @@ class Recordings(Generic[Loaded, Result]):
     def _load(self, places: Places, tables: tuple[Key, ...], load: Callable[[], Loaded]) -> Loaded:
         with places.filled():
             loaded = load()
-            make_tables(self._routing_of(loaded), tables)
+            routing = self._routing_of(loaded)
+            if routing is not None:
+                make_tables(routing, tables)
         return loaded
 
     def _record(

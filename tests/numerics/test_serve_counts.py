@@ -59,10 +59,10 @@ def bank(base: BaseModel) -> Bank:
 @pytest.mark.parametrize(
     ("options", "uploads"),
     [
-        ({}, 6),
-        ({"log_probabilities": 5}, 7),
-        ({"temperature": 0.8}, 10),
-        ({"temperature": 0.8, "top_p": 0.9, "log_probabilities": 2}, 12),
+        ({}, 5),
+        ({"log_probabilities": 5}, 6),
+        ({"temperature": 0.8}, 9),
+        ({"temperature": 0.8, "top_p": 0.9, "log_probabilities": 2}, 11),
     ],
     ids=["greedy", "scored", "sampled", "likeliest"],
 )
@@ -80,7 +80,7 @@ def test_an_iteration_waits_for_the_device_once(
         assert len(updates) == 4
         assert counts.waits == 1, "for the tokens"
         if iteration:
-            # Tokens, places, tables, last rows; the adapters' rows and scales; how each token is chosen.
+            # Tokens, places, tables, last rows; the adapters' rows with scales; how each token is chosen.
             assert counts.uploads == uploads
 
 

@@ -50,11 +50,11 @@ class Stored:
         cache._few = few
         starts, lengths = zip(*(self.requests[number] for number in chosen), strict=True)
         tables, answered = [self.tables[number] for number in chosen], [rows == 1 for rows in lengths]
-        cache.place(tables, starts, lengths, sum(map(bool, starts)), answered)
+        placed = cache.placed(tables, starts, lengths, sum(map(bool, starts)), answered)
         firsts = torch.tensor([0, *(rows for _, rows in self.requests)]).cumsum(0).tolist()
         rows = torch.cat([self.rows[firsts[number] : firsts[number + 1]] for number in chosen])
         nothing = MicrobatchContext(torch.zeros(0), torch.zeros(0), (0,))
-        return list(cache.attend(0, rows, self.heads, rule, nothing).split(list(lengths)))
+        return list(placed.attend(0, rows, self.heads, rule, nothing).split(list(lengths)))
 
     def truth(self, rule: AttentionRule) -> list[torch.Tensor]:
         found, first = [], 0

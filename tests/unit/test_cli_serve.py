@@ -75,6 +75,8 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path, capsys: pytest.Capture
         ([str(one), "--wait", "-1"], "at least 0"),
         ([str(one), "--wait", "nan"], "at least 0"),
         ([str(one), "--max-adapters", "0"], "at least 1"),
+        ([str(one), "--graph-rows", "-1"], "at least 0"),
+        ([str(one), "--graph-rows", "8"], "8 rows as CUDA graphs"),
         ([str(one), str(adapter(tmp_path / "more")), "--max-adapters", "1"], "2 adapters"),
         (["postgresql://me:secret@host/name"], "a path, not an address"),
     ):

@@ -69,7 +69,12 @@ def main(arguments: Sequence[str]) -> int:
 
     limits = Limits(new_tokens=known.max_new_tokens, waiting=known.queue, waiting_seconds=known.wait)
     engine = Engine(
-        base, adapters, pool_tokens=known.pool_tokens, host_bytes=HOST_BYTES, reserve=free_bytes()
+        base,
+        adapters,
+        pool_tokens=known.pool_tokens,
+        host_bytes=HOST_BYTES,
+        reserve=free_bytes(),
+        graph_rows=known.graph_rows,
     )
     driver = Driver(engine, most_waiting=limits.waiting, most_seconds=limits.waiting_seconds)
     models = Models(served.aliases, adapters, known.adapters)
@@ -219,6 +224,13 @@ def _parser() -> Parser:
     add("--max-adapters", type=int, default=4096, metavar="N", help="most at once; default: 4096")
     add("--queue", type=int, default=256, metavar="N", help="requests that may wait; default: 256")
     add("--pool-tokens", type=int, default=POOL_TOKENS, metavar="N", help="tokens of all running requests")
+    add(
+        "--graph-rows",
+        type=int,
+        default=0,
+        metavar="N",
+        help="on a GPU, replay iterations of up to N requests as CUDA graphs; default: 0, none",
+    )
     return parser
 
 
@@ -252,6 +264,11 @@ def _check(known: argparse.Namespace, key: str | None) -> None:
             "An address that other machines reach needs an API key.",
             f"Set {KEY}, or leave --host out.",
         )
-    check_least(known, port=1, max_new_tokens=1, max_adapters=1, queue=1, pool_tokens=1, wait=0)
+    check_least(known, port=1, max_new_tokens=1, max_adapters=1, queue=1, pool_tokens=1, wait=0, graph_rows=0)
     if known.port > MOST_PORT:
         raise ConfigError(f"--port {known.port}", f"It must be at most {MOST_PORT}.")
+    if known.graph_rows:
+        from plait.engine.devices import choose_device
+        from plait.serve.recorded import check_device
+
+        check_device(choose_device("auto"), known.graph_rows)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from torch import Tensor
 from plait.core.errors import CapacityError
 from plait.models.attention import AttentionLayout, AttentionRule, Heads, packed_attention
 from plait.models.base import BaseModel
-from plait.models.context import MicrobatchContext
+from plait.models.context import AttentionStore, MicrobatchContext
 from plait.models.elementwise import PagesShape, attend_pages, compiled, store_pages
 from plait_kernels import passes
 from plait_kernels.attention import WIDEST_HEAD
@@ -126,56 +127,89 @@ class _Group:
 class PagedCache:
     """Keys and values of every layer in pages of the pool.
 
-    :meth:`place` says where the rows of the next iteration belong: first rows that have earlier tokens, then
-    whole prompts.
+    :meth:`placed` says where the rows of an iteration belong: first rows that have earlier tokens, then whole
+    prompts.
 
     Args:
         pool: each layer's pages, (pages, elements).
         backend: the backend of the model's kernels.
         head: most features of a head; with wider ones than Triton's kernel takes, torch attends.
+
+    Attributes:
+        by_triton: whether Triton's kernels store and attend.
     """
 
     def __init__(self, pool: Sequence[Tensor], page_tokens: int, backend: str = "", *, head: int = 1) -> None:
         self._pool = pool
         self._page_tokens = page_tokens
         self._device = pool[0].device
-        self._triton = head <= WIDEST_HEAD and passes.by_triton(backend, pool[0])
+        self.by_triton = head <= WIDEST_HEAD and passes.by_triton(backend, pool[0])
         self._few = 0 if compiled("attend", pool[0]) is None else FEW
 
-    def place(
+    def placed(
         self,
         tables: Sequence[Sequence[int]],
         starts: Sequence[int],
         lengths: Sequence[int],
         begun: int,
         answered: Sequence[bool],
-    ) -> None:
-        """Set the pages of each request, its earlier tokens and its rows; the first ``begun`` requests have
-        earlier tokens, the others none. The rows of those not ``answered`` yet are a prompt's."""
+        *,
+        width: int = 0,
+    ) -> AttentionStore:
+        """What stores and attends to the rows of an iteration.
+
+        Args:
+            tables: the pages of each request.
+            starts, lengths: its earlier tokens and its rows.
+            begun: so many requests, the first ones, have earlier tokens, the others none.
+            answered: whether its rows are new tokens; else they are a prompt's.
+            width: pages to which tables are filled up for launches that serve again, see ``PagedRows``.
+        """
+        counts = torch.tensor(lengths)
+        owner = torch.repeat_interleave(torch.arange(len(tables)), counts)
+        firsts = counts.cumsum(0) - counts
+        positions = torch.arange(len(owner)) - (firsts - torch.tensor(starts))[owner]
+        numbers, inside = positions // self._page_tokens, positions % self._page_tokens
+        both = zip(owner.tolist(), numbers.tolist(), strict=True)
+        pages = torch.tensor([tables[request][number] for request, number in both])
+        places = upload(torch.stack((pages, inside), dim=1), self._device)
+        if self.by_triton:
+            given = zip(firsts.tolist(), lengths, starts, answered, strict=True)
+            spans = [Span(row, rows, start, prompt=not done) for row, rows, start, done in given]
+            rows = PagedRows(tables, spans, self._device, width=width)
+            return _ByTriton(self._pool, self._page_tokens, places, rows)
+        return self._by_torch(tables, lengths, begun, owner, positions, places)
+
+    def _by_torch(
+        self,
+        tables: Sequence[Sequence[int]],
+        lengths: Sequence[int],
+        begun: int,
+        owner: Tensor,
+        positions: Tensor,
+        places: Tensor,
+    ) -> AttentionStore:
+        """The same without Triton; ``owner`` is the request of each row."""
         longest = max(map(len, tables))
         padded = torch.tensor([[*table, *[0] * (longest - len(table))] for table in tables])
         counts = torch.tensor(lengths)
-        owner = torch.repeat_interleave(torch.arange(len(tables)), counts)
-        ends = counts.cumsum(0)
-        positions = torch.arange(len(owner)) - (ends - counts - torch.tensor(starts))[owner]
-        pages, inside = padded[owner, positions // self._page_tokens], positions % self._page_tokens
-        self._places = upload(torch.stack((pages, inside), dim=1), self._device)
-        firsts = ends - counts
-        if self._triton:
-            given = zip(firsts.tolist(), lengths, starts, answered, strict=True)
-            spans = [Span(row, rows, start, prompt=not done) for row, rows, start, done in given]
-            self._paged = PagedRows(tables, spans, self._device)
-            return
-        self._begun = int(ends[begun - 1]) if begun else 0
-        self._tables, self._longest = padded, self._page_tokens * longest
+        firsts = counts.cumsum(0) - counts
         few = ((counts <= self._few) & (torch.arange(len(tables)) < begun))[owner].nonzero()[:, 0]
-        self._direct = torch.stack((few, owner[few], positions[few]), dim=1)
-        self._groups = []
+        groups = []
         for rows in sorted({length for length in lengths[:begun] if length > self._few}):
             own = (counts[:begun] == rows).nonzero()[:, 0]
-            self._groups.append(self._group(padded[own], firsts[own], rows, positions))
+            groups.append(self._group(padded[own], firsts[own], rows, positions))
         prompts = list(lengths[begun:])
-        self._layout = AttentionLayout.of(prompts, self._device) if prompts else None
+        return _ByTorch(
+            self._pool,
+            self._page_tokens,
+            places,
+            padded,
+            torch.stack((few, owner[few], positions[few]), dim=1),
+            tuple(groups),
+            sum(lengths[:begun]),
+            AttentionLayout.of(prompts, self._device) if prompts else None,
+        )
 
     def _group(self, tables: Tensor, firsts: Tensor, rows: int, positions: Tensor) -> _Group:
         """Requests with equally many rows, of which each begins at one of ``firsts``."""
@@ -185,6 +219,20 @@ class PagedCache:
         inside = (keys % self._page_tokens).expand_as(pages)
         return _Group(*(upload(each, self._device) for each in (own, positions[own], pages, inside)))
 
+
+@dataclass(frozen=True, slots=True)
+class _Placed(ABC):
+    """The rows of an iteration, and where their keys and values go.
+
+    Attributes:
+        pool: each layer's pages.
+        places: (rows, 2) int64, the page of each row, and the token in it.
+    """
+
+    pool: Sequence[Tensor]
+    page_tokens: int
+    places: Tensor
+
     def attend(
         self, layer: int, qkv: Tensor, heads: Heads, rule: AttentionRule, context: MicrobatchContext
     ) -> Tensor:
@@ -192,40 +240,72 @@ class PagedCache:
         del context  # as placed
         size = qkv.shape[1] // heads.total
         out = torch.empty(len(qkv), heads.query * size, dtype=qkv.dtype, device=qkv.device)
-        pages = PageShape(
-            self._page_tokens, heads.shared, heads.group, size, rule.scale, rule.softcap, rule.window
+        shape = PageShape(
+            self.page_tokens, heads.shared, heads.group, size, rule.scale, rule.softcap, rule.window
         )
-        if self._triton:
-            store_by_triton(qkv, self._pool[layer], self._places, self._paged, pages)
-            attend_by_triton(out, qkv, self._pool[layer], self._paged, pages)
-        else:
-            self._store(qkv, self._pool[layer], heads, pages)
-            self._attend(out, qkv, layer, heads, rule, pages)
+        self.fill(out, qkv, self.pool[layer], heads, rule, shape)
         return out
 
-    def _store(self, qkv: Tensor, pool: Tensor, heads: Heads, pages: PageShape) -> None:
-        if not store_pages(qkv, pool, self._places, heads.query, self._sizes(pool, pages)):
-            store_rows(qkv, pool, self._places, pages)
-
-    def _sizes(self, pool: Tensor, pages: PageShape) -> PagesShape:
-        sizes = pages.tokens, pool.shape[1], pages.shared, pages.group, pages.size
-        return PagesShape(*sizes, pages.window or self._longest, pages.scale, pages.softcap or 0.0)
-
-    def _attend(
-        self, out: Tensor, qkv: Tensor, layer: int, heads: Heads, rule: AttentionRule, pages: PageShape
+    @abstractmethod
+    def fill(
+        self, out: Tensor, qkv: Tensor, pool: Tensor, heads: Heads, rule: AttentionRule, shape: PageShape
     ) -> None:
-        """The same without Triton, once the new keys and values are stored."""
-        shape, pool = (self._page_tokens, 2, heads.shared, pages.size), self._pool[layer]
-        stored = pool[:, : math.prod(shape)].view(-1, *shape)
+        """Fill ``out``, once the new keys and values are stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class _ByTriton(_Placed):
+    rows: PagedRows
+
+    def fill(
+        self, out: Tensor, qkv: Tensor, pool: Tensor, heads: Heads, rule: AttentionRule, shape: PageShape
+    ) -> None:
+        """See above."""
+        del heads, rule  # in the shape
+        store_by_triton(qkv, pool, self.places, self.rows, shape)
+        attend_by_triton(out, qkv, pool, self.rows, shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _ByTorch(_Placed):
+    """The same without Triton.
+
+    Attributes:
+        tables: (requests, longest) int64, the pages of each.
+        direct: (n, 3) int64, rows that compiled code takes: row, request, position.
+        begun: rows of requests with earlier tokens.
+        layout: of the prompts behind them.
+    """
+
+    tables: Tensor
+    direct: Tensor
+    groups: tuple[_Group, ...]
+    begun: int
+    layout: AttentionLayout | None
+
+    def fill(
+        self, out: Tensor, qkv: Tensor, pool: Tensor, heads: Heads, rule: AttentionRule, shape: PageShape
+    ) -> None:
+        """See above."""
+        sizes = self._sizes(pool, shape)
+        if not store_pages(qkv, pool, self.places, heads.query, sizes):
+            store_rows(qkv, pool, self.places, shape)
+        page = self.page_tokens, 2, heads.shared, shape.size
+        stored = pool[:, : math.prod(page)].view(-1, *page)
         x = qkv.view(len(qkv), heads.total, -1)
-        if len(self._direct):
-            attend_pages(out, qkv, pool, self._tables, self._direct, self._sizes(pool, pages))
-        for group in self._groups:
-            most = max(1, GATHERED // (group.pages.shape[1] * math.prod(shape[1:])))
+        if len(self.direct):
+            attend_pages(out, qkv, pool, self.tables, self.direct, sizes)
+        for group in self.groups:
+            most = max(1, GATHERED // (group.pages.shape[1] * math.prod(page[1:])))
             for first in range(0, len(group.rows), most):
                 some = slice(first, first + most)
                 rows = group.rows[some]
                 keys, values = stored[group.pages[some], group.inside[some]].unbind(2)
-                out[rows] = attend_rows(x[rows, : heads.query], keys, values, group.positions[some], pages)
-        if self._layout is not None:
-            out[self._begun :] = packed_attention(qkv[self._begun :], heads, self._layout, rule)
+                out[rows] = attend_rows(x[rows, : heads.query], keys, values, group.positions[some], shape)
+        if self.layout is not None:
+            out[self.begun :] = packed_attention(qkv[self.begun :], heads, self.layout, rule)
+
+    def _sizes(self, pool: Tensor, shape: PageShape) -> PagesShape:
+        longest = shape.window or self.page_tokens * self.tables.shape[1]
+        sizes = shape.tokens, pool.shape[1], shape.shared, shape.group, shape.size
+        return PagesShape(*sizes, longest, shape.scale, shape.softcap or 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -47,6 +48,7 @@ class Stored:
     def __init__(self, shape: PageShape, dtype: torch.dtype, requests=REQUESTS, seed: int = 5) -> None:
         noise = torch.Generator().manual_seed(seed)
         self.shape, self.requests, self.dtype = shape, requests, dtype
+        self.made: Any = PagedRows
         counts = [-(-(start + rows) // shape.tokens) for start, rows, _ in requests]
         order = torch.randperm(sum(counts) + 5, generator=noise).tolist()
         self.tables = [[order.pop() for _ in range(count)] for count in counts]
@@ -74,7 +76,7 @@ class Stored:
             spans.append(Span(first, rows, start, prompt))
             first += rows
         qkv = torch.cat([self.qkv[firsts[number] : firsts[number + 1]] for number in chosen])
-        return PagedRows([self.tables[number] for number in chosen], spans, DEVICE), qkv
+        return self.made([self.tables[number] for number in chosen], spans, DEVICE), qkv
 
     def attended(self, chosen: list[int], run=attend_by_triton, dtype=None) -> list[torch.Tensor]:
         """The results of the chosen requests' rows, run together; memory that is not written is poisoned."""
@@ -106,6 +108,29 @@ def test_rows_of_all_kinds_against_float64(shape: PageShape, dtype: torch.dtype)
     assert elsewhere.tables != stored.tables
     for own, other in zip(found, elsewhere.attended(every[::-1])[::-1], strict=True):
         assert torch.equal(own, other), "the same bits, wherever pages lie"
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("window", [None, 1, 40, CHUNK, CHUNK + 2])
+def test_tables_that_are_filled_up_change_no_bit(window: int | None) -> None:
+    shape = replace(SHAPES[0], window=window)
+    requests = [(length, 1, False) for length in (0, 31, CHUNK - 1, CHUNK, 2 * CHUNK)]
+    stored = Stored(shape, torch.float32, requests)
+    found = stored.attended(list(range(len(requests))))
+    tables, width = stored.tables, 2 * len(stored.tables[-1])
+
+    def filled(pages: list[list[int]], spans: list[Span], device: torch.device) -> PagedRows:
+        made = PagedRows(pages, spans, device, width=width)
+        assert made.tables.shape[1] == width
+        assert made.chunks(shape) >= PagedRows(pages, spans, device).chunks(shape)
+        return made
+
+    stored.made = filled
+    for number, own in enumerate(found):
+        assert torch.equal(stored.attended([number])[0], own)
+    whole = stored.rows([0])[0].chunks(replace(shape, window=None))
+    assert whole == -(-width * shape.tokens // CHUNK)
+    assert stored.tables is tables
 
 
 @pytest.mark.parametrize("tokens", [16, 29, 64])

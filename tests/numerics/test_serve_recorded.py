@@ -1,0 +1,276 @@
+"""Iterations of one new token each that are recorded and replayed give what launched ones give, to the bit.
+
+No device records here: the stand-in for its recorder runs again what was recorded, with all that was in it
+then but the uploads, as a replay does. Triton's kernels are interpreted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from plait.adapters.peft_folder import export_adapter
+from plait.adapters.variants import attach
+from plait.core.errors import ConfigError
+from plait.core.jobs import AdapterSpec
+from plait.core.settings import EngineSettings, ModelSettings, RunSettings
+from plait.models.base import BaseModel
+from plait.models.context import MicrobatchContext
+from plait.models.load import load_model
+from plait.models.targets import resolve_targets
+from plait.models.tiny import FAMILIES
+from plait.serve import recorded
+from plait.serve.engine import Engine
+from plait.serve.folders import FolderAdapters
+from plait.serve.recorded import DecodingSizes, Row
+from plait.serve.requests import Completion, Request, Sampling
+from plait_bench.figures import Baseline
+from plait_bench.slora_throughput import throughput
+from plait_kernels import Bank, paged
+from plait_kernels.check import poisoned_memory
+from plait_kernels.pooled import PooledAdapter
+from plait_kernels.triton_backend import interpreted
+
+RANKS = (3, 20, 18)
+CHUNK = 32  # keys, so that short requests have several chunks
+
+
+class Again:
+    """Replays by running what was recorded once more."""
+
+    def __init__(self) -> None:
+        self.recorded = self.forgotten = 0
+
+    def record(self, run: Callable[[], Any]) -> Callable[[], Any]:
+        self.recorded += 1
+        return run
+
+    def forget(self) -> None:
+        self.forgotten += 1
+
+
+class Refusing(Again):
+    """A device that waits somewhere: nothing is recorded."""
+
+    def record(self, _run: Callable[[], Any]) -> Callable[[], Any]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+class Short(Again):
+    """A device without memory for a recording."""
+
+    def record(self, _run: Callable[[], Any]) -> Callable[[], Any]:
+        raise torch.OutOfMemoryError("no room")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> BaseModel:
+    """A tiny Llama of two layers, with Triton's kernels."""
+    if not interpreted():
+        pytest.skip("runs Triton's kernels in its interpreter")
+    settings = ModelSettings(kind="tiny", family="llama", dtype="float32", seed=2)
+    with pytest.MonkeyPatch.context() as patch:  # every layer is launched alike, for seconds
+        patch.setitem(FAMILIES, "llama", {"num_hidden_layers": 2})
+        made = load_model(settings, cache=tmp_path_factory.mktemp("base"))
+    made.install(backend="triton")
+    hidden = made.hidden
+
+    def computed(context: MicrobatchContext) -> Tensor:
+        context.shared.clear()  # what a device computed is recorded, and computed again
+        return hidden(context)
+
+    made.hidden = computed  # type: ignore[assignment, method-assign]
+    head = made.head
+
+    def never_zero(rows: Tensor) -> Tensor:
+        logits = head(rows)
+        logits[:, 0] = -1e9  # the token that fills up, whose embedding is to be NaN
+        return logits
+
+    made.head = never_zero  # type: ignore[method-assign]
+    return made
+
+
+@pytest.fixture(scope="module")
+def adapters(base: BaseModel, tmp_path_factory: pytest.TempPathFactory) -> FolderAdapters:
+    folder = tmp_path_factory.mktemp("adapters")
+    bank = Bank(base.sites, device="cpu", compute_dtype=torch.float32)
+    targets: Sequence[Any] = ("all-linear", ("q_proj", "v_proj"), ("down_proj",))
+    for number, rank in enumerate(RANKS):
+        name, spec = f"rank{rank}", AdapterSpec(rank, target_modules=targets[number])
+        sites = resolve_targets(spec.target_modules, base.linears)
+        attach(bank, name, spec, sites, seed=number, weight_of=base.frozen_weight)
+        for _, b in bank.weights(name).values():
+            b.copy_(torch.randn(b.shape, generator=torch.Generator().manual_seed(number)) * 0.2)
+        bank.refresh([name])
+        export_adapter(folder / name, spec, bank.weights(name), base="tiny", linears=base.linears)
+    return FolderAdapters(base, {f"rank{rank}": folder / f"rank{rank}" for rank in RANKS})
+
+
+def requests() -> list[Request]:
+    """Prompts of one to three chunks, in an order in which adapters come again after they had to leave."""
+    generator = torch.Generator().manual_seed(8)
+    asked = [
+        (3, 3, 8),
+        (40, None, 5),
+        (15, 18, 7),
+        (30, 20, 8),
+        (16, None, 3),
+        (5, 18, 6),
+        (2, 18, 4),
+        (66, 3, 5),
+    ]
+    return [
+        Request(
+            tuple(torch.randint(3, 250, (length,), generator=generator).tolist()),
+            None if rank is None else f"rank{rank}",
+            Sampling(
+                new,
+                temperature=0.9 if number % 3 == 1 else 0.0,
+                top_p=0.8,
+                seed=number,
+                stop_tokens=frozenset(),
+                log_probabilities=3,
+            ),
+        )
+        for number, (length, rank, new) in enumerate(asked)
+    ]
+
+
+class Answered:
+    """The answers to requests of which one or two join in each iteration; the pool has no room for all."""
+
+    def __init__(
+        self, base: BaseModel, adapters: FolderAdapters, recorder: Any | None, rows: int = 4
+    ) -> None:
+        self.engine = Engine(
+            base, adapters, pool_tokens=216, most=4, graph_rows=rows * bool(recorder), recorder=recorder
+        )
+        self.recordings = None if self.engine.recorded is None else self.engine.recorded.recordings
+        self.sizes: set[int] = set()
+        left, self.completions = list(enumerate(requests())), dict[int, Completion]()
+        numbers: dict[int, int] = {}
+        turn = 0
+        while left or not self.engine.idle:
+            for _ in range((3, 0, 0, 1, 0, 0)[turn % 6]):
+                if left:
+                    index, request = left.pop(0)
+                    numbers[self.engine.add(request)] = index
+            turn += 1
+            for update in self.engine.step():
+                assert update.error is None
+                if update.ended is not None:
+                    self.completions[numbers[update.request]] = update.ended
+            self.sizes.add(len(self.engine.running))
+
+    @property
+    def said(self) -> list[Completion]:
+        return [self.completions[number] for number in sorted(self.completions)]
+
+
+@pytest.fixture
+def chunked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged, "CHUNK", CHUNK)
+    monkeypatch.setattr(recorded, "LEAST_PAGES", 2)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # the interpreter's, of rows that fill up
+@pytest.mark.usefixtures("chunked")
+def test_replayed_iterations_answer_as_launched_ones_to_the_bit(
+    base: BaseModel, adapters: FolderAdapters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, launched, again = Answered(base, adapters, None), Answered(base, adapters, Refusing()), Again()
+    embedding: Any = base._parts.embedding
+    spoilt = embedding.weight.clone()
+    spoilt[0] = torch.nan  # of the tokens that fill up, and of no other
+    with monkeypatch.context() as patch, poisoned_memory():  # in its memory a replay finds what others left
+        patch.setattr(embedding.weight, "data", spoilt)
+        replayed = Answered(base, adapters, again)
+    assert replayed.recordings is not None
+    assert launched.recordings is not None
+    assert replayed.sizes >= {1, 2, 3}
+    assert again.recorded >= 2
+    assert replayed.recordings.replays > 2 * again.recorded
+    assert not replayed.recordings.refusals
+    assert launched.recordings.refusals
+    assert replayed.engine.store.loads > len(RANKS), "adapters came again after they had made room"
+    assert not any(0 in each.tokens for each in plain.said)
+    assert replayed.said == launched.said
+    assert [each.tokens for each in replayed.said] == [each.tokens for each in plain.said]
+    for one, other in zip(replayed.said, plain.said, strict=True):
+        for score, expected in zip(one.scores, other.scores, strict=True):
+            assert score.log_probability == pytest.approx(expected.log_probability, abs=1e-5)
+
+
+def test_where_memory_runs_out_nothing_is_replayed_any_more(
+    base: BaseModel, adapters: FolderAdapters, caplog: pytest.LogCaptureFixture
+) -> None:
+    short = Short()
+    engine = Engine(base, adapters, pool_tokens=99, graph_rows=4, recorder=short)
+    asked = [replace(each, tokens=each.tokens[:3]) for each in requests()[:2]]
+    found = engine.complete(asked)
+    assert engine.recorded is None
+    assert short.forgotten == 1
+    assert ["Memory has run out" in each.message for each in caplog.records] == [True]
+    launched = Engine(base, adapters, pool_tokens=99).complete(asked)
+    assert [each.tokens for each in found] == [each.tokens for each in launched]
+
+
+def test_more_rows_than_asked_for_are_launched(base: BaseModel, adapters: FolderAdapters) -> None:
+    again = Again()
+    engine = Engine(base, adapters, pool_tokens=99, graph_rows=1, recorder=again)
+    asked = [Request((7, 8), None, Sampling(4, stop_tokens=frozenset()))] * 2
+    engine.complete(asked)
+    assert again.recorded == 0
+    engine.complete(asked[:1])
+    assert again.recorded == 1
+
+
+def test_sizes_are_few_and_have_room_for_what_is_in_them() -> None:
+    def row(pages: int, rank: int | None = None) -> Row:
+        adapter = None if rank is None else PooledAdapter(rank, 1.0, frozenset(), torch.empty(0))
+        return Row(5, 1, tuple(range(pages)), adapter)
+
+    every = set()
+    for count in range(1, 300):
+        sizes = DecodingSizes.of([row(1 + count // 3, count % 64 or None)] * count)
+        assert sizes.rows >= count
+        assert sizes.pages > count // 3
+        assert sizes.rank >= count % 64
+        every.add(sizes.rows)
+    assert len(every) == len(recorded.ROWS) + 1
+    assert DecodingSizes.of([row(1), row(3)]) == DecodingSizes(2, 8, 0)
+    assert DecodingSizes.of([row(9, 3)]) == DecodingSizes(1, 16, 8)
+
+
+def test_nothing_is_replayed_without_a_gpu_or_without_tritons_kernels(base: BaseModel) -> None:
+    with pytest.raises(ConfigError, match=r"4 rows as CUDA graphs\n.*on a GPU.*\nLeave --graph-rows .*out"):
+        Engine(base, FolderAdapters(base), pool_tokens=99, graph_rows=4)
+    base.install(backend="reference")
+    with pytest.raises(ConfigError, match="4 rows as CUDA graphs"):
+        Engine(base, FolderAdapters(base), pool_tokens=99, graph_rows=4, recorder=Again())
+    base.install(backend="triton")
+
+
+def test_the_benchmark_serves_launched_and_replayed(monkeypatch: pytest.MonkeyPatch, base: BaseModel) -> None:
+    del base  # its fixture skips where Triton is not interpreted
+    monkeypatch.setattr(recorded, "CudaRecorder", Again)
+    monkeypatch.setattr(recorded, "check_device", lambda *_: None)
+    sizes = {"layers": 1, "hidden": 32, "inner": 48, "heads": 4, "shared": 2, "vocabulary": 97}
+    case = {"name": "S1", "adapters": 2, "ranks": [3], "host_bytes": 0}
+    asked = {"files": 1, "requests": 3, "rate": 1000.0, "shortest": 5, "longest": 6, "pool_tokens": 256}
+    options = sizes | asked | {"cases": [case], "graph_rows": 8, "seed": 0}
+    settings = RunSettings(engine=EngineSettings(device="cpu", kernels="triton"))
+    report = throughput(settings, [], options)
+    found = {figure.name: figure for figure in report.figures}
+    assert list(found) == ["S1", "S1: read", "S1: replayed", "S1: sizes refused"]
+    assert found["S1: replayed"].target == Baseline(found["S1"].ours, "launched", at_least=1.0)
+    replays, of = map(int, re.findall(r"\d+", found["S1: replayed"].note))
+    assert 0 < replays < of
+    assert found["S1: sizes refused"].ours == 0
