@@ -21,7 +21,6 @@ Complete = Callable[[Sequence[Block]], None]
 def adamw_step(
     bank: Bank,
     steps: Sequence[AdapterStep],
-    complete: Complete = lambda _: None,
     *,
     norms: Sequence[float] | None = None,
     backend: str = "",
@@ -32,14 +31,13 @@ def adamw_step(
     memory is read or written. Compute-dtype copies follow.
 
     Args:
-        complete: takes the other parts' weights from their banks, where this bank steps only a part.
         norms: of each adapter's gradient, where other banks have parts of it; None: this bank has all.
         backend: the backend of the model's kernels; `triton` steps all adapters in one launch.
 
     Raises:
         KernelError: an adapter is not attached or named twice, or a step is below 1.
     """
-    return ask_steps(bank, steps, complete, norms=norms, backend=backend).results()
+    return ask_steps(bank, steps, norms=norms, backend=backend).results()
 
 
 def ask_steps(
@@ -50,7 +48,11 @@ def ask_steps(
     norms: Sequence[float] | None = None,
     backend: str = "",
 ) -> AskedSteps:
-    """Ask for the same, and wait for nothing where one launch steps whole adapters: it clips and skips."""
+    """Ask for the same, and wait for nothing where one launch steps whole adapters: it clips and skips.
+
+    Args:
+        complete: takes the other parts' weights from their banks, where this bank steps only a part.
+    """
     names = tuple(step.adapter for step in steps)
     if len(set(names)) != len(names) or any(step.step < 1 for step in steps):
         raise KernelError(f"steps {list(names)}", "an adapter is stepped once, its step counted from 1")

@@ -99,11 +99,9 @@ def taken(
     return [_on_host(run) for _ in range(repeats)]
 
 
-def median_seconds(
-    run: Callable[[], object], device: torch.device, *, warmup: int = 3, repeats: int = 10
-) -> float:
+def median_seconds(run: Callable[[], object], device: torch.device) -> float:
     """Median of the device's seconds."""
-    return statistics.median(each.device for each in taken(run, device, warmup=warmup, repeats=repeats))
+    return statistics.median(each.device for each in taken(run, device))
 
 
 def _on_host(run: Callable[[], object]) -> Taken:

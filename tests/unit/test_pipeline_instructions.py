@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from plait.core.plans import GlobalBatch, Microbatch
-from plait.planner.instructions import Instruction, raise_if, wrong_instructions
+from plait.planner.instructions import Instruction, Replay, raise_if
 from plait.planner.packing_exact import GREEDY
 from plait.planner.verify import ScheduleError
 from plait.simulate.events import OneFOneB, SimulationError
@@ -43,6 +43,10 @@ def lowered(
     return lower(found.microbatches, stages, found.order), found.microbatches
 
 
+def faults_of(lists: Lists, microbatches: Sequence[Microbatch]) -> list[str]:
+    return Replay(len(lists)).add(lists, dict(enumerate(microbatches)))
+
+
 @pytest.mark.parametrize("name", ORDERS)
 @settings(max_examples=60)
 @given(batches=jobs(), stages=st.integers(1, 4))
@@ -50,7 +54,7 @@ def test_every_order_passes_with_all_samples_in_it(
     name: OrderName, batches: dict[str, list[GlobalBatch]], stages: int
 ) -> None:
     lists, microbatches = lowered(name, batches, stages)
-    assert wrong_instructions(lists, microbatches) == []
+    assert faults_of(lists, microbatches) == []
     asked = {(b.job, b.step, sample) for own in batches.values() for b in own for sample in b.samples}
     rows = [(p.job, p.step, sample) for each in microbatches for p in each.segments for sample in p.samples]
     assert len(rows) == len(asked)
@@ -176,7 +180,7 @@ def test_every_planted_fault_is_found(
     assume(faulty is not None)
     assume(faulty != lists)
     assert faulty is not None
-    assert wrong_instructions(faulty, microbatches)
+    assert faults_of(faulty, microbatches)
 
 
 def one_job(steps: int) -> dict[str, list[GlobalBatch]]:
@@ -197,9 +201,9 @@ def test_contents_of_two_steps_swapped_are_found() -> None:
     lists = lower(found.microbatches, 2, found.order)
     first, noop, last = found.microbatches
     swapped = [replace(first, segments=last.segments), noop, replace(last, segments=first.segments)]
-    assert any("after 0 steps" in fault for fault in wrong_instructions(lists, swapped))
+    assert any("after 0 steps" in fault for fault in faults_of(lists, swapped))
     with pytest.raises(ScheduleError, match="after 0 steps"):
-        raise_if(wrong_instructions(lists, swapped))
+        raise_if(faults_of(lists, swapped))
 
 
 def test_a_job_steps_as_soon_as_its_batch_is_back_and_its_norm_travels() -> None:

@@ -31,6 +31,7 @@ _GRID_RANKS = ((8,), (64, 16), (4, 32, 8), (128,))
 _GRID_LABELLED = (0.01, 0.1, 0.4, 1.0)
 _DRAWN_RANKS = (4, 8, 16, 32, 64)
 _DRAWN_MEANS = (80, 200, 500)
+ROUNDS = 3  # through all probes, to measure seconds
 SPREAD, LONGEST_DRAWN = 0.6, 2048  # of random lengths: standard deviation of the logarithm; most tokens
 
 
@@ -247,16 +248,16 @@ def _time_shape(probe: Probe) -> MicrobatchShape:
 
 
 def observe_seconds(
-    model: BaseModel, probes: Iterable[Probe], options: ProbeOptions, *, repeats: int = 3
+    model: BaseModel, probes: Iterable[Probe], options: ProbeOptions
 ) -> list[TimeObservation]:
-    """Seconds of each probe: the minimum of ``repeats`` rounds through all of them, after a warm-up round.
+    """Seconds of each probe: the minimum of ``ROUNDS`` rounds through all of them, after a warm-up round.
 
     The minimum, because disturbances only add time; in rounds, so that a disturbance affects all probes
     alike.
     """
     chosen = list(probes)
     rows: list[list[tuple[float, ...]]] = [[] for _ in chosen]
-    for round_ in range(repeats + 1):
+    for round_ in range(ROUNDS + 1):
         for probe, seconds in zip(chosen, rows, strict=True):
             measured = _pass(model, probe, options, probe_bank(model, probe, options))
             if round_:

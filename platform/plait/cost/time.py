@@ -206,9 +206,9 @@ class TimeModel:
         larger sum holds."""
         return (layers, self.gather), (1.0, layers * self.gather)
 
-    def microbatch(self, shape: MicrobatchShape, *, tp: int = 1) -> float:
+    def microbatch(self, shape: MicrobatchShape) -> float:
         """Seconds of the whole model, forward and backward, without a pipeline."""
-        return self.stage(shape, tp=tp, layers=self.layers, last=True).total
+        return self.stage(shape, tp=1, layers=self.layers, last=True).total
 
 
 def arithmetic_time(layers: int, *, weights: int, hidden: int, vocabulary: int) -> TimeModel:

@@ -47,6 +47,7 @@ from plait.engine.steps import DataOrder
 from plait.engine.worker import Worker
 
 INTERRUPTED = "interrupted"
+GROUP = "group-0"  # all jobs that a process trains
 
 
 class Coordinator:
@@ -80,12 +81,10 @@ class Coordinator:
         profile: Profile | None = None,
         clock: Callable[[], float] = time.monotonic,
         commit: Callable[[], None] = lambda: None,
-        group: str = "group-0",
         renew: Callable[[], Worker] | None = None,
         grown: Callable[[], bool] = lambda: False,
         prefer: Prefer | None = None,
     ) -> None:
-        self._group = group
         self._settings, self._profile, self._renew, self._grown = settings, profile, renew, grown
         self.restarts = Restarts(settings.cluster.restarts, clock)
         self._lost: LostProcessError | None = None  # from then on until there is another worker
@@ -425,7 +424,7 @@ class Coordinator:
         if job.name not in self._joined:
             self._joined.append(job.name)
         notices = [Notice(f"{job.name}: {text}") for text in attached.notices]
-        return [*notices, JobAdmitted(job.spec, job.step, job.order.steps, self._group)]
+        return [*notices, JobAdmitted(job.spec, job.step, job.order.steps, GROUP)]
 
     def _turn_away(self, job: LiveJob, detail: str) -> list[Event]:
         """Handle a job whose attaching ran out of memory: it waits until fewer train; if none trains, it
@@ -568,7 +567,7 @@ class Coordinator:
         number = next(self._iterations)
         spans = on_one_clock(self._worker.take_spans())
         times = expected.with_predictions(times_between(spans, started, ended), run)
-        step = group_step(self._group, number, tuple(jobs), run, expected, seconds, self._capacity, times)
+        step = group_step(GROUP, number, tuple(jobs), run, expected, seconds, self._capacity, times)
         fitted = self._predictions.learn(expected, run, seconds, number, times, jobs | self._live)
         return [*events, step, *traced(spans), *fitted]
 

@@ -142,9 +142,9 @@ def device_kind(device: str) -> str:
     return next(named, platform.processor() or platform.machine() or "cpu")
 
 
-def product_rate(device: torch.device, dtype: torch.dtype, *, size: int = 1024) -> float:
+def product_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Products of two square matrices a second, as in a decoder layer: of the quickest of some."""
-    left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+    left, right = (torch.ones(1024, 1024, dtype=dtype, device=device) for _ in range(2))
     seconds = []
     for _ in range(8):
         started = time.perf_counter()

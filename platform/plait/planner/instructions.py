@@ -55,11 +55,6 @@ def raise_if(faults: Sequence[str]) -> None:
         )
 
 
-def wrong_instructions(lists: Lists, microbatches: Sequence[Microbatch]) -> list[str]:
-    """What is wrong with the lists, in words; the replay ends at the first fault of what it runs."""
-    return Replay(len(lists)).add(lists, dict(enumerate(microbatches)))
-
-
 @dataclass
 class _Stage:
     left: deque[Instruction] = field(default_factory=deque)
