@@ -1,7 +1,7 @@
 """Iterations of one new token each that are recorded and replayed give what launched ones give, to the bit.
 
-No device records here: the stand-in for its recorder runs again what was recorded, with all that was in it
-then but the uploads, as a replay does. Triton's kernels are interpreted.
+On a GPU its graphs are compared. Elsewhere a stand-in for its recorder runs again what was recorded, with
+all that was in it then but the uploads, as a replay does, and Triton's kernels are interpreted.
 """
 
 from __future__ import annotations
@@ -32,11 +32,15 @@ from plait.serve.recorded import DecodingSizes, Row
 from plait.serve.requests import Completion, Request, Sampling
 from plait_bench.figures import Baseline
 from plait_bench.slora_throughput import throughput
-from plait_kernels import Bank, paged
+from plait_kernels import Bank, paged, triton_backend
 from plait_kernels.check import poisoned_memory
 from plait_kernels.pooled import PooledAdapter
+from plait_kernels.recordings import CudaRecorder
 from plait_kernels.triton_backend import interpreted
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+if not triton_backend.available(DEVICE):
+    pytest.skip("Triton does not run here", allow_module_level=True)
 RANKS = (3, 20, 18)
 CHUNK = 32  # keys, so that short requests have several chunks
 
@@ -72,12 +76,10 @@ class Short(Again):
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> BaseModel:
     """A tiny Llama of two layers, with Triton's kernels."""
-    if not interpreted():
-        pytest.skip("runs Triton's kernels in its interpreter")
     settings = ModelSettings(kind="tiny", family="llama", dtype="float32", seed=2)
     with pytest.MonkeyPatch.context() as patch:  # every layer is launched alike, for seconds
         patch.setitem(FAMILIES, "llama", {"num_hidden_layers": 2})
-        made = load_model(settings, cache=tmp_path_factory.mktemp("base"))
+        made = load_model(settings, cache=tmp_path_factory.mktemp("base"), device=DEVICE)
     made.install(backend="triton")
     hidden = made.hidden
 
@@ -100,7 +102,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> BaseModel:
 @pytest.fixture(scope="module")
 def adapters(base: BaseModel, tmp_path_factory: pytest.TempPathFactory) -> FolderAdapters:
     folder = tmp_path_factory.mktemp("adapters")
-    bank = Bank(base.sites, device="cpu", compute_dtype=torch.float32)
+    bank = Bank(base.sites, device=DEVICE, compute_dtype=torch.float32)
     targets: Sequence[Any] = ("all-linear", ("q_proj", "v_proj"), ("down_proj",))
     for number, rank in enumerate(RANKS):
         name, spec = f"rank{rank}", AdapterSpec(rank, target_modules=targets[number])
@@ -185,20 +187,19 @@ def chunked(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_replayed_iterations_answer_as_launched_ones_to_the_bit(
     base: BaseModel, adapters: FolderAdapters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain, launched, again = Answered(base, adapters, None), Answered(base, adapters, Refusing()), Again()
+    plain, launched = Answered(base, adapters, None), Answered(base, adapters, Refusing())
+    recorder = Again() if DEVICE.type == "cpu" else CudaRecorder()
     embedding: Any = base._parts.embedding
     spoilt = embedding.weight.clone()
     spoilt[0] = torch.nan  # of the tokens that fill up, and of no other
     with monkeypatch.context() as patch, poisoned_memory():  # in its memory a replay finds what others left
         patch.setattr(embedding.weight, "data", spoilt)
-        replayed = Answered(base, adapters, again)
+        replayed = Answered(base, adapters, recorder)
     assert replayed.recordings is not None
     assert launched.recordings is not None
     assert replayed.sizes >= {1, 2, 3}
-    assert again.recorded >= 2
-    assert replayed.recordings.replays > 2 * again.recorded
     assert not replayed.recordings.refusals
-    assert launched.recordings.refusals
+    assert replayed.recordings.replays > 2 * len(launched.recordings.refusals) >= 4, "of all sizes"
     assert replayed.engine.store.loads > len(RANKS), "adapters came again after they had made room"
     assert not any(0 in each.tokens for each in plain.said)
     assert replayed.said == launched.said
@@ -251,15 +252,15 @@ def test_sizes_are_few_and_have_room_for_what_is_in_them() -> None:
 
 def test_nothing_is_replayed_without_a_gpu_or_without_tritons_kernels(base: BaseModel) -> None:
     with pytest.raises(ConfigError, match=r"4 rows as CUDA graphs\n.*on a GPU.*\nLeave --graph-rows .*out"):
-        Engine(base, FolderAdapters(base), pool_tokens=99, graph_rows=4)
+        recorded.check_device(torch.device("cpu"), 4)
     base.install(backend="reference")
     with pytest.raises(ConfigError, match="4 rows as CUDA graphs"):
         Engine(base, FolderAdapters(base), pool_tokens=99, graph_rows=4, recorder=Again())
     base.install(backend="triton")
 
 
-def test_the_benchmark_serves_launched_and_replayed(monkeypatch: pytest.MonkeyPatch, base: BaseModel) -> None:
-    del base  # its fixture skips where Triton is not interpreted
+@pytest.mark.skipif(not interpreted(), reason="runs Triton's kernels in its interpreter")
+def test_the_benchmark_serves_launched_and_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorded, "CudaRecorder", Again)
     monkeypatch.setattr(recorded, "check_device", lambda *_: None)
     sizes = {"layers": 1, "hidden": 32, "inner": 48, "heads": 4, "shared": 2, "vocabulary": 97}
