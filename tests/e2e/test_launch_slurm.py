@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked import Forked
+from processes import ForkedSearch
 
 from plait.cli.main import main
 
@@ -24,7 +24,7 @@ with open("given", "w") as file:
 SEARCH = ("adapter.rank=1,2,3", "search.sampler=grid", "search.name=mine")
 
 
-def tasks(folder: Path, number: int) -> list[Forked]:
+def tasks(folder: Path, number: int) -> list[ForkedSearch]:
     """The tasks that srun would start of what it was given, with the variables that Slurm sets."""
     given, environment = json.loads((folder / "given").read_text())
     command = [word for word in given if not word.startswith("--")]
@@ -38,7 +38,9 @@ def tasks(folder: Path, number: int) -> list[Forked]:
         "SLURM_STEP_TASKS_PER_NODE": str(number),
     }
     each = [{"SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)} for task in range(number)]
-    return [Forked(command[3:], folder, f"task-{at}", environment | own | it) for at, it in enumerate(each)]
+    return [
+        ForkedSearch(command[3:], folder, f"task-{at}", environment | own | it) for at, it in enumerate(each)
+    ]
 
 
 def stand_in(folder: Path, name: str, text: str) -> None:

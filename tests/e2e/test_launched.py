@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 from forked import HANGS, Forked
+from processes import ForkedSearch
 
 from plait.cli.main import main
 
@@ -75,7 +76,7 @@ def test_two_hosts_with_a_key_train_what_one_does(
     command = ["sweep", *short, *SEARCH, "train.eval_every=1"]
     expected = alone(folder, command, leaderboard)
     command += ["search.fresh=true", f"cluster.port={port}", "cluster.join_seconds=240"]
-    runs = [Forked(command, folder, f"host-{number}", hosts(number, port)) for number in range(2)]
+    runs = [ForkedSearch(command, folder, f"host-{number}", hosts(number, port)) for number in range(2)]
     assert [run.end() for run in runs] == [0, 0], [run.output for run in runs]
     assert objectives(leaderboard) == pytest.approx(expected, rel=1e-5)
 

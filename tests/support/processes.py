@@ -112,13 +112,19 @@ def _list_of(folder: Path, coordinator: int) -> Path:
 
 
 class ForkedSearch(Forked):
-    """A search of several processes, each forked, too."""
+    """A search of several processes, or a launched process of one, whose own processes are forked, too."""
 
     run = staticmethod(_run_forking)
 
-    def __init__(self, arguments: Sequence[str], folder: Path) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        folder: Path,
+        log: str = "sweep.log",
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self._folder = folder
-        super().__init__(arguments, folder, environment={FORKING: forking_address()})
+        super().__init__(arguments, folder, log, {**(environment or {}), FORKING: forking_address()})
 
     def processes(self) -> list[psutil.Process]:
         """Those of the run that live, as far as they have started."""
