@@ -9,19 +9,15 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import hypothesis
 import pytest
-import torch
-from parsed_once import parse_once
-from postgresql import PostgresqlServer, postgresql_server
+
+if TYPE_CHECKING:
+    from postgresql import PostgresqlServer
 
 # Python goes through all objects a tenth as often: some 900,000 of libraries and tests stay until the end.
 gc.set_threshold(*gc.get_threshold()[:2], 100)
-
-# Triton decides at its own import whether its kernels are interpreted, and other libraries import it.
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def memory_folder() -> str | None:
@@ -35,22 +31,33 @@ def memory_folder() -> str | None:
 # Pytest's folders: the tests' many stores wait for the disk at every commit, on a real one for milliseconds.
 os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", memory_folder() or tempfile.gettempdir())
 
-parse_once()
-
-# What a machine under load takes for an example says nothing about Plait. What lands must not depend on luck:
-# the examples are the same each time, unless PLAIT_EXPLORE=1 asks for others.
-hypothesis.settings.register_profile("plait", deadline=None, derandomize=True)
-hypothesis.settings.register_profile("explore", deadline=None, print_blob=True)
-hypothesis.settings.load_profile("explore" if os.environ.get("PLAIT_EXPLORE") else "plait")
-
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Of a whole run's workers, have one process import what tests fork, and not one for each."""
-    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
-    if whole and getattr(config.option, "numprocesses", None):
-        from forked import share_forking
+    """Prepare a process that runs tests; one that only starts such workers imports nothing for it.
 
-        share_forking()
+    Of a whole run's workers, one process imports what tests fork, and not one for each.
+    """
+    if getattr(config.option, "numprocesses", None):
+        if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+            from forked import share_forking
+
+            share_forking()
+    else:
+        prepare()
+
+
+def prepare() -> None:
+    """Set what must be set before a test module is imported."""
+    import hypothesis
+    import without_gpu  # noqa: F401
+    from parsed_once import parse_once
+
+    parse_once()
+    # What a machine under load takes for an example says nothing about Plait. What lands must not depend on
+    # luck: the examples are the same each time, unless PLAIT_EXPLORE=1 asks for others.
+    hypothesis.settings.register_profile("plait", deadline=None, derandomize=True)
+    hypothesis.settings.register_profile("explore", deadline=None, print_blob=True)
+    hypothesis.settings.load_profile("explore" if os.environ.get("PLAIT_EXPLORE") else "plait")
 
 
 def pytest_collection_finish() -> None:
@@ -66,6 +73,8 @@ def pytest_unconfigure() -> None:
 @pytest.fixture(scope="session")
 def _postgresql_server() -> Iterator[PostgresqlServer]:
     """A throw-away PostgreSQL server for all tests that do not stop it."""
+    from postgresql import postgresql_server
+
     with postgresql_server() as server:
         yield server
 

@@ -20,6 +20,7 @@ from rung_bench import Bench, Notes, halving
 
 from plait.core.messages import Command, Event, JobProgress, RunSchedule, WorkerEvent
 from plait.core.settings import SearchSettings
+from plait.search import orders
 from plait.search.run import Interrupts
 from plait.search.storage import open_storage, quiet
 
@@ -61,7 +62,8 @@ def bench(folder: Path) -> Bench:
 
 
 def steered(folder: Path, name: str) -> Bench:
-    """One with a folder of its own that obeys orders, and does not come to an end."""
+    """One with a folder of its own that obeys orders, read often, and does not come to an end."""
+    orders.POLL_SECONDS = 0.1
     own = halving(trials=TRIALS, parallel=1, kind="none")
     made = Bench(folder / name, own, open_storage(None, folder), make_worker=SlowWorker)
     made.owner = lambda study, _poll: study.orders.poll()

@@ -26,6 +26,7 @@ HANGS = 300.0  # seconds until something is taken to hang: no promise of how fas
 
 IMPORTED = [
     "few_collections",
+    "without_gpu",
     "mlflow.store.tracking.sqlalchemy_store",
     "plait.distributed.process",
     "plait.engine.local_worker",
