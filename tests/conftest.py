@@ -37,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Of a whole run's workers, one process imports what tests fork, and not one for each.
     """
-    if getattr(config.option, "numprocesses", None):
+    if getattr(config.option, "numprocesses", None) and not config.option.collectonly:
         if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
             from forked import share_forking
 

@@ -83,6 +83,13 @@ def _check_page(chromium: Any, colour: str) -> None:
 # ---- optuna-dashboard --------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def served(pictures: ModuleType) -> Iterator[Any]:
+    """A browser for pages of a server."""
+    with pictures.chromium(1500, 950) as driver:
+        yield driver
+
+
 @pytest.fixture
 def study_pages(pictures: ModuleType, ten: TrackingSettings, tmp_path: Path) -> Iterator[str]:
     """The address of optuna-dashboard's pages on the study of the search of 10, in SQLite."""
@@ -129,7 +136,7 @@ def _until_it_answers(url: str, server: subprocess.Popen[bytes]) -> None:
 
 
 def test_optuna_dashboard_reads_the_study(
-    pictures: ModuleType, study_pages: str, ten: TrackingSettings
+    pictures: ModuleType, served: Any, study_pages: str, ten: TrackingSettings
 ) -> None:
     result = load_search(ten)
     (study,) = _asked(study_pages, "studies")["study_summaries"]
@@ -138,13 +145,13 @@ def test_optuna_dashboard_reads_the_study(
     words = {"finished": "Complete", "pruned": "Pruned", "failed": "Fail"}
     assert Counter(item["state"] for item in trials) == Counter(words[item.state] for item in result.records)
     assert all(item["intermediate_values"] for item in trials if item["state"] == "Pruned")
-    with pictures.browser(study_pages) as browser:
-        browser.driver.get(f"{study_pages}/dashboard/studies/{study['study_id']}/trials")
-        browser.wait_for("10 Trials", "Complete", "Pruned", "Fail")
+    browser = pictures.Browser(served, study_pages)
+    browser.driver.get(f"{study_pages}/dashboard/studies/{study['study_id']}/trials")
+    browser.wait_for("10 Trials", "Complete", "Pruned", "Fail")
 
 
 def test_optuna_dashboard_shows_what_a_search_with_rungs_pruned(
-    pictures: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pictures: ModuleType, served: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A real search in a journal: what the pages are told of its pruned trials, and what they show."""
     monkeypatch.chdir(tmp_path)
@@ -163,6 +170,6 @@ def test_optuna_dashboard_shows_what_a_search_with_rungs_pruned(
             assert trial["values"] == [values[max(values)]]
             reason = next(each for each in trial["user_attrs"] if each["key"] == "plait.reason")
             assert trial["state"] == "Complete" or "at rung" in reason["value"]
-        with pictures.browser(address) as browser:
-            browser.driver.get(f"{address}/dashboard/studies/{study['study_id']}/trials")
-            browser.wait_for("4 Trials", "Complete", "Pruned")
+        browser = pictures.Browser(served, address)
+        browser.driver.get(f"{address}/dashboard/studies/{study['study_id']}/trials")
+        browser.wait_for("4 Trials", "Complete", "Pruned")
