@@ -14,7 +14,7 @@ from plait.planner.buckets import dynamic_buckets, fixed_buckets
 from plait.planner.deployment import GAP, Deployment, best_equal_replicas, deploy
 from plait.planner.dispatch import dispatch, spread
 from plait_bench.figures import Figure
-from plait_bench.lobra import SEVEN, Rows, costs_of, expected_counts, limits, replicas
+from plait_bench.lobra import ALIGNED, SEVEN, Rows, costs_of, expected_counts, limits, replicas
 
 Shape = tuple[int, int]  # ⟨tp, pp⟩
 TIE = 0.005  # seconds of plans that LobRA's planner does not tell apart: its solver's gap
@@ -41,7 +41,7 @@ def plan_figures(
         without_pipelines: whether Plait's plan of tensor parallelism alone is compared, too.
         lacking: configurations without which Plait's plan is compared, too.
     """
-    buckets = dynamic_buckets(known.ravel(), required=limits(profile))
+    buckets = dynamic_buckets(known.ravel(), interval=ALIGNED, required=limits(profile))
     counts = expected_counts(buckets.counts, known.shape[1])
     costs = costs_of(profile, buckets.lengths, profile.devices.count)
     kinds = replicas(costs, theirs)

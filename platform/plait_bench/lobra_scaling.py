@@ -18,7 +18,7 @@ from plait_bench.figures import Figure, Report
 from plait_bench.inputs import OPTIONS, at_least_one, read_profile
 from plait_bench.lobra import SAMPLE_STEPS, SEVEN, Assumption, Rows, Task, Workload
 from plait_bench.lobra_plans import fused_figure, plan_figures
-from plait_bench.lobra_steps import balanced_seconds, equal_seconds, planned
+from plait_bench.lobra_steps import balanced_seconds, lobra_seconds, planned
 from plait_bench.progress import part
 
 GAP = 0.05  # to the proved bound at which planning ends
@@ -84,7 +84,7 @@ def scaling(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str
             known, steps = _drawn(case, asked, assumption)
             figures += plan_figures(sized, known, case.deployment, case.label, other, gap=GAP)
             figures.append(fused_figure(sized, known, case.fused, case.label, other))
-            devices = _device_seconds(sized, case, known, steps, plan=not number)
+            devices = _device_seconds(sized, case, asked, (known, steps), plan=not number)
             first = first or devices[""]
             figures += [
                 Figure(f"{case.label}: Task-Fused{how}{other}", each / first, "×", "simulated")
@@ -116,28 +116,27 @@ def _crossing(profile: ClusterProfile, factor: float) -> ClusterProfile:
 def _drawn(case: Case, asked: ScalingOptions, assumption: Assumption) -> tuple[Int64, Int64]:
     """Lengths of the steps that are planned for, and of those over which is averaged."""
     named = {task.name: task for task in asked.tasks}
-    drawn = [  # one that comes twice has other draws
-        Workload.draw(
-            [named[name]],
-            replace(assumption, seed=assumption.seed + case.tasks[:place].count(name)),
-            SAMPLE_STEPS + asked.steps,
-        ).batches
-        for place, name in enumerate(case.tasks)
-    ]
-    batches = np.concatenate(drawn, axis=1)
-    return batches[:SAMPLE_STEPS], batches[SAMPLE_STEPS:]
+    known, steps = [], []
+    for place, name in enumerate(case.tasks):  # one that comes twice has other draws
+        own = replace(assumption, seed=assumption.seed + case.tasks[:place].count(name))
+        known.append(Workload.draw([named[name]], own, SAMPLE_STEPS).batches)
+        steps.append(Workload.load([named[name]], own, asked.steps).batches)
+    return np.concatenate(known, axis=1), np.concatenate(steps, axis=1)
 
 
 def _device_seconds(
-    profile: ClusterProfile, case: Case, known: Int64, steps: Int64, *, plan: bool
+    profile: ClusterProfile, case: Case, asked: ScalingOptions, drawn: tuple[Int64, Int64], *, plan: bool
 ) -> dict[str, float]:
     """Device-seconds of a step: Task-Fused by how it divides sequences, LobRA, and, with ``plan``, Plait."""
+    known, steps = drawn
+    by_name = {task.name: task.batch_size for task in asked.tasks}
+    sizes = [by_name[name] for name in case.tasks]
     systems = {  # all with the seven fixed buckets, with which its artifact runs these
-        "": [equal_seconds(profile, case.fused, batch) for batch in steps],
+        "": [lobra_seconds(profile, case.fused, batch, sizes) for batch in steps],
         ", balanced dispatch": [
             balanced_seconds(profile, case.fused, batch, boundaries=SEVEN) for batch in steps
         ],
-        THEIRS: [balanced_seconds(profile, case.deployment, batch, boundaries=SEVEN) for batch in steps],
+        THEIRS: [lobra_seconds(profile, case.deployment, batch, sizes) for batch in steps],
     }
     if plan:
         own = planned(profile, known, gap=GAP)

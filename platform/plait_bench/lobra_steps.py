@@ -15,7 +15,7 @@ from plait.core.jobs import JobSpec
 from plait.core.samples import Int64
 from plait.core.settings import RunSettings
 from plait.cost.profiles import ClusterProfile
-from plait.planner.buckets import Buckets, dynamic_buckets, fixed_buckets
+from plait.planner.buckets import INTERVAL, Buckets, dynamic_buckets, fixed_buckets
 from plait.planner.deployment import GAP, deploy
 from plait.planner.dispatch import Float64, dispatch, spread
 from plait_bench.benchmarks import BENCHMARKS
@@ -23,6 +23,7 @@ from plait_bench.exact import exact_deployment
 from plait_bench.figures import Baseline, Figure, Report
 from plait_bench.inputs import OPTIONS, at_least_one, read_profile
 from plait_bench.lobra import (
+    ALIGNED,
     DEPLOY_LIMITS,
     SAMPLE_STEPS,
     SEVEN,
@@ -31,11 +32,11 @@ from plait_bench.lobra import (
     Task,
     Workload,
     costs_of,
-    dealt_seconds,
     length_based,
     limits,
     replicas,
 )
+from plait_bench.lobra_dealing import counts_by_task, dealt_seconds
 from plait_bench.lobra_plans import EqualReplicas, Shape, fused_figure, plan_figures
 from plait_bench.progress import part
 
@@ -203,43 +204,47 @@ def _systems(
 ) -> dict[str, Float64]:
     """Seconds of the steps of each system; LobRA-Sequential's fewer steps if they are not what is
     ``compared``."""
-    whole = Workload.draw(asked.tasks, assumption, SAMPLE_STEPS + asked.steps)
-    known, batches = whole.batches[:SAMPLE_STEPS], whole.batches[SAMPLE_STEPS:]
+    known = Workload.draw(asked.tasks, assumption, SAMPLE_STEPS).batches
+    batches = Workload.load(asked.tasks, assumption, asked.steps).batches
     own = planned(profile, known, gap=asked.gap)
     edges = {"": SEVEN, **OTHERS}
+    sizes = [task.batch_size for task in asked.tasks]
     found = {
         f"Task-Fused{how}": np.array(
-            [equal_seconds(profile, asked.fused, batch, boundaries=each) for batch in batches]
+            [lobra_seconds(profile, asked.fused, batch, sizes, boundaries=each) for batch in batches]
         )
         for how, each in edges.items()
     }
-    for name, rows in zip(OWN, (asked.deployment, own), strict=True):
-        found[name] = np.array([balanced_seconds(profile, rows, batch) for batch in batches])
+    found["LobRA"] = np.array(
+        [lobra_seconds(profile, asked.deployment, batch, sizes, boundaries=None) for batch in batches]
+    )
+    found["Plait"] = np.array([balanced_seconds(profile, own, batch) for batch in batches])
     fewer = min(asked.tried, asked.steps)
     number = {how: fewer if how or not compared else asked.steps for how in SEQUENTIAL}
     alone = np.zeros(asked.steps)
     several = {how: np.zeros(steps) for how, steps in number.items()}
     for task in asked.tasks:
-        mine = Workload.draw([task], assumption, SAMPLE_STEPS + asked.steps).batches
-        known, batches = mine[:SAMPLE_STEPS], mine[SAMPLE_STEPS:]
-        alone += [equal_seconds(profile, asked.sequential[task.name], batch) for batch in batches]
+        known = Workload.draw([task], assumption, SAMPLE_STEPS).batches
+        batches = Workload.load([task], assumption, asked.steps).batches
+        size = [task.batch_size]
+        alone += [lobra_seconds(profile, asked.sequential[task.name], batch, size) for batch in batches]
         rows = planned(profile, known, gap=asked.gap)
         boundaries = (*edges.values(), _seen(profile, known), None)
         for total, each in zip(several.values(), boundaries, strict=True):
             some = batches[: len(total)]
-            total += [balanced_seconds(profile, rows, batch, boundaries=each) for batch in some]
+            total += [lobra_seconds(profile, rows, batch, size, boundaries=each) for batch in some]
     found["Task-Sequential"] = alone
     return found | {f"LobRA-Sequential{how}": each for how, each in several.items()}
 
 
 def _seen(profile: ClusterProfile, known: Int64) -> tuple[int, ...]:
     """Boundaries that pad the sequences of a sample least."""
-    return tuple(dynamic_buckets(known.ravel(), required=limits(profile)).lengths)
+    return tuple(dynamic_buckets(known.ravel(), interval=ALIGNED, required=limits(profile)).lengths)
 
 
-def planned(profile: ClusterProfile, known: Int64, *, gap: float = GAP) -> Rows:
+def planned(profile: ClusterProfile, known: Int64, *, gap: float = GAP, interval: int = ALIGNED) -> Rows:
     """Plait's deployment for a sample of steps, within ``gap`` of the proved bound if possible."""
-    buckets = dynamic_buckets(known.ravel(), required=limits(profile))
+    buckets = dynamic_buckets(known.ravel(), interval=interval, required=limits(profile))
     expected = tuple(-(-known.shape[1] * count // sum(buckets.counts)) for count in buckets.counts)
     costs = costs_of(profile, buckets.lengths, profile.devices.count)
     plan = deploy(costs, expected, _devices(profile), gap=gap)
@@ -250,21 +255,36 @@ def _devices(profile: ClusterProfile) -> dict[str, int]:
     return {profile.kind: profile.devices.count}
 
 
-def equal_seconds(
-    profile: ClusterProfile, rows: Rows, batch: Int64, *, boundaries: Sequence[int] | None = SEVEN
+def lobra_seconds(
+    profile: ClusterProfile,
+    rows: Rows,
+    batch: Int64,
+    sizes: Sequence[int],
+    *,
+    boundaries: Sequence[int] | None = SEVEN,
 ) -> float:
-    """Seconds on equal replicas, sequences dealt to them as they come, with fixed boundaries or, without any,
-    dynamic ones; a sequence that does not fit is cut."""
-    made = _bucketed(profile, rows, batch, boundaries)
+    """Seconds of LobRA and its baselines: balanced dispatch over fixed boundaries or, without any, dynamic
+    ones, then each task's sequences dealt to the replicas of a kind as its artifact does.
+
+    A sequence that fits nowhere is cut.
+
+    Args:
+        sizes: sequences of each task in ``batch``, in order.
+    """
+    cut = np.minimum(batch, _longest(profile, rows))
+    dynamic = boundaries is None
+    made = dynamic_buckets(cut, interval=ALIGNED) if dynamic else _bucketed(profile, rows, cut, boundaries)
     kinds = replicas(costs_of(profile, made.lengths, profile.devices.count), rows)
-    return dealt_seconds(kinds, made, np.minimum(batch, _longest(profile, rows)))
+    tasks = counts_by_task(made, cut, sizes)
+    assigned = [made.counts] if len(kinds) == 1 else dispatch(kinds, made.counts).assigned
+    return dealt_seconds(kinds, assigned, tasks)
 
 
 def balanced_seconds(
     profile: ClusterProfile, rows: Rows, batch: Int64, *, boundaries: Sequence[int] | None = None
 ) -> float:
-    """Seconds with balanced dispatch over dynamic buckets, or fixed ones; a sequence that fits nowhere is
-    cut."""
+    """Seconds with Plait's dispatch to single replicas over dynamic buckets, or fixed ones; a sequence that
+    fits nowhere is cut."""
     made = _bucketed(profile, rows, batch, boundaries)
     return _balanced(profile, rows, made)
 
@@ -279,7 +299,8 @@ def _bucketed(profile: ClusterProfile, rows: Rows, batch: Int64, boundaries: Seq
 
 def _stepped(profile: ClusterProfile, rows: Rows, batch: Int64, buckets: int) -> Buckets:
     most = _longest(profile, rows)
-    return dynamic_buckets(np.minimum(batch, most), buckets=buckets, required=_cuts(profile, buckets))
+    cuts = _cuts(profile, buckets)
+    return dynamic_buckets(np.minimum(batch, most), buckets=buckets, interval=ALIGNED, required=cuts)
 
 
 def _longest(profile: ClusterProfile, rows: Rows) -> int:
@@ -366,7 +387,7 @@ def case_study(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[
     del jobs
     asked, profile = build(StepOptions, options, OPTIONS), read_profile(settings)
     batch = Workload.draw(asked.tasks, asked.assumption, 1).batches[0]
-    fixed, moving = fixed_buckets(batch, SIXTEEN), dynamic_buckets(batch, required=limits(profile))
+    fixed, moving = fixed_buckets(batch, SIXTEEN), dynamic_buckets(batch, interval=ALIGNED)
     figures = []
     for name, buckets in (("by length", fixed), ("balanced", fixed), ("balanced, dynamic buckets", moving)):
         kinds = replicas(costs_of(profile, buckets.lengths, profile.devices.count), asked.deployment)
@@ -418,14 +439,14 @@ def two_stage(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[s
     del jobs
     asked, profile = build(StepOptions, options, OPTIONS), read_profile(settings)
     batches = Workload.draw(asked.tasks, asked.assumption, SAMPLE_STEPS + asked.steps).batches
-    fixed = planned(profile, batches[:SAMPLE_STEPS])
+    fixed = planned(profile, batches[:SAMPLE_STEPS], interval=INTERVAL)
     seconds: dict[str, list[float]] = {"each": [], "fixed": []}
     ratios, others = [], 0
     piece = part("steps", asked.steps)
     for number, batch in enumerate(batches[SAMPLE_STEPS:]):
         piece(str(number + 1))
         begin = perf_counter()
-        replanned = planned(profile, batch[None])
+        replanned = planned(profile, batch[None], interval=INTERVAL)  # finer ones take minutes a step
         seconds["each"].append(perf_counter() - begin)
         begin = perf_counter()
         decomposed = balanced_seconds(profile, fixed, batch)

@@ -24,7 +24,17 @@ from plait_bench.benchmarks import BENCHMARKS
 from plait_bench.exact import exact_dispatch
 from plait_bench.figures import Figure, Published, Report
 from plait_bench.inputs import OPTIONS, read_profile
-from plait_bench.lobra import SAMPLE_STEPS, Assumption, Rows, Task, Workload, costs_of, limits, replicas
+from plait_bench.lobra import (
+    ALIGNED,
+    SAMPLE_STEPS,
+    Assumption,
+    Rows,
+    Task,
+    Workload,
+    costs_of,
+    limits,
+    replicas,
+)
 from plait_bench.lobra_plans import plan_figures
 from plait_bench.lorafusion import read_options, scheduler_time
 from plait_bench.progress import part
@@ -138,7 +148,7 @@ def _dispatch_figures(profile: ClusterProfile, batches: Int64, rows: Rows) -> li
     gaps: dict[str, list[float]] = {"search": [], "by replica": [], "program": []}
     for batch in batches:
         begin = perf_counter()
-        buckets = dynamic_buckets(batch, required=limits(profile))
+        buckets = dynamic_buckets(batch, interval=ALIGNED, required=limits(profile))
         seconds["bucketing"].append(perf_counter() - begin)
         costs = costs_of(profile, buckets.lengths, _devices(rows))
         kinds: list[ReplicaKind] = replicas(costs, rows)

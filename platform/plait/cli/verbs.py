@@ -29,8 +29,8 @@ _SPACE = """  KEY=A,B                 several values; choice(...), range(...), i
 _HYDRA = """  --cfg job               show the composed settings and exit
   --hydra-help            Hydra's own flags
 """
-_CLUSTERS = """a100_40g_llama2_7b, a800_80g_llama2_70b,
-                          a800_80g_qwen25_32b, h100_llama31_8b, h100_qwen25_32b,
+_CLUSTERS = """a100_40g_llama2_7b, a800_80g_lobra_70b,
+                          a800_80g_lobra_32b, h100_llama31_8b, h100_qwen25_32b,
                           h100_llama31_70b, or your own in conf/cluster/"""
 
 
