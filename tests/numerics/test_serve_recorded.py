@@ -25,6 +25,7 @@ from plait.models.context import MicrobatchContext
 from plait.models.load import load_model
 from plait.models.targets import resolve_targets
 from plait.models.tiny import FAMILIES
+from plait.serve import engine as generation
 from plait.serve import recorded
 from plait.serve.engine import Engine
 from plait.serve.folders import FolderAdapters
@@ -221,6 +222,28 @@ def test_where_memory_runs_out_nothing_is_replayed_any_more(
     assert ["Memory has run out" in each.message for each in caplog.records] == [True]
     launched = Engine(base, adapters, pool_tokens=99).complete(asked)
     assert [each.tokens for each in found] == [each.tokens for each in launched]
+
+
+@pytest.mark.parametrize("where", ["head", "choose_tokens", "score_rows"])
+def test_memory_of_recordings_is_given_back_wherever_it_runs_out(
+    base: BaseModel, adapters: FolderAdapters, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    module: Any = base if where == "head" else generation
+    engine, real = (
+        Engine(base, adapters, pool_tokens=99, graph_rows=4, recorder=Again()),
+        getattr(module, where),
+    )
+
+    def short(*arguments: Any) -> Any:
+        if engine.recorded is not None and (where != "choose_tokens" or engine.recorded.recordings.replays):
+            raise torch.OutOfMemoryError("no room")
+        return real(*arguments)
+
+    asked = Request((7, 8, 9), None, Sampling(4, stop_tokens=frozenset()), scored=2 * (where == "score_rows"))
+    expected = Engine(base, adapters, pool_tokens=99).complete([asked])
+    monkeypatch.setattr(module, where, short)
+    assert engine.complete([asked]) == expected
+    assert engine.recorded is None
 
 
 def test_more_rows_than_asked_for_are_launched(base: BaseModel, adapters: FolderAdapters) -> None:

@@ -240,11 +240,12 @@ class Engine:
         """A token for each request, from its last row."""
         numbers, batch, ends = zip(*rows, strict=True)
         last = table([end - 1 for end in ends], hidden.device)
-        return self._taken(numbers, batch, self._base.head(hidden.index_select(0, last)))
+        logits = self._with_memory(lambda: self._base.head(hidden.index_select(0, last)))
+        return self._taken(numbers, batch, logits)
 
     def _taken(self, numbers: Sequence[int], batch: Sequence[_Running], logits: Tensor) -> list[Update]:
-        samplings = [each.request.sampling for each in batch]
-        chosen = choose_tokens(logits, samplings, [len(each.new) for each in batch])
+        samplings, counts = [each.request.sampling for each in batch], [len(each.new) for each in batch]
+        chosen = self._with_memory(lambda: choose_tokens(logits, samplings, counts))
         return [self._take(*each) for each in zip(numbers, batch, chosen, strict=True)]
 
     def _scored(self, hidden: Tensor, rows: Sequence[tuple[int, _Running, int]]) -> list[Update]:
@@ -252,7 +253,8 @@ class Engine:
         chosen = [at for _, each, end in rows for at in range(end - each.request.scored, end)]
         targets = [token for _, each, _ in rows for token in each.request.tokens[-each.request.scored :]]
         picked = hidden.index_select(0, table(chosen, hidden.device))
-        scores = score_rows(self._base.head, picked, targets, chunk_rows(self._base.vocabulary))
+        chunk = chunk_rows(self._base.vocabulary)
+        scores = self._with_memory(lambda: score_rows(self._base.head, picked, targets, chunk))
         updates, start = [], 0
         for number, each, _ in rows:
             own = tuple(scores[start : start + each.request.scored])
