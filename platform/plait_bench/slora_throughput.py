@@ -11,10 +11,12 @@ from pathlib import Path
 import torch
 
 from plait.config.fields import build
+from plait.core.errors import ConfigError
 from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings
 from plait.engine.devices import choose_device, choose_kernels
 from plait.models.base import BaseModel
+from plait.serve import recorded
 from plait.serve.engine import Engine
 from plait.serve.folders import FolderAdapters
 from plait.serve.requests import Request, Sampling
@@ -72,6 +74,8 @@ class ThroughputOptions(LlamaSizes):
 
     def __post_init__(self) -> None:
         at_least_one(self, "layers", "files", "requests", "shortest", "pool_tokens")
+        if self.graph_rows < 0:
+            raise ConfigError(f"{OPTIONS}.graph_rows={self.graph_rows}", "It must be at least 0.")
 
 
 @BENCHMARKS.register("slora/throughput")
@@ -83,6 +87,8 @@ def throughput(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[
     """
     del jobs
     asked, device = build(ThroughputOptions, options, OPTIONS), choose_device(settings.engine.device)
+    if asked.graph_rows:
+        recorded.check_device(device, asked.graph_rows)
     part("making the model")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -282,16 +282,30 @@ def test_nothing_is_replayed_without_a_gpu_or_without_tritons_kernels(base: Base
     base.install(backend="triton")
 
 
+SERVED: dict[str, Any] = {
+    **{"layers": 1, "hidden": 32, "inner": 48, "heads": 4, "shared": 2, "vocabulary": 97},
+    **{"files": 1, "requests": 3, "rate": 1000.0, "shortest": 5, "longest": 6, "pool_tokens": 256},
+    "cases": [{"name": "S1", "adapters": 2, "ranks": [3], "host_bytes": 0}],
+    **{"graph_rows": 8, "seed": 0},
+}
+
+
+@pytest.mark.parametrize(
+    ("rows", "why"), [(8, "8 rows as CUDA graphs"), (-1, r"options\.graph_rows=-1\n.*at least 0")]
+)
+def test_the_benchmark_refuses_rows_before_it_makes_a_model(rows: int, why: str) -> None:
+    settings = RunSettings(engine=EngineSettings(device="cpu", kernels="triton"))
+    wrong = {"hidden": 33}  # of which no model is made
+    with pytest.raises(ConfigError, match=why):
+        throughput(settings, [], SERVED | wrong | {"graph_rows": rows})
+
+
 @pytest.mark.skipif(not interpreted(), reason="runs Triton's kernels in its interpreter")
 def test_the_benchmark_serves_launched_and_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorded, "CudaRecorder", Again)
     monkeypatch.setattr(recorded, "check_device", lambda *_: None)
-    sizes = {"layers": 1, "hidden": 32, "inner": 48, "heads": 4, "shared": 2, "vocabulary": 97}
-    case = {"name": "S1", "adapters": 2, "ranks": [3], "host_bytes": 0}
-    asked = {"files": 1, "requests": 3, "rate": 1000.0, "shortest": 5, "longest": 6, "pool_tokens": 256}
-    options = sizes | asked | {"cases": [case], "graph_rows": 8, "seed": 0}
     settings = RunSettings(engine=EngineSettings(device="cpu", kernels="triton"))
-    report = throughput(settings, [], options)
+    report = throughput(settings, [], SERVED)
     found = {figure.name: figure for figure in report.figures}
     assert list(found) == ["S1", "S1: read", "S1: replayed", "S1: sizes refused"]
     assert found["S1: replayed"].target == Baseline(found["S1"].ours, "launched", at_least=1.0)
