@@ -37,6 +37,7 @@ from plait_kernels.tiles import (
     EXACT,
     EXACT_CANDIDATES,
     HOPPER,
+    HOPPER_CANDIDATES,
     SMALL,
     SMALL_CANDIDATES,
     Candidates,
@@ -113,7 +114,7 @@ def usual(device: torch.device, dtype: torch.dtype) -> tuple[Choice, Candidates]
     if device.type == "cuda" and _shared_memory(device) < DEFAULT_MEMORY:
         return SMALL, SMALL_CANDIDATES
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-    return HOPPER if hopper else DEFAULT, CANDIDATES
+    return (HOPPER, HOPPER_CANDIDATES) if hopper and dtype == torch.bfloat16 else (DEFAULT, CANDIDATES)
 
 
 def with_fused(start: Choice, candidates: Candidates) -> Choice:

@@ -45,8 +45,8 @@ class Choice:
 
 
 DEFAULT = Choice()
-# Faster on an H100 for layers of Llama 3.1 8B in bfloat16. Registers spill in float16 where columns begin
-# anywhere.
+# Faster on an H100 for layers of Llama 3.1 8B in bfloat16, and used in no other dtype: in float16 registers
+# spill where columns begin anywhere.
 HOPPER = Choice(
     up_gradient=Tiles(rows=256, columns=64, splits=4, warps=8),
     down_gradient=Tiles(rows=64, columns=128, splits=16),
@@ -97,6 +97,11 @@ CANDIDATES: Candidates = {
         ("fused_backward", Tiles(rows=128, columns=64, depth=64, warps=8)),
         ("fused_backward", Tiles(rows=256, columns=64, depth=64, warps=8)),
     ),
+}
+HOPPER_CANDIDATES: Candidates = CANDIDATES | {
+    field: ((field, getattr(DEFAULT, field)), *(each for each in found if each[1] != getattr(HOPPER, field)))
+    for field, found in CANDIDATES.items()
+    if field in ("up_gradient", "down_gradient")
 }
 SMALL_CANDIDATES: Candidates = {
     "down": tuple(("down", Tiles(rows=32, depth=32, splits=splits, stages=2)) for splits in (1, 4)),

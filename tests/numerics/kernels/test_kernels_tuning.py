@@ -14,7 +14,7 @@ from plait_kernels.autotuning import prepare, tune, usual
 from plait_kernels.backends import BACKENDS
 from plait_kernels.selection import fastest
 from plait_kernels.synthetic import Shape, problem
-from plait_kernels.tiles import CANDIDATES, DEFAULT, Choice, Tiles, load, save
+from plait_kernels.tiles import CANDIDATES, DEFAULT, DEFAULT_MEMORY, HOPPER, Choice, Tiles, load, save
 
 
 def test_each_stage_takes_its_fastest_and_leaves_the_others():
@@ -149,6 +149,26 @@ def test_in_float32_no_program_sums_many_rows_for_a_gradient():
     assert (start.down_gradient.rows * start.down_gradient.splits, start.up_gradient.rows) == (32, 32)
     assert "down_gradient" not in candidates
     assert {tiles.rows for _, tiles in candidates["up_gradient"]} == {32}
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "expected"),
+    [
+        ((9, 0), torch.bfloat16, HOPPER),
+        ((9, 0), torch.float16, DEFAULT),
+        ((8, 0), torch.bfloat16, DEFAULT),
+        ((10, 0), torch.bfloat16, DEFAULT),
+    ],
+)
+def test_tiles_that_were_fastest_on_a_device_are_usual_on_its_kind(monkeypatch, capability, dtype, expected):
+    monkeypatch.setattr(autotuning, "_shared_memory", lambda _device: DEFAULT_MEMORY)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    start, candidates = usual(torch.device("cuda"), dtype)
+    assert start == expected
+    for stage, found in CANDIDATES.items():  # the tuner has the same choice everywhere
+        tried = [(stage, getattr(start, stage)), *candidates[stage]]
+        assert len(set(tried)) == len(tried)
+        assert set(tried) == {(stage, getattr(DEFAULT, stage)), *found}
 
 
 def test_in_float32_memory_is_computed_with_the_tiles_of_a_device():

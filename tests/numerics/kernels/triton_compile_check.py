@@ -103,6 +103,7 @@ def choices(dtype: torch.dtype, every: bool) -> Iterator[tuple[str, str, Choice]
     yield "all", "untuned", start
     if not small:
         yield "all", "small", SMALL
+    if dtype == torch.bfloat16:
         yield "all", "tuned", HOPPER
     for stage, found in (SMALL_CANDIDATES if small else CANDIDATES).items():
         for field, tiles in found if every else dict(found).items():
