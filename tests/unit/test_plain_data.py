@@ -45,6 +45,7 @@ from plait.search.samplers import check_sampler
         pytest.param(lambda: AdapterSpec(target_modules=()), "adapter.target_modules", id="targets"),
         pytest.param(lambda: TrainSpec(lr=0.0), "train.lr", id="lr"),
         pytest.param(lambda: TrainSpec(lora_plus_ratio=0.0), "train.lora_plus_ratio", id="lora+"),
+        pytest.param(lambda: TrainSpec(schedule="step"), "train.schedule", id="schedule"),  # type: ignore[arg-type]
         pytest.param(lambda: TrainSpec(warmup_steps=-1), "train.warmup_steps", id="warm-up"),
         pytest.param(lambda: TrainSpec(betas=(0.9, 1.0)), "train.betas", id="betas"),
         pytest.param(lambda: TrainSpec(clip_norm=0.0), "train.clip_norm", id="clip"),
@@ -60,7 +61,7 @@ from plait.search.samplers import check_sampler
     ],
 )
 def test_a_value_that_cannot_be_is_refused_with_its_key(make: Callable[[], object], key: str) -> None:
-    """Beside those of test_config_edge."""
+    """Beside those of test_config_edge, where choices are refused before an instance is made."""
     with pytest.raises(ConfigError, match=key):
         make()
 
