@@ -141,7 +141,7 @@ def _union(members: tuple[Any, ...], value: object, key: str) -> Any:
         try:
             return convert(member, value, key)
         except ConfigError:
-            if len(present) == 1:
+            if len(present) == 1 or (get_origin(member) is tuple and isinstance(value, (list, tuple))):
                 raise
     raise _wrong(key, value, " or ".join(_describe(member) for member in present))
 
