@@ -27,6 +27,7 @@ from plait.models.targets import resolve_targets
 from plait.models.tiny import FAMILIES
 from plait.serve import engine as generation
 from plait.serve import recorded
+from plait.serve.cells import BankAdapters, _BankAdapter
 from plait.serve.engine import Engine
 from plait.serve.folders import FolderAdapters
 from plait.serve.recorded import DecodingSizes, Row
@@ -244,6 +245,23 @@ def test_memory_of_recordings_is_given_back_wherever_it_runs_out(
     monkeypatch.setattr(module, where, short)
     assert engine.complete([asked]) == expected
     assert engine.recorded is None
+
+
+def test_adapters_that_a_bank_computes_are_launched(base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    bank = Bank(base.sites, device=DEVICE, compute_dtype=torch.float32)
+    spec = AdapterSpec(3, target_modules="all-linear")
+    sites = resolve_targets(spec.target_modules, base.linears)
+    attach(bank, "one", spec, sites, seed=1, weight_of=base.frozen_weight)
+    for _, b in bank.weights("one").values():
+        b.fill_(0.1)
+    bank.refresh(["one"])
+    monkeypatch.setattr(_BankAdapter, "pooled", False)
+    again, own = Again(), Request((7, 8), "one", Sampling(4, stop_tokens=frozenset()))
+    engine = Engine(base, BankAdapters(bank), pool_tokens=99, graph_rows=4, recorder=again)
+    found = engine.complete([own, own])
+    assert found == Engine(base, BankAdapters(bank), pool_tokens=99).complete([own, own])
+    assert found != engine.complete([replace(own, adapter=None)] * 2)
+    assert again.recorded == 1, "of the base model alone"
 
 
 def test_more_rows_than_asked_for_are_launched(base: BaseModel, adapters: FolderAdapters) -> None:
