@@ -91,6 +91,26 @@ def test_small_sizes_are_replayed_too() -> None:
     assert float(found["6 tokens: replays with other gradients"].note.split()[-1]) < 1e-5
 
 
+def test_memory_of_recordings_is_what_lies_in_their_own_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's cache gives back what it does not use before each recording."""
+    held = {"segment_pool_id": (0, 1), "total_size": 3 << 20}
+    cache = [{"segment_pool_id": (0, 0), "total_size": size << 20} for size in (9, 1)]
+    moments = iter([[cache[0]], [held, cache[1]]])  # before and after
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: next(moments))
+    side, cpu = side_of(48), torch.device("cpu")
+
+    def of_a_device() -> int:
+        side.device = torch.device("cuda")
+        found = real()
+        side.device = cpu
+        return found
+
+    real = side._held
+    monkeypatch.setattr(side, "_held", of_a_device)
+    found = {figure.name: figure for figure in side.figures(48)}
+    assert found["48 tokens: replayed"].note.endswith("; 3 MiB more")
+
+
 def test_what_cannot_be_filled_up_is_refused() -> None:
     """Six tokens and 58 more in five samples, each longer than eight."""
     asked = subject.GraphOptions(**{**SIZES, "length": 8}, repeats=1, sizes=(6,))
