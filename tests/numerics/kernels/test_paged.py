@@ -199,6 +199,28 @@ def test_a_token_that_is_not_finite_reaches_no_row_before_it(spoilt: str, dtype:
     assert not torch.isfinite(changed[20:, 1]).all(-1).any()
 
 
+def test_layers_of_other_sizes_have_launches_of_their_own() -> None:
+    """Rows are made once for all layers of an iteration, whose heads and windows may differ."""
+    shape = SHAPES[0]
+    every = list(range(len(REQUESTS)))
+    layers = [
+        Stored(each, torch.float32)
+        for each in (shape, replace(shape, window=9), replace(shape, shared=3), replace(shape, size=16))
+    ]
+    rows, _ = layers[0].rows(every)
+    for each in layers:
+        alone = each.attended(every)
+        each.made = lambda *_: rows
+        assert all(map(torch.equal, each.attended(every), alone))
+        _, qkv = each.rows(every)
+        token = torch.arange(len(qkv), device=DEVICE)
+        places = torch.stack((token % len(each.pool), token // len(each.pool)), dim=1)
+        by_torch = each.pool.clone()
+        store_by_triton(qkv, each.pool, places, rows, each.shape)
+        store_rows(qkv, by_torch, places, each.shape)
+        assert torch.equal(each.pool.nan_to_num(7.0), by_torch.nan_to_num(7.0))
+
+
 def test_only_rows_with_several_chunks_take_the_second_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     launched = []
     launch = launching.launch
