@@ -502,8 +502,9 @@ def test_an_empty_study_whose_maker_was_killed_before_it_had_signed_it_is_taken(
     first = source(storage=storage, name="s")
     assert first.token
     assert source(storage=storage, name="s").token == first.token
-    with pytest.raises(SearchError, match="belongs to another search"):
+    with pytest.raises(SearchError, match="belongs to another search") as caught:
         source(NUMBERS, storage=storage, name="s")
+    assert caught.value.remedy.startswith("Restore what it was started with")
 
 
 def test_a_study_of_another_search_is_named_with_few_differences() -> None:

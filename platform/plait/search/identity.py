@@ -27,6 +27,9 @@ from plait.core.space import Space
 from plait.search.attributes import MATERIAL, PROBLEM, TOKEN
 
 ROWS = "rows of "  # before a key of the material: its data in words, which are not compared
+RESTORE = (
+    "Restore what it was started with, choose another search.name, or start again with search.fresh=true."
+)
 MOST_LINES = 3  # differences that an error lists
 LATER = {
     "quantise": "none"
@@ -145,15 +148,18 @@ def check_problem(study: Study, identity: Identity) -> None:
         SearchError: it has another problem, or was not made by Plait.
     """
     stored = study.user_attrs.get(PROBLEM)
-    remedy = "Choose another search.name, or start again with search.fresh=true."
     if stored is None and study.get_trials(deepcopy=False):
-        raise SearchError(f"search.name={study.study_name}", "This study was not created by Plait.", remedy)
+        raise SearchError(
+            f"search.name={study.study_name}",
+            "This study was not created by Plait.",
+            "Choose another search.name, or start again with search.fresh=true.",
+        )
     lines = difference(json.loads(stored), json.loads(identity.problem_json)) if stored is not None else []
     if lines:
         more = [f"and {len(lines) - MOST_LINES} more settings"] if len(lines) > MOST_LINES + 1 else []
         rule = "\n".join(lines[:MOST_LINES] + more if more else lines)
         raise SearchError(
-            f"search.name={study.study_name}: the study belongs to another search", rule, remedy
+            f"search.name={study.study_name}: the study belongs to another search", rule, RESTORE
         )
 
 
@@ -182,7 +188,6 @@ def check_material(study: Study, material: Mapping[str, str]) -> None:
         raise SearchError(
             f"search.name={study.study_name}: it was started with other data or another model",
             "\n".join(lines),
-            "Restore what it was started with, choose another search.name, or start again with "
-            "search.fresh=true.",
+            RESTORE,
         )
     study.set_user_attr(MATERIAL, json.dumps(stored | dict(material), sort_keys=True))
