@@ -30,7 +30,7 @@ FOOTER = (
 )
 PAPERS_HELP = f"""usage: plait bench {ALL_PAPERS} [{JSON}] [{ROOT}FOLDER]
 
-Runs all files for papers' figures that this machine can run, in about an hour on two cores, and writes
+Runs all files for papers' figures that this machine can run, in some 45 minutes on two cores, and writes
 papers.html and papers.md into FOLDER/papers. Interrupted, it resumes with the same command. Default of
 FOLDER: {USUAL_ROOT}."""
 
