@@ -23,23 +23,12 @@ from plait.config.fields import build
 from plait.core.errors import PlaitError
 from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings
-from plait.models.load import load_model
-from plait.utils.paths import cache_dir
 from plait_bench.benchmarks import BENCHMARKS
 from plait_bench.figures import Baseline, Figure, Report
 from plait_bench.inputs import OPTIONS, require_processor
-from plait_bench.joint_side import JointRun, JointSide, load_joint_side
+from plait_bench.joint_side import JointRun, load_joint_side
 from plait_bench.peft_baseline import BaselineRun, PeftBaseline
 from plait_bench.progress import part
-from plait_bench.step_costs import (
-    CAPACITIES,
-    backend_figures,
-    capacity_figures,
-    measure_capacities,
-    share_figures,
-    time_backends,
-    time_shares,
-)
 
 GIB = 2**30
 INTERVAL = 0.01  # seconds between two readings of the resident size
@@ -107,17 +96,11 @@ class Options:
     Attributes:
         loss_tolerance: largest difference of a step's loss between both sides, as a share of the job's mean
             loss; beyond it the benchmark fails, because then both sides do not compute the same.
-        capacities: microbatch sizes at which the frozen model and the joint step are measured; none: skipped.
-        capacity_rounds: how often each is measured.
         autocast: whether PEFT's side runs under autocast.
-        kernel_rounds: how often the joint step is measured with each kernel backend; 0: not at all.
     """
 
     loss_tolerance: float = 0.05
-    capacities: tuple[int, ...] = CAPACITIES
-    capacity_rounds: int = 3
     autocast: bool = False
-    kernel_rounds: int = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,23 +125,14 @@ def joint_vs_peft(settings: RunSettings, jobs: Sequence[JobSpec], options: Mappi
     asked = build(Options, options, OPTIONS)
     require_processor(settings)
     with tempfile.TemporaryDirectory() as folder:
-        side, race = run_race(settings, jobs, Path(folder), autocast=asked.autocast)
+        race = run_race(settings, jobs, Path(folder), autocast=asked.autocast)
     differences = loss_differences(race)
     check_agreement(differences, asked.loss_tolerance)
     figures = [*_race_figures(race), *_loss_figures(race, differences, asked.loss_tolerance)]
-    if asked.capacities:
-        base = load_model(settings.model, cache=cache_dir(), device="cpu")
-        points = measure_capacities(side, base, jobs, asked.capacities, asked.capacity_rounds)
-        figures += capacity_figures(points)
-    if asked.kernel_rounds:
-        figures += backend_figures(time_backends(side, jobs, asked.kernel_rounds))
-    figures += share_figures(time_shares(side, jobs))
     return Report("joint_vs_peft", tuple(figures), _assumptions(settings, race, len(jobs)))
 
 
-def run_race(
-    settings: RunSettings, jobs: Sequence[JobSpec], folder: Path, *, autocast: bool = False
-) -> tuple[JointSide, Race]:
+def run_race(settings: RunSettings, jobs: Sequence[JobSpec], folder: Path, *, autocast: bool = False) -> Race:
     """Train every job on both sides, in turns."""
     joint_memory, baseline_memory = Footprint(), Footprint()
     with joint_memory:
@@ -178,7 +152,7 @@ def run_race(
         with baseline_memory:
             runs.append(baseline.train(job, side.split(job), initial[job.name]))
     peaks = joint_memory.peak_bytes, baseline_memory.peak_bytes
-    return side, Race(joint, tuple(runs), *peaks, baseline.describe())
+    return Race(joint, tuple(runs), *peaks, baseline.describe())
 
 
 def loss_differences(race: Race) -> dict[str, list[float]]:

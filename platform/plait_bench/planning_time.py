@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from statistics import median
 from time import perf_counter, process_time, sleep
-from typing import Any
 
 from plait.config.fields import build
 from plait.core.errors import ConfigError
@@ -36,7 +35,6 @@ from plait_bench.lobra import (
     replicas,
 )
 from plait_bench.lobra_plans import plan_figures
-from plait_bench.lorafusion import read_options, scheduler_time
 from plait_bench.progress import part
 
 SOURCE = "LobRA appendix B.2, Table 5 (70B, 4 tasks)"
@@ -208,46 +206,3 @@ def _ahead_figures(profile: ClusterProfile, batches: Int64, rows: Rows, step_sec
 
 def _devices(rows: Rows) -> int:
     return sum(tp * pp * count for tp, pp, count in rows)
-
-
-@dataclass(frozen=True, slots=True)
-class PlannerOptions:
-    """Options of ``planner``.
-
-    Attributes:
-        lobra: those of ``lobra/planning_time``.
-        lorafusion: those of ``lorafusion/scheduler_time``.
-        packing_published: milliseconds by sample.
-    """
-
-    lobra: dict[str, Any]
-    lorafusion: dict[str, Any]
-    packing_published: float
-
-
-@BENCHMARKS.register("planner")
-def planner(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
-    """The figures of the benchmarks of deployment and packing, and milliseconds of packing by sample.
-
-    Raises:
-        ConfigError: a wrong option, or a cluster that is not described.
-    """
-    asked = build(PlannerOptions, options, OPTIONS)
-    read_options(asked.lorafusion)  # so that a mistake there is found before the deployments take their time
-    deployed = planning_time(settings, jobs, asked.lobra)
-    packed = scheduler_time(settings, jobs, asked.lorafusion)
-    figures = [*deployed.figures]
-    for figure in packed.figures:
-        samples = int(figure.name.split()[0])
-        figures.append(replace(figure, name=f"packing, {figure.name}"))
-        figures.append(
-            Figure(
-                f"packing, {figure.name}: each",
-                1000.0 * figure.ours / samples,
-                "ms",
-                "measured",
-                Published(asked.packing_published, "LoRAFusion, figure 21, largest case", sense="at most"),
-                "grouping, packing, merging, ordering and verifying",
-            )
-        )
-    return Report("Planner", tuple(figures), (*deployed.assumptions, *packed.assumptions))

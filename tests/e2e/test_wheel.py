@@ -36,7 +36,7 @@ def test_the_wheel_holds_the_packages_and_the_configuration(wheel: Path) -> None
         "plait/conf/config.yaml",
         "plait/sweeps/quickstart.yaml",
         "plait_bench/register.py",
-        "plait_bench/data/sft_sweep.json",
+        "plait_bench/data/lorafusion_mixed.json",
         "plait_kernels/__init__.py",
         "plait_dashboards/__init__.py",
     ):

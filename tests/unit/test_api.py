@@ -118,7 +118,7 @@ def test_errors_are_raised_in_the_words_of_the_command_line(
 
 
 @pytest.mark.parametrize(
-    ("word", "said"), [("--help", "option"), ("mode=plan", "trains"), ("+sweeps=planner", "trains")]
+    ("word", "said"), [("--help", "option"), ("mode=plan", "trains"), ("+sweeps=tracking_scale", "trains")]
 )
 def test_options_that_train_nothing_are_refused_in_python(
     word: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -17,7 +17,7 @@ from plait_bench.inputs import read_profile
 from plait_bench.lobra import ablation, deployment, fit_by_degree, read_layer_times, time_model
 from plait_bench.lobra_plans import plan_figures
 from plait_bench.mlora import memory_model
-from plait_bench.planning_time import planner, planning_time
+from plait_bench.planning_time import planning_time
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -107,7 +107,6 @@ def test_an_absent_table_is_reported(settings: RunSettings, tmp_path: Path) -> N
         ("lobra/planning_time", planning_time, {"steps": "x"}),
         ("lobra/planning_time", planning_time, {"assumptions": []}),
         ("lobra/planning_time", planning_time, {"devices": {"many": None}}),
-        ("planner", planner, {"typo": 1}),
         ("mlora/memory_model", memory_model, {"shapes": {"none": {"hidden_size": 0}}}),
         ("mlora/memory_model", memory_model, {"held_out": 0}),
     ],

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_bounds import Optimum
 from scipy.optimize import OptimizeResult
 
 from plait.cost.replica import Configuration, ReplicaCost
@@ -19,7 +20,6 @@ from plait.planner.pricing import PRECISIONS, Pricing
 from plait.planning.expected import Expected
 from plait_bench.bucketed import BucketedCost, BucketedPricing
 from plait_bench.exact import exact_deployment
-from plait_bench.plan_bounds import Optimum
 
 
 def _instance(

@@ -1,4 +1,7 @@
-"""Plans a search on a described cluster: devices, replicas and groups, all simulated."""
+"""Plans a search on a described cluster: devices, replicas and groups, all simulated.
+
+A seam: the command only reads its arguments and prints; tests compare plans with brute force.
+"""
 
 from __future__ import annotations
 

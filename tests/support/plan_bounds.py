@@ -10,11 +10,9 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from statistics import median
 
 import numpy as np
 
-from plait.config.fields import build
 from plait.core.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
 from plait.core.plans import GlobalBatch
 from plait.core.settings import PlannerSettings, RunSettings, SearchSettings
@@ -25,30 +23,9 @@ from plait.cost.time import HeadTime, LayerTime, TimeModel
 from plait.planning.described import plan_described
 from plait.planning.expected import Expected, rates_of
 from plait.planning.workload import Workload
-from plait_bench.benchmarks import BENCHMARKS
-from plait_bench.figures import Baseline, Figure, Report
-from plait_bench.inputs import OPTIONS, at_least_one
 
 OBJECTIVES = ("device_seconds", "money", "time")
 Row = tuple[int, ...]  # sequences of each bucket
-NONE = Baseline(0.0, "none", at_most=1.0)
-NEAR = 1e-6  # of the bound and the optimum, for rounding
-
-
-@dataclass(frozen=True, slots=True)
-class BoundsOptions:
-    """Options of ``plan_bounds``.
-
-    Attributes:
-        workloads: how many are drawn.
-        seed: of the first; the next ones follow.
-    """
-
-    workloads: int
-    seed: int
-
-    def __post_init__(self) -> None:
-        at_least_one(self, "workloads")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,39 +39,6 @@ class Outcome:
 
     step: tuple[float, float, float]
     objective: tuple[float, float, float]
-
-
-@BENCHMARKS.register("plan_bounds")
-def plan_bounds(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
-    """How many bounds lie above the optimum, and plans below it; the gaps that are stated and the real ones.
-
-    Raises:
-        ConfigError: a wrong option.
-    """
-    del settings, jobs
-    asked = build(BoundsOptions, options, OPTIONS)
-    outcomes = [compared(seed) for seed in range(asked.seed, asked.seed + asked.workloads)]
-    figures = []
-    for name in ("step", "objective"):
-        rows = [getattr(each, name) for each in outcomes]
-        # A bound above the optimum is a plan outside its stated gap, too.
-        wrong = sum(bound > least * (1 + NEAR) for _, bound, least in rows)
-        impossible = sum(value < least * (1 - NEAR) for value, _, least in rows)
-        stated = [100.0 * (value / bound - 1) for value, bound, _ in rows]
-        real = [100.0 * (value / least - 1) for value, _, least in rows]
-        figures += [
-            Figure(
-                f"{name}: bounds above the optimum, plans outside the stated gap", wrong, "", "computed", NONE
-            ),
-            Figure(f"{name}: plans below the optimum", impossible, "", "computed", NONE),
-            Figure(f"{name}: stated gap, median", median(stated), "%", "computed", note=_most(stated)),
-            Figure(f"{name}: above the optimum, median", median(real), "%", "computed", note=_most(real)),
-        ]
-    return Report(f"Plans of {asked.workloads} random workloads compared with brute force", tuple(figures))
-
-
-def _most(values: Sequence[float]) -> str:
-    return f"at most {max(values):.2f} %"
 
 
 def compared(seed: int) -> Outcome:
