@@ -108,7 +108,7 @@ VERBS = words(
     """
 )
 FLAGS = {
-    "plan": words("--json --devices=1,x --devices=nan --timeline=missing/x.html --timeline=x.nonsense"),
+    "plan": words("--json --devices=1,x --devices=nan --timeline=missing/x.json --timeline=x.nonsense"),
     "data": words("--json"),
     "bench": words("--json --details --papers=x"),
     "profile": words("--json --without-weights"),

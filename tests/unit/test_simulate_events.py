@@ -22,7 +22,7 @@ from plait.simulate.events import (
 )
 from plait.simulate.orders import BackwardFirst, GPipe
 from plait.simulate.report import measure, most_held
-from plait.simulate.timeline import chrome_trace, timeline_figure
+from plait.simulate.timeline import chrome_trace
 from plait_bench.lorafusion import imbalance_floor
 
 
@@ -200,23 +200,3 @@ def test_the_timeline_is_a_chrome_trace() -> None:
     assert names == {"replica 0", "stage 0", "stage 1"}
     named = {(event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"}
     assert {(event["pid"], event["tid"]) for event in events} == named == {(1, 1), (1, 2)}
-
-
-def test_the_figure_has_a_row_for_each_stage_and_a_colour_for_each_job() -> None:
-    works = [work(f"j{place % 10}", place // 10) for place in range(40)]
-    pipelines = {0: equal(works, 2, OneFOneB([40])), 1: equal([Work(), work("j0", 4)], 1, OneFOneB([2]))}
-    figure = timeline_figure(simulate(pipelines), pipelines, title="made up")
-    rows = figure.layout.yaxis.categoryarray
-    assert rows == (*(f"replica {r}, stage {s}" for r, s in ((1, 0), (0, 1), (0, 0))), "optimiser steps")
-    bars = [trace for trace in figure.data if trace.type == "bar"]
-    named = {trace.name: trace.marker.color for trace in bars if trace.showlegend}
-    assert sorted(named) == [f"j{n}" for n in range(10)]
-    assert len(set(named.values())) == 10
-    light = {trace.marker.color for trace in bars if not trace.showlegend}
-    assert len(light) == 10
-    assert light.isdisjoint(named.values())
-    drawn = sum(len(trace.x) for trace in bars)
-    assert drawn == 2 * 2 * 40 + 2  # the no-op is not drawn
-    ticks = [trace for trace in figure.data if trace.type == "scatter"]
-    assert sum(len(trace.x) for trace in ticks) == 41
-    assert 0 < figure.layout.xaxis.range[1] < simulate(pipelines).makespan

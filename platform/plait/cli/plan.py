@@ -33,7 +33,7 @@ from plait.search.points import too_few_points
 from plait.search.study import suggest_jobs
 from plait.search.trials import SearchCommand
 from plait.simulate.forecast import Forecast
-from plait.simulate.timeline import chrome_trace, timeline_figure
+from plait.simulate.timeline import chrome_trace
 from plait.terminal.console import wide_console
 from plait.utils.files import disk_errors
 from plait.utils.progress import say
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 JSON = "--json"
 TIMELINE = "--timeline"
 DEVICES = "--devices"
-KINDS = (".html", ".json")  # of timelines: a figure, and a trace for Perfetto or chrome://tracing
 MOST_DEVICES = 1_024  # of a kind, that a plan is asked for: it simulates every replica
 MOST_TRIALS = 10_000  # that are planned: each takes some 40 ms
 MANY_TRIALS = 200  # of which a line says that they take a while
@@ -59,18 +58,18 @@ def run_plan(command: SearchCommand, flags: Mapping[str, str]) -> int:
         InputError: anything wrong with it, as in `plait sweep`.
     """
     timeline = Path(flags[TIMELINE]) if TIMELINE in flags else None
-    if timeline is not None and timeline.suffix not in KINDS:
+    if timeline is not None and timeline.suffix != ".json":
         raise ConfigError(
             f"{TIMELINE} {flags[TIMELINE]}",
-            f"The file name must end in one of {choices(KINDS)}.",
-            f"For example {TIMELINE} run.html.",
+            "The file is a trace for Perfetto, and its name must end in .json.",
+            f"For example {TIMELINE} run.json.",
         )
     waves: list[Forecast] = []
     outlook = plan_search(command, devices=flags.get(DEVICES), on_wave=waves.append)
     if few := too_few_points(command.settings.search, command.space):
         say(few)
     if timeline is not None:
-        write_timeline(timeline, outlook.cluster, waves)
+        write_timeline(timeline, waves)
     if JSON in flags:
         print(json.dumps(outlook.mapping(), indent=2))
         return EXIT_DONE
@@ -78,8 +77,8 @@ def run_plan(command: SearchCommand, flags: Mapping[str, str]) -> int:
     return EXIT_DONE
 
 
-def write_timeline(path: Path, cluster: str, waves: Sequence[Forecast]) -> None:
-    """Write the first wave's simulated run as a trace (.json) or a figure (.html).
+def write_timeline(path: Path, waves: Sequence[Forecast]) -> None:
+    """Write the first wave's simulated run as a trace.
 
     Raises:
         ConfigError: nothing was simulated.
@@ -91,12 +90,7 @@ def write_timeline(path: Path, cluster: str, waves: Sequence[Forecast]) -> None:
             "Only the plan for a described cluster is simulated.",
             "Choose one with cluster=NAME.",
         )
-    run, pipelines = waves[0].run, waves[0].pipelines
-    if path.suffix == ".json":
-        text = chrome_trace(run, pipelines)
-    else:
-        figure = timeline_figure(run, pipelines, title=f"{cluster}, wave 1 of {len(waves)}")
-        text = figure.to_html(include_plotlyjs=True, config={"scrollZoom": True, "responsive": True})
+    text = chrome_trace(waves[0].run, waves[0].pipelines)
     with disk_errors(path, "The timeline cannot be written there."):
         path.write_text(text, encoding="utf-8")
 

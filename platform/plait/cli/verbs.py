@@ -98,13 +98,12 @@ same arguments as `plait sweep` and reports the same errors. For times on this m
   --devices 1,2,4,8       seconds, device-seconds and money on each number of its devices;
                           of several kinds: A100:4,A100:4+A10:8
   --json                  the plan as JSON
-  --timeline FILE         write the simulated run as a figure (.html) or as a trace for
-                          Perfetto (.json)
+  --timeline FILE.json    write the simulated run as a trace for Perfetto
 {_HYDRA}
 Examples
   plait plan                                  the default search
   plait plan adapter.rank=8,16,32 search.trials=64
-  plait plan cluster=h100_llama31_8b --timeline run.html
+  plait plan cluster=h100_llama31_8b --timeline run.json
   plait plan cluster=a100_40g_llama2_7b --devices 1,2,4,8 cluster.price_per_device_hour=1.5
 """,
     ),
