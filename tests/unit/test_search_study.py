@@ -334,8 +334,8 @@ def test_a_study_that_plait_did_not_make() -> None:
 
 def test_an_option_that_the_sampler_does_not_have() -> None:
     with pytest.raises(SearchError, match="sampler_options"):
-        make_sampler(SearchSettings(sampler_options={"temperature": 1}), space_of(*MIXED), 0)
-    make_sampler(SearchSettings(sampler_options={"n_startup_trials": 2}), space_of(*MIXED), 0)
+        make_sampler(SearchSettings(sampler_options={"temperature": 1}), 0)
+    make_sampler(SearchSettings(sampler_options={"n_startup_trials": 2}), 0)
 
 
 # ---- storage -----------------------------------------------------------------------------------------------
@@ -532,7 +532,7 @@ def test_a_suggestion_interrupted_by_a_kill_gets_the_same_values(tmp_path: Path)
     cut, storage = opened("cut")
     assert cut.ask() == expected[0]
     study = optuna.load_study(study_name="s", storage=storage)
-    study.sampler = make_sampler(SearchSettings(sampler="random"), space_of(*MIXED), 1)
+    study.sampler = make_sampler(SearchSettings(sampler="random"), 1)
     half = study.ask()
     half._suggest("adapter.rank", distributions(space_of(*MIXED))["adapter.rank"])
     again, _ = opened("cut")

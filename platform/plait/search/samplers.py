@@ -78,7 +78,7 @@ def of_optuna(name: str, **defaults: Any) -> Callable[..., BaseSampler]:
 
 SAMPLERS.add("tpe", Sampler(of_optuna("TPESampler"), learns_from_earlier=True))
 SAMPLERS.add("random", Sampler(of_optuna("RandomSampler")))
-# No combination is suggested twice (``suggest.Untried``), so a random sampler goes through all of them.
+# No combination is suggested twice (``suggest.Suggester``), so a random sampler goes through all of them.
 SAMPLERS.add("grid", Sampler(of_optuna("RandomSampler"), finite=True))
 SAMPLERS.add(
     "cmaes",

@@ -213,7 +213,7 @@ class StudyTrials:
             return self._take(self.shared.trials()[first.number])
         if not new or (not waiting and len(trials) >= total_of(trials, self._settings, self._space)):
             return None
-        number = self._suggester.begin(trials, waiting[0].number if waiting else len(trials))
+        number = self._suggester.begin()
         return self._take(self.shared.trials()[number])
 
     def _priority(self, item: FrozenTrial) -> int:

@@ -1,5 +1,9 @@
 """Suggests the values of a trial, with Optuna's sampler seeded so that a resumed search suggests the same,
-and called again if another trial has the same combination."""
+and called again if another trial has the same combination.
+
+A trial begins without values; they are suggested afterwards, so that one whose process was killed in between
+is completed in the same way.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ import itertools
 import math
 import random
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -97,34 +101,17 @@ def derived_seed(seed: int, number: int, attempt: int = 0) -> int:
 
 
 def make_sampler(
-    settings: SearchSettings,
-    space: Space,
-    number: int,
-    earlier: Sequence[FrozenTrial] = (),
-    *,
-    tried: frozenset[Point] = frozenset(),
-    given: Values | None = None,
+    settings: SearchSettings, number: int, earlier: Sequence[FrozenTrial] = (), attempt: int = 0
 ) -> BaseSampler:
     """The sampler for one trial.
 
     Args:
         earlier: trials of an earlier study, for a sampler that takes them as an argument.
-        tried: points not to be suggested.
-        given: values of the trial that are already written.
+        attempt: how often a sampler was asked for this trial before.
 
     Raises:
         SearchError: the sampler does not accept an option.
     """
-
-    def make(attempt: int) -> BaseSampler:
-        return _sampler(settings, number, earlier, attempt)
-
-    return Untried(make, space, tried, given or {}, derived_seed(settings.seed, number, ATTEMPTS))
-
-
-def _sampler(
-    settings: SearchSettings, number: int, earlier: Sequence[FrozenTrial], attempt: int
-) -> BaseSampler:
     chance = derived_seed(settings.seed, number, attempt)
     registered = SAMPLERS.get(settings.sampler)
     options: dict[str, Any] = {"seed": settings.seed if registered.one_sequence else chance}
@@ -150,10 +137,11 @@ def check_options(settings: SearchSettings, space: Space) -> None:
     if not settings.sampler_options:
         return
     directions = [StudyDirection[each.direction.upper()] for each in settings.objectives]
-    study = optuna.create_study(directions=directions, sampler=make_sampler(settings, space, 0))
+    study = optuna.create_study(directions=directions)
+    suggester = Suggester(study, settings, space)
+    suggester.begin()
     try:
-        with one_torch_thread(settings.sampler):
-            study.ask(distributions(space))
+        suggester.complete(study.get_trials(deepcopy=False))
     except (TypeError, ValueError) as error:
         raise _not_taken(settings, error) from error
 
@@ -164,115 +152,6 @@ def _not_taken(settings: SearchSettings, error: Exception) -> SearchError:
         f"The {settings.sampler} sampler does not take them: {error}",
         "Correct them, or leave them out.",
     )
-
-
-class Untried(BaseSampler):
-    """Calls the sampler again if another trial has the same combination, and finally chooses an untried one.
-
-    Training is deterministic, so the same combination would give the same adapter. If no untried one is left
-    because an enqueued trial fixes some values, the first suggestion is used.
-
-    Args:
-        make: makes the sampler, given the number of earlier attempts, which changes its random numbers.
-        tried: points not to be suggested.
-        given: values of the trial that are already written.
-        seed: seed of the choice without the sampler.
-    """
-
-    def __init__(
-        self,
-        make: Callable[[int], BaseSampler],
-        space: Space,
-        tried: frozenset[Point],
-        given: Values,
-        seed: int,
-    ) -> None:
-        self._make = make
-        self._sampler = make(0)
-        self._space = space
-        self._distributions = distributions(space)
-        self._tried = tried
-        self._given = given
-        self._seed = seed
-
-    def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> Distributions:
-        """All keys that are not enqueued with the trial, because only a whole point can be new or not."""
-        del study
-        fixed = trial.system_attrs.get("fixed_params", {})
-        return {
-            key: distribution
-            for key, distribution in self._distributions.items()
-            if key not in fixed and not distribution.single()
-        }
-
-    def sample_relative(
-        self, study: Study, trial: FrozenTrial, search_space: Distributions
-    ) -> dict[str, Any]:
-        """An untried point."""
-        if not search_space:
-            return {}  # every value is given
-        fixed = {
-            dimension.name: dimension.domain.at(0)
-            for dimension in self._space.dimensions
-            if dimension.domain.count == 1
-        }
-        fixed |= trial.system_attrs.get("fixed_params", {}) | dict(self._given)
-        first: dict[str, Any] = {}
-        for attempt in range(ATTEMPTS):
-            sampler = self._make(attempt) if attempt else self._sampler
-            suggested = self._ask(sampler, study, trial, search_space)
-            if self._space.point(suggested | fixed) not in self._tried:
-                return suggested
-            first = first or suggested
-        return first | self._choose(fixed)
-
-    def _ask(
-        self, sampler: BaseSampler, study: Study, trial: FrozenTrial, search_space: Distributions
-    ) -> dict[str, Any]:
-        """Call a sampler as Optuna does: for the values that it suggests together, then for the others one by
-        one."""
-        together = sampler.infer_relative_search_space(study, trial)
-        values = sampler.sample_relative(study, trial, together)
-        now = study._storage.get_trial(trial._trial_id)  # with the attributes that the sampler stored
-        return {
-            key: values[key] if key in values else sampler.sample_independent(study, now, key, distribution)
-            for key, distribution in search_space.items()
-        }
-
-    def _choose(self, fixed: Values) -> dict[str, Value]:
-        """One of the untried combinations with these values, all equally likely; {} if none is left, or they
-        cannot be counted."""
-        if self._space.size is None:
-            return {}
-        free = [each for each in self._space.dimensions if each.name not in fixed]
-        counts = [each.domain.count or 1 for each in free]
-        chance = random.Random(self._seed)
-
-        def untried(places: Sequence[int]) -> dict[str, Value] | None:
-            values = {each.name: each.domain.at(at) for each, at in zip(free, places, strict=True)}
-            return None if self._space.point(values | dict(fixed)) in self._tried else values
-
-        if math.prod(counts) <= LISTED:
-            left = [found for each in itertools.product(*map(range, counts)) if (found := untried(each))]
-            return chance.choice(left) if left else {}
-        attempts = ([chance.randrange(count) for count in counts] for _ in range(LISTED))
-        return next((found for each in attempts if (found := untried(each))), {})
-
-    def sample_independent(
-        self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
-    ) -> Any:
-        """As the sampler."""
-        return self._sampler.sample_independent(study, trial, param_name, param_distribution)
-
-    def before_trial(self, study: Study, trial: FrozenTrial) -> None:
-        """As the sampler."""
-        self._sampler.before_trial(study, trial)
-
-    def after_trial(
-        self, study: Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None
-    ) -> None:
-        """As the sampler."""
-        self._sampler.after_trial(study, trial, state, values)
 
 
 class Suggester:
@@ -291,27 +170,16 @@ class Suggester:
         self._distributions = distributions(space)
         self._earlier = earlier
 
-    def begin(self, trials: Sequence[FrozenTrial], number: int) -> int:
-        """Begin the queued trial that Optuna takes next, or a new one, which will have the number ``number``.
-
-        Its values are suggested by :meth:`complete`, in a separate study, if the sampler learns from an
-        earlier study or must not learn from all trials of this one.
-        """
-        if self._earlier or any(map(outside_of, trials)):
-            self._study.sampler = optuna.samplers.RandomSampler()
-            return self._study.ask().number
-        tried = tried_points(trials, self._space)
-        self._study.sampler = make_sampler(self._settings, self._space, number, tried=tried)
-        with one_torch_thread(self._settings.sampler):
-            return self._study.ask(self._distributions).number
+    def begin(self) -> int:
+        """Begin the queued trial that Optuna takes next, or a new one, and return its number; its values are
+        suggested by :meth:`complete`."""
+        self._study.sampler = optuna.samplers.RandomSampler()  # is asked for nothing
+        return self._study.ask().number
 
     def complete(self, trials: Sequence[FrozenTrial]) -> bool:
-        """Suggest the missing values of RUNNING trials; return whether any were missing.
-
-        A trial lacks values if its process was killed before they were written, if it precedes other queued
-        trials, or if they are suggested in a separate study. Keys with settings outside the search space get
-        no other values.
-        """
+        """Suggest the missing values of RUNNING trials, which have just begun, or whose process was killed
+        before all were written; return whether any were missing. Keys with settings outside the search space
+        get no other values."""
         names = self._distributions.keys()
         running = (item for item in trials if item.state == TrialState.RUNNING)
         cut = [item for item in running if names - outside_of(item).keys() - item.params.keys()]
@@ -320,44 +188,120 @@ class Suggester:
         return bool(cut)
 
     def _complete(self, item: FrozenTrial) -> None:
-        """Suggest in a separate study with the earlier trials and those before this one, because a sampler
-        suggests all values of a trial at once. No point of another trial is suggested, not even of a later
-        one. Trials with settings outside the search space are left out, because they say nothing about its
-        values."""
-        storage, outside = self._study._storage, outside_of(item)
-        keys = {key: each for key, each in self._distributions.items() if key not in outside}
-        space = Space(tuple(each for each in self._space.dimensions if each.name in keys))
-        trials = self._study.get_trials(deepcopy=False)
+        trials, outside = self._study.get_trials(deepcopy=False), outside_of(item)
+        dimensions = tuple(each for each in self._space.dimensions if each.name not in outside)
+        others = [] if outside else [other for other in trials if other.number != item.number]
+        enqueued = item.system_attrs.get("fixed_params", {})
+        point = _OpenPoint(Space(dimensions), enqueued, item.params, tried_points(others, self._space))
+        if self._earlier or any(map(outside_of, trials)):
+            values = self._suggest_apart(item, trials, point)
+        else:
+            values = self._suggest(self._study, item, item.number, point)
+        for dimension in dimensions:
+            if (key := dimension.name) not in item.params:
+                distribution = self._distributions[key]
+                value = distribution.to_internal_repr(values[key])
+                self._study._storage.set_trial_param(item._trial_id, key, value, distribution)
+
+    def _suggest(self, study: Study, item: FrozenTrial, number: int, point: _OpenPoint) -> Values:
+        """The values of trial ``number``, which is ``item`` in ``study``.
+
+        The sampler is called again if another trial has the same combination, since training is
+        deterministic and would give the same adapter; finally an untried one is chosen. If none is left,
+        because an enqueued trial fixes some values, the first suggestion is used.
+        """
+        keys = {key: self._distributions[key] for key in point.asked}
+        first: dict[str, Any] = {}
+        for attempt in range(ATTEMPTS if keys else 0):
+            study.sampler = make_sampler(self._settings, number, self._earlier, attempt)
+            with one_torch_thread(self._settings.sampler):
+                suggested = _ask(study, item, keys)
+            if not point.is_tried(suggested):
+                return suggested | point.known
+            first = first or suggested
+        chance = random.Random(derived_seed(self._settings.seed, number, ATTEMPTS))
+        return first | point.untried(chance) | point.known
+
+    def _suggest_apart(self, item: FrozenTrial, trials: Sequence[FrozenTrial], point: _OpenPoint) -> Values:
+        """The same in a separate study, with the earlier trials and those before this one, but none that has
+        settings outside the search space, because these say nothing about its values."""
         before = [
             other
             for other in trials[: item.number]
             if other.state != TrialState.WAITING and not outside_of(other)
         ]
-        known = [*self._earlier, *before]
-        others = [] if outside else [other for other in trials if other.number != item.number]
-        tried = tried_points(others, self._space)
-        sampler = make_sampler(
-            self._settings, space, item.number, self._earlier, tried=tried, given=item.params
-        )
-        separate = optuna.create_study(directions=self._study.directions, sampler=sampler)
-        separate.add_trials(known)
-        if (fixed := item.system_attrs.get("fixed_params")) is not None:
-            separate.enqueue_trial(fixed)
+        separate = optuna.create_study(directions=self._study.directions)
+        separate.add_trials([*self._earlier, *before])
         numbered = SAMPLERS.get(self._settings.sampler).one_sequence  # in attributes of the study
         if numbered:
             _copy_attributes(self._study, separate)
-        with one_torch_thread(self._settings.sampler):
-            separate.ask(keys)
+        separate.ask()
+        values = self._suggest(separate, separate.get_trials(deepcopy=False)[-1], item.number, point)
         if numbered:
             _copy_attributes(separate, self._study)
-        found = separate.get_trials(deepcopy=False)[-1]
-        for key, value in found.system_attrs.items():
+        for key, value in separate.get_trials(deepcopy=False)[-1].system_attrs.items():
             if key not in item.system_attrs:
-                storage.set_trial_system_attr(item._trial_id, key, value)
-        for key, distribution in keys.items():
-            if key not in item.params:
-                value = distribution.to_internal_repr(found.params[key])
-                storage.set_trial_param(item._trial_id, key, value, distribution)
+                self._study._storage.set_trial_system_attr(item._trial_id, key, value)
+        return values
+
+
+class _OpenPoint:
+    """A point of which some values are known.
+
+    Args:
+        enqueued: values that the user gave.
+        written: values that were suggested before the trial's process was killed.
+        tried: points not to be suggested.
+
+    Attributes:
+        known: all these, and those of keys with one value only.
+        asked: names of the keys that the sampler is asked for: those that are written, too, so that the
+            others come out as they did.
+    """
+
+    def __init__(self, space: Space, enqueued: Values, written: Values, tried: frozenset[Point]) -> None:
+        self._space = space
+        self._tried = tried
+        given = {each.name: each.domain.at(0) for each in space.dimensions if each.domain.count == 1}
+        given |= enqueued
+        self.asked = [each.name for each in space.dimensions if each.name not in given]
+        self.known = given | dict(written)
+        self._open = [each for each in space.dimensions if each.name not in self.known]
+
+    def is_tried(self, values: Values) -> bool:
+        """Whether another trial has these values, and the known ones."""
+        return self._space.point(dict(values) | self.known) in self._tried
+
+    def untried(self, chance: random.Random) -> dict[str, Value]:
+        """One of the untried combinations, all equally likely; {} if none is left, or they cannot be
+        counted."""
+        if self._space.size is None:
+            return {}
+        counts = [each.domain.count or 1 for each in self._open]
+
+        def found(places: Sequence[int]) -> dict[str, Value] | None:
+            values = {each.name: each.domain.at(at) for each, at in zip(self._open, places, strict=True)}
+            return None if self.is_tried(values) else values
+
+        if math.prod(counts) <= LISTED:
+            left = [values for each in itertools.product(*map(range, counts)) if (values := found(each))]
+            return chance.choice(left) if left else {}
+        attempts = ([chance.randrange(count) for count in counts] for _ in range(LISTED))
+        return next((values for each in attempts if (values := found(each))), {})
+
+
+def _ask(study: Study, item: FrozenTrial, keys: Distributions) -> dict[str, Any]:
+    """Call a study's sampler as Optuna does: for the values that it suggests together, then for the others
+    one by one."""
+    sampler = study.sampler
+    sampler.before_trial(study, item)
+    together = sampler.infer_relative_search_space(study, item)
+    values = sampler.sample_relative(study, item, together)
+    now = study._storage.get_trial(item._trial_id)  # with the attributes that the sampler stored
+    return {
+        key: values[key] if key in values else sampler.sample_independent(study, now, key, distribution)
+        for key, distribution in keys.items()
+    }
 
 
 def _copy_attributes(source: Study, target: Study) -> None:
