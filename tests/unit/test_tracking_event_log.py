@@ -27,7 +27,6 @@ from plait.tracking.records import (
     LogFolder,
     LogPoints,
     LogText,
-    NewestStep,
     OpenRun,
     SetStatus,
     SetTags,
@@ -61,7 +60,6 @@ lines: st.SearchStrategy[Line] = st.one_of(
     st.builds(LogFolder, st.text(), st.text(), st.text()),
     st.builds(SetStatus, st.text(), st.text(), st.integers(0)),
     st.builds(Written, st.text(), st.dictionaries(st.text(), st.integers(0))),
-    st.builds(NewestStep, st.text(), st.integers(0), st.integers(0), st.dictionaries(st.text(), numbers)),
     st.just(HEAD),
 )
 
@@ -379,19 +377,14 @@ def test_a_log_is_behind_until_the_store_has_the_last_record_that_ended_processe
     log.close()
 
 
-def test_adopting_a_log_keeps_the_newer_step_of_each_run(tmp_path: Path) -> None:
+def test_adopting_a_log_whose_points_were_sent_keeps_the_newest_of_the_searchs_run(tmp_path: Path) -> None:
     mine, other = open_event_log(tmp_path, HEAD), open_event_log(tmp_path, HEAD)
-    for log, newest in ((mine, {"a": 5, "b": 2}), (other, {"a": 4, "b": 3, "c": 1})):
-        for run, step in newest.items():
-            log.keep_newest(run, step, {TRAIN_LOSS: float(step)})
+    for log, step in ((mine, 2), (other, 3)):
+        log.append(point(HEAD.parent, step))
+        send(log, 1)
     other.close()
     mine.adopt_ended()
-    for _ in range(2):
-        kept = {run: mine.newest(run) for run in "abc"}
-        found = {run: (each.step, each.values[TRAIN_LOSS]) for run, each in kept.items() if each is not None}
-        assert found == {"a": (5, 5.0), "b": (3, 3.0), "c": (1, 1.0)}
-        mine.close()
-        mine = open_event_log(tmp_path, HEAD)  # of a later process
+    assert mine.newest == point(HEAD.parent, 3)
     mine.close()
 
 
@@ -533,30 +526,23 @@ def test_killed_at_any_moment_every_point_is_written_once(
 def search_run(log: EventLog, board: Leaderboard, points: int = 100) -> SearchRun:
     """The search's run in a process that resumes the search."""
     clock = SearchClock(lambda: 0.0)
-    if (newest := log.newest(HEAD.parent)) is not None:
-        clock.follow(newest)
+    if log.newest is not None:
+        clock.follow(log.newest)
     return SearchRun(log, board, clock, points)
 
 
-@pytest.mark.parametrize("committed", [False, True])
-def test_the_searchs_own_curves_continue_after_the_last_point_of_a_killed_process(
-    tmp_path: Path, committed: bool
-) -> None:
-    """A step that thinning left out is known if it was committed."""
+def test_the_searchs_own_curves_continue_after_the_last_point_of_a_killed_process(tmp_path: Path) -> None:
     for _ in range(2):
         log = open_event_log(tmp_path, HEAD)
         run = search_run(log, Leaderboard("minimize", 1), points=4)
         for _ in range(3):
             run.write_point({"group/jobs": 1.0})
-        if committed:
-            run.keep_newest()
         log.close()
     log = open_event_log(tmp_path, HEAD)
     steps = [item.step for item in log.peek(99) if isinstance(item, LogPoints)]
     assert steps == [1, 2, 4]
-    newest = log.newest(HEAD.parent)
-    assert newest is not None
-    assert newest.step == (6 if committed else 4)
+    assert log.newest is not None
+    assert log.newest.step == 4
     log.close()
 
 

@@ -26,7 +26,6 @@ from plait.tracking.records import (
     Line,
     LogPoints,
     LogText,
-    NewestStep,
     Record,
     SetStatus,
     SetTags,
@@ -61,6 +60,7 @@ class EventLog:
         head: the first line, which an empty log gets.
         now: milliseconds since 1970; stamps what is appended.
         shared: whether other processes of this host also worked on the search.
+        newest: the last point of the search's own run that is known.
 
     Raises:
         StorageError: from every method that writes, if the disk is full or fails; earlier records are kept.
@@ -74,7 +74,7 @@ class EventLog:
         self._log = log
         self._lock = threading.Lock()  # guards the end of the log, and the counts
         self._steps: dict[str, dict[str, int]] = {}  # the last written step of each metric, by run
-        self._newest: dict[str, NewestStep] = {}  # by run
+        self.newest: LogPoints | None = None
         self._device_seconds: dict[str, float] = {}  # the most that is recorded, by run
         self._committing = threading.Lock()  # held during a commit: when it is free, all is on the disk
         self._texts: set[Path] = set()  # files of texts that are not on the disk yet; below the first lock
@@ -137,21 +137,6 @@ class EventLog:
             self.append(LogPoints(run, step, self.now(), kept, late))
         if len(kept) < len(values):
             self.tags(run, {names.TAG_DIVERGED: f"step {step}: {not_finite(values)}"})
-
-    def keep_newest(self, run: str, step: int, values: Mapping[str, float]) -> None:
-        """Keep a step that is not written; :meth:`write_newest` writes it, even in a later process."""
-        before = self._newest.get(run)
-        if before is None or before.step != step:
-            self._write(NewestStep(run, step, self.now(), finite(values)))
-
-    def newest(self, run: str) -> NewestStep | None:
-        """The newest step that was kept for a run or, of the search's own, written."""
-        return self._newest.get(run)
-
-    def write_newest(self, run: str) -> None:
-        """Append the step that was kept for a run, unless a later one was written since."""
-        if (kept := self._newest.get(run)) is not None:
-            self.append(LogPoints(run, kept.step, kept.time_ms, kept.values))
 
     def tags(self, run: str, tags: Mapping[str, str]) -> None:
         """Append tags of a run."""
@@ -234,17 +219,17 @@ class EventLog:
                 steps = self._steps.setdefault(line.run, {})
                 for key in line.values:
                     steps[f"{key}{LATE}" if line.late else key] = line.step
-                newest = self._newest.get(line.run)
-                if line.run == self.head.parent and (newest is None or line.step > newest.step):
-                    self._newest[line.run] = NewestStep(line.run, line.step, line.time_ms, line.values)
+                if line.run == self.head.parent:
+                    self._follow(line)
             case Written():
                 self._count(line.run, line.device_seconds)
                 steps = self._steps.setdefault(line.run, {})
                 for key, step in line.steps.items():
                     steps[key] = max(step, steps.get(key, step))
-            case NewestStep():
-                self._count(line.run, line.values.get(names.DEVICE_SECONDS, 0.0))
-                self._newest[line.run] = line
+
+    def _follow(self, point: LogPoints) -> None:
+        if self.newest is None or point.step > self.newest.step:
+            self.newest = point
 
     def _count(self, run: str, device_seconds: float) -> None:
         self._device_seconds[run] = max(self.device_seconds(run), device_seconds)
@@ -319,9 +304,8 @@ class EventLog:
                 self._inherited = self._waiting
         for run, steps in other._steps.items():
             self._write(Written(run, steps, other.device_seconds(run)))
-        for run, newest in other._newest.items():
-            if run not in self._newest or newest.step > self._newest[run].step:
-                self._write(newest)
+        if other.newest is not None:
+            self._follow(other.newest)
         self.commit()
         other.remove()
 

@@ -30,7 +30,6 @@ from plait.tracking.records import (
     LogFolder,
     LogPoints,
     LogText,
-    NewestStep,
     OpenRun,
     SetStatus,
     UseData,
@@ -299,17 +298,17 @@ class StoreSender:
         return kept
 
 
-NO_POINT = NewestStep("", 0, 0, {})
+NO_POINT = LogPoints("", 0, 0, {})
 
 
-def newest_point(run: Run) -> NewestStep:
+def newest_point(run: Run) -> LogPoints:
     """The last point of a search's own curves in its run, as it was read."""
     # Only the protobuf message has the steps of the newest points, without reading whole histories.
     points = (each for each in run.data.to_proto().metrics if each.key == names.SEARCH_SECONDS)
     last = next(points, None)
     if last is None:
         return NO_POINT
-    return NewestStep(run.info.run_id, int(last.step), last.timestamp, dict(run.data.metrics))
+    return LogPoints(run.info.run_id, int(last.step), last.timestamp, dict(run.data.metrics))
 
 
 def last_steps(run: Run) -> dict[str, int]:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-VERSION = 4  # of the lines
+VERSION = 5  # of the lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,25 +122,11 @@ class Written:
     device_seconds: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class NewestStep:
-    """The newest step of a run at a commit, if its curve leaves it out; not sent. A job's becomes a point if
-    the job ends without further training, as when its process is killed and the job is cancelled. The
-    search's own says where the next process continues its curves.
-    """
-
-    run: str
-    step: int
-    time_ms: int
-    values: Mapping[str, float]
-
-
 Record = OpenRun | UseData | LogPoints | SetTags | LogText | LogFolder | SetStatus
-Line = Head | Written | NewestStep | Record
+Line = Head | Written | Record
 KINDS: Mapping[str, type[Line]] = {
     "log": Head,
     "written": Written,
-    "newest": NewestStep,
     "open": OpenRun,
     "data": UseData,
     "points": LogPoints,

@@ -30,7 +30,7 @@ from plait.tracking.mlflow_store import (
     newest_point,
     stored_leaderboard,
 )
-from plait.tracking.records import LogPoints, NewestStep, run_reference
+from plait.tracking.records import LogPoints, run_reference
 from plait.tracking.ui import page_settings
 from plait.tracking.values import finite, grown_stride, is_kept
 from plait.tracking.writer import BATCH, RefusedError, describe_refused, gather
@@ -77,7 +77,7 @@ class FoundRun:
 
     run_id: str
     made: bool = False
-    newest: NewestStep = NO_POINT
+    newest: LogPoints = NO_POINT
     jobs: Sequence[JobRecord] = ()
     notices: Sequence[str] = ()
     away: AwayError | None = None
@@ -206,7 +206,7 @@ class SearchClock:
         """Wall-clock seconds of the search, including those of earlier processes."""
         return self._before + self._rising() - self._started
 
-    def follow(self, point: NewestStep) -> None:
+    def follow(self, point: LogPoints) -> None:
         """Continue after a point, unless a later one is known: time and sums only increase."""
         self._step = max(self._step, point.step)
         self._before += max(point.values.get(names.SEARCH_SECONDS, 0.0) - self.seconds, 0.0)
@@ -243,8 +243,6 @@ class SearchRun:
         self._most = most
         self._next = 0.0  # time at which the leaderboard is written again
         self._tables = [*([names.PARETO_FILE] if board.others else []), names.LEADERBOARD_FILE]
-        # The last point, if it was not written: its step, seconds and values apart from the search's.
-        self._left_out: tuple[int, float, Mapping[str, float]] | None = None
         self._wrote = False  # whether this process wrote the curves the last time
 
     def write_point(self, more: Mapping[str, float]) -> None:
@@ -255,20 +253,11 @@ class SearchRun:
             return
         if not wrote:
             self._log.adopt_ended()  # which may have points that the store does not have yet
-        if (newest := self._log.newest(self._key)) is not None:
-            self.clock.follow(newest)
+        if self._log.newest is not None:
+            self.clock.follow(self._log.newest)
         step, seconds = self.clock.next()
         if not more or is_kept(step, grown_stride(step, self._most)):
             self._log.points(self._key, step, self._values(more, seconds))
-            self._left_out = None
-        else:
-            self._left_out = step, seconds, more
-
-    def keep_newest(self) -> None:
-        """Keep the last point for the next process, if it was not written."""
-        if self._left_out is not None:
-            step, seconds, more = self._left_out
-            self._log.keep_newest(self._key, step, self._values(more, seconds))
 
     def _values(self, more: Mapping[str, float], seconds: float) -> dict[str, float]:
         """The values of a point. They are read off all jobs, so only of a point that is written."""

@@ -193,7 +193,7 @@ class Tracker:
         self._ids[head.parent] = self._connection.run_id = found.run_id
         log = open_event_log(folder, head, self._now)
         clock = SearchClock(self._rising, writes=False)
-        for point in (found.newest, log.newest(head.parent)):
+        for point in (found.newest, log.newest):
             if point is not None:
                 clock.follow(point)
         run = SearchRun(log, self.board, clock, self._settings.points)
@@ -425,7 +425,6 @@ class Tracker:
         if result.state.ended:
             self._curves.pop(job, None)
         if result.completion_seconds is None:  # it did not train here
-            log.write_newest(job)
             record.step = max(record.step, log.last_step(job, names.TRAIN_LOSS) or 0)
         elif result.state.ended:  # if interrupted, the next step includes the rest
             log.points(job, result.step, {names.COMPLETION_SECONDS: result.completion_seconds})
@@ -477,14 +476,8 @@ class Tracker:
     def commit(self) -> None:
         """Wait until everything recorded so far is on the disk. After a crash it is sent, and steps that are
         trained again from a later checkpoint are not sent twice."""
-        if self._started is None:
-            return
-        log = self._started.log
-        for job, curve in self._curves.items():
-            if (event := curve.left_out) is not None:
-                log.keep_newest(job, event.step, step_values(event))
-        self._started.run.keep_newest()
-        log.commit()
+        if self._started is not None:
+            self._started.log.commit()
 
     def flush(self) -> None:
         """Wait until the store has everything.
