@@ -77,10 +77,7 @@ def test_a_patient_pruner_may_wrap_no_other() -> None:
     assert pruner.prune(study, study.get_trials()[0])
 
 
-def test_the_unit_of_a_study_is_what_was_kept_first_and_steps_before_it_has_rungs() -> None:
-    study, older = made(ONE), made(ONE)
+def test_the_unit_of_a_study_is_what_was_kept_first() -> None:
+    study = made(ONE)
     assert rungs(study, ONE).keep_unit("shares") == "shares"
     assert rungs(study, ONE).keep_unit("steps") == "shares"
-    older.ask().report(1.0, 2)
-    assert rungs(older, ONE).keep_unit("shares", separate=False) == "steps"
-    assert rungs(older, ONE).unit("shares") == "steps"

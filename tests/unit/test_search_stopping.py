@@ -397,8 +397,7 @@ def test_without_a_rule_a_study_of_shares_goes_on_with_shares(tmp_path: Path) ->
     assert {max(trial.intermediate_values) for trial in bench.trials} == {10_000}
 
 
-@pytest.mark.parametrize("kind", ["successive_halving", "optuna"])
-def test_a_search_begun_without_rungs_has_no_unit_yet(tmp_path: Path, kind: str) -> None:
+def test_a_search_begun_without_rungs_may_get_some_in_the_unit_of_its_values(tmp_path: Path) -> None:
     def evaluated_often(trial: Trial, steps: int) -> JobSpec:
         job = make_job(trial, steps)
         return replace(job, train=replace(job.train, eval_every=1))
@@ -414,11 +413,9 @@ def test_a_search_begun_without_rungs_has_no_unit_yet(tmp_path: Path, kind: str)
     )
     replace(bench, stop_at=3).run()
     assert any(trial.intermediate_values for trial in bench.trials)
-    if kind == "optuna":  # whose pruners would compare values by steps with values by shares
-        search = replace(search, stopping=StoppingSettings(kind="optuna", rungs=(0.25, 0.5)))
-        with pytest.raises(ConfigError, match="count optimiser steps"):
-            replace(bench, search=search).run()
-        return
+    other = StoppingSettings(kind="successive_halving", rungs=(2, 4))
+    with pytest.raises(ConfigError, match="count shares of each trial's own steps"):
+        replace(bench, search=replace(search, stopping=other)).run()
     bench = replace(bench, search=search, notes=Notes())
     bench.run()
     assert all(trial.state.is_finished() for trial in bench.trials)

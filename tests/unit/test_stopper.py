@@ -39,10 +39,7 @@ class Memory:
     def records(self) -> Mapping[int, RungRecord]:
         return self.drawn
 
-    def keep_unit(self, usual: Unit, **_how: bool) -> Unit:
-        return usual
-
-    def unit(self, usual: Unit) -> Unit:
+    def keep_unit(self, usual: Unit) -> Unit:
         return usual
 
     def keep_cohort(self, rule: str, size: int) -> int:

@@ -96,7 +96,7 @@ def unit_of(
     Raises:
         ConfigError: the settings give rungs in the other unit than the study's.
     """
-    differ = stopping.active and not stopping.placed and min(budgets) < max(budgets)
+    differ = not stopping.placed and min(budgets) < max(budgets)
     wanted: Unit = "shares" if stopping.by_share or differ else "steps"
     unit = keep(wanted)
     if stopping.placed and unit != wanted:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 
 from optuna.pruners import BasePruner
@@ -59,7 +58,6 @@ VIOLATES = "plait.violates"  # trial: the rungs at which it broke a constraint
 RUNGS = "plait.rungs"  # trial: value by rung, where they are not Optuna's intermediate values
 PASSED = "plait.passed"  # trial: the last rung that an asynchronous rule let it pass
 STEPS = "plait.steps"  # trial: its optimiser steps, if its values are kept by shares of them
-BEFORE = "plait.by_steps"  # trial: the steps of its values from before the search had rungs at shares
 UNIT = "plait.rungs_in"  # study: by what it keeps the values of its trials
 RUNG_METRIC = "plait.rung_metric"  # study: the metric of the values in RUNGS
 COHORTS = "plait.cohorts"  # study: how many trials a rule compares with each other, by rule
@@ -75,7 +73,6 @@ class StudyRungs:
         metric = rung_metric(settings).metric if settings.stopping.active else first
         self._metric = metric
         self._intermediate = not further and metric == first
-        self._by_shares = False
 
     def records(self) -> dict[int, RungRecord]:
         """All suggested trials, by number, without enqueued ones, which may never be suggested."""
@@ -94,13 +91,9 @@ class StudyRungs:
         }
 
     def _values(self, trial: FrozenTrial) -> dict[int, float]:
-        if not self._intermediate:
-            return {int(rung): value for rung, value in trial.user_attrs.get(RUNGS, {}).items()}
-        values, facts = trial.intermediate_values, trial.user_attrs
-        if not self._by_shares:
-            return values
-        before = facts.get(BEFORE, ()) if STEPS in facts else values
-        return {rung: value for rung, value in values.items() if rung not in before}
+        if self._intermediate:
+            return trial.intermediate_values
+        return {int(rung): value for rung, value in trial.user_attrs.get(RUNGS, {}).items()}
 
     def keep_cohort(self, rule: str, size: int) -> int:
         """How many trials a rule compares with each other: the stored number, or ``size``, which is then
@@ -114,33 +107,19 @@ class StudyRungs:
 
         return self._shared.locked(attempt)
 
-    def keep_unit(self, usual: Unit, *, separate: bool = True) -> Unit:
+    def keep_unit(self, usual: Unit) -> Unit:
         """By what the study keeps the values of its trials: the stored unit, or ``usual``, which is then
-        stored. Before a search has rungs it has no unit, and values by steps.
-
-        Args:
-            separate: whether the rule leaves out values by steps where the unit is shares; else the unit
-                stays steps.
-        """
+        stored."""
 
         def attempt() -> Unit:
             if not self._intermediate and self._shared.study.user_attrs.get(RUNG_METRIC) != self._metric:
                 self._shared.study.set_user_attr(RUNG_METRIC, self._metric)
             unit: Unit | None = self._shared.study.user_attrs.get(UNIT)
             if unit is None:
-                known = any(each.intermediate_values for each in self._shared.trials())
-                unit = "steps" if known and not separate else usual
-                self._shared.study.set_user_attr(UNIT, unit)
-            self._by_shares = unit == "shares"
-            return unit
+                self._shared.study.set_user_attr(UNIT, usual)
+            return unit or usual
 
         return self._shared.locked(attempt)
-
-    def unit(self, usual: Unit) -> Unit:
-        """The stored unit; ``usual`` where there is none."""
-        unit: Unit = self._shared.patience(lambda: self._shared.study.user_attrs.get(UNIT, usual))
-        self._by_shares = unit == "shares"
-        return unit
 
     def measure(self, number: int, rung: int, value: float, *, violates: bool = False) -> None:
         """Store the value measured at a rung, and whether the trial breaks a constraint there. If it was
@@ -171,8 +150,6 @@ class StudyRungs:
         """Store a trial's optimiser steps, since its values are kept by shares of them from now on."""
 
         def note(frozen: FrozenTrial, live: LiveTrial) -> None:
-            if STEPS not in frozen.user_attrs and frozen.intermediate_values:
-                live.set_user_attr(BEFORE, sorted(frozen.intermediate_values))
             if frozen.user_attrs.get(STEPS) != steps:
                 live.set_user_attr(STEPS, steps)
 
@@ -368,9 +345,7 @@ def make_stopper(search: SearchSettings, budgets: Collection[int], memory: Study
         ConfigError, SearchError: as for ``make_rule`` and ``unit_of``.
     """
     rungs_within(search.stopping, budgets)  # settings that make no sense leave no unit in the study
-    separate = search.stopping.kind != "optuna"  # Optuna's pruners read all values themselves
-    keep = partial(memory.keep_unit, separate=separate) if search.stopping.active else memory.unit
-    unit = unit_of(search.stopping, budgets, keep)
+    unit = unit_of(search.stopping, budgets, memory.keep_unit)
     rule = make_rule(search, budgets, unit=unit, keep_cohort=memory.keep_cohort, prunes=memory.prunes)
     if rule is not None:
         asynchronous = RULES.get(search.stopping.kind).asynchronous
