@@ -15,11 +15,12 @@ from plait.core.errors import DataError
 from plait.core.jobs import JobSpec, TrainSpec
 from plait.core.lifecycle import JobResult, JobState, PauseReason
 from plait.core.messages import Event, JobAdmitted, JobEvaluated, JobGenerated, JobPaused, JobProgress
+from plait.core.objectives import Objective
 from plait.core.rungs import Share, Unit
 from plait.core.settings import SearchSettings, StoppingSettings
 from plait.engine.catalogue import DataCatalogue
 from plait.search.objective import Observed
-from plait.search.rungs import RungMetric, RungRecord, RungTable
+from plait.search.rungs import RungRecord, RungTable
 from plait.search.stopper import Stopper, StudyRungs, budgets_of, make_stopper
 from plait.search.stopping import CONTINUE, WAIT, Decision
 from plait.search.storage import SharedStudy
@@ -85,7 +86,7 @@ class Search:
     observed: Observed = field(default_factory=Observed)
 
     def __post_init__(self) -> None:
-        metric = RungMetric(self.metric, minimise=True)
+        metric = Objective(self.metric)
         self.stopper = Stopper(self.rule, metric, self.memory, asynchronous=self.asynchronous)
         for number in (0, 1):
             assert self.stopper.start(Trial(number)) == (2, 4)

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.core.errors import ConfigError, PlaitError
+from plait.core.objectives import Objective
 from plait.core.rungs import Share, step_of
 from plait.core.settings import SearchSettings, StoppingSettings
 from plait.search.rungs import (
     Brackets,
-    RungMetric,
     RungRecord,
     RungTable,
     describe_rungs,
@@ -207,9 +207,7 @@ def test_a_metric_that_is_not_measured_at_rungs_is_refused(search: dict[str, Any
 
 def test_the_direction_follows_the_metric() -> None:
     other = StoppingSettings("asha", metric="throughput/tokens_per_s")
-    assert rung_metric(SearchSettings(stopping=other)) == RungMetric(
-        "throughput/tokens_per_s", minimise=False
-    )
+    assert rung_metric(SearchSettings(stopping=other)) == Objective("throughput/tokens_per_s", "maximize")
     both = SearchSettings(
         metric=("eval/loss", "adapter.rank"),
         direction=("minimize", "minimize"),
@@ -220,7 +218,7 @@ def test_the_direction_follows_the_metric() -> None:
     named = replace(both, stopping=StoppingSettings(kind="median", metric="eval/loss"))
     for quiet in (SearchSettings(stopping=both.stopping), named, replace(both, stopping=StoppingSettings())):
         assert rung_metric(quiet).describe(quiet) == ""
-    assert rung_metric(SearchSettings(direction="maximize")) == RungMetric("eval/loss", minimise=False)
+    assert rung_metric(SearchSettings(direction="maximize")) == Objective("eval/loss", "maximize")
 
 
 @given(st.integers(0, 4), st.integers(2, 4), st.integers(0, 3000))

@@ -42,7 +42,7 @@ from plait.search.results import (
     write_result,
 )
 from plait.search.run import Interrupts, SearchLoop, View
-from plait.search.rungs import describe_rungs, rung_metric
+from plait.search.rungs import describe_metric, describe_rungs
 from plait.search.stopper import Stopper, budgets_of, make_stopper
 from plait.search.stopping import rungs_within
 from plait.search.storage import JOURNAL, from_anywhere
@@ -284,7 +284,7 @@ class Launch:
         if stopper is not None:
             rungs = rungs_within(search.stopping, budgets, stopper.unit)
             said = describe_rungs(search.stopping, budgets, stopper.unit, rungs)
-            self._say(rung_metric(search).describe(search), *said)
+            self._say(describe_metric(search), *said)
         _remember(self._command, source.name)
         result, concluded = self._run(prepared, stopper)
         if not result.interrupted and not result.ended_by:

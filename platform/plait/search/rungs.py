@@ -33,51 +33,40 @@ RUNG_METRICS = (
 LOSSES = (names.EVAL_LOSS, names.TRAIN_LOSS)
 
 
-@dataclass(frozen=True, slots=True)
-class RungMetric:
-    """The metric by which trials are compared at a rung, and whether less is better."""
-
-    metric: str
-    minimise: bool
-
-    def describe(self, search: SearchSettings) -> str:
-        """What is said at the start where one of several objectives decides at rungs without being named."""
-        stopping = search.stopping
-        if len(search.objectives) == 1 or stopping.metric is not None or not stopping.active:
-            return ""
-        return (
-            f"search/stopping={stopping.kind} goes by {self.metric} alone, the first objective: "
-            "search.stopping.metric names another, search/stopping=none ends no trial early."
-        )
-
-    def badness(self, value: float) -> float:
-        """A number that sorts the best first."""
-        return value if self.minimise else -value
-
-
-def rung_metric(search: SearchSettings) -> RungMetric:
-    """The metric of a search's rungs.
+def rung_metric(search: SearchSettings) -> Objective:
+    """The metric by which trials are compared at a search's rungs, and its direction.
 
     Raises:
         ConfigError: the metric is not measured at rungs, or a divergence factor makes no sense for it.
     """
     stopping = search.stopping
     metric = stopping.metric or search.objectives[0].metric
-    objective = next((each for each in search.objectives if each.metric == metric), Objective.usual(metric))
+    own = next((each for each in search.objectives if each.metric == metric), Objective.usual(metric))
     if metric not in RUNG_METRICS:
         raise ConfigError(
             f"search.stopping.metric={metric}",
             f"The metrics at rungs are {choices(RUNG_METRICS)}.",
             "Set search.stopping.metric to one of them.",
         )
-    minimise = (stopping.direction or objective.direction) == MINIMISE
-    if stopping.divergence is not None and not (metric in LOSSES and minimise):
+    direction = stopping.direction or own.direction
+    if stopping.divergence is not None and not (metric in LOSSES and direction == MINIMISE):
         raise ConfigError(
             f"search.stopping.divergence={stopping.divergence} with metric {metric}",
             "Divergence can only be detected in a loss that is minimised.",
             f"Leave it out, or set search.stopping.metric={LOSSES[0]}.",
         )
-    return RungMetric(metric, minimise)
+    return Objective(metric, direction)
+
+
+def describe_metric(search: SearchSettings) -> str:
+    """What is said at the start where one of several objectives decides at rungs without being named."""
+    stopping = search.stopping
+    if len(search.objectives) == 1 or stopping.metric is not None or not stopping.active:
+        return ""
+    return (
+        f"search/stopping={stopping.kind} goes by {search.objectives[0].metric} alone, the first objective: "
+        "search.stopping.metric names another, search/stopping=none ends no trial early."
+    )
 
 
 UNITS: Mapping[Unit, str] = {"steps": "optimiser steps", "shares": "shares of each trial's own steps"}
@@ -312,7 +301,7 @@ class RungTable:
         rejected = sum(self.records[each].rejected for each in cohort.numbers if each in self.records)
         return f"{cohort}, {rejected} of them infeasible" if rejected else str(cohort)
 
-    def ranked(self, numbers: Iterable[int], rung: int, metric: RungMetric) -> list[int]:
+    def ranked(self, numbers: Iterable[int], rung: int, metric: Objective) -> list[int]:
         """The subset of these trials that was measured at the rung: those that satisfy every constraint
         first, then by value, ties by number."""
         found = {number: self.records[number] for number in numbers if number in self.records}

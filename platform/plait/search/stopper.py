@@ -29,7 +29,7 @@ from plait.core.messages import (
     JobPaused,
     JobProgress,
 )
-from plait.core.objectives import Constraint
+from plait.core.objectives import Constraint, Objective
 from plait.core.rungs import PARTS, Unit, step_of
 from plait.core.settings import SearchSettings
 from plait.engine.catalogue import DataCatalogue
@@ -37,7 +37,7 @@ from plait.engine.steps import DataOrder
 from plait.search.attributes import state_of
 from plait.search.objective import Observed
 from plait.search.ownership import Claims
-from plait.search.rungs import RungMetric, RungRecord, RungTable, once_a_step, rung_metric, unit_of
+from plait.search.rungs import RungRecord, RungTable, once_a_step, rung_metric, unit_of
 from plait.search.stopping import (
     CONTINUE,
     RULES,
@@ -196,7 +196,7 @@ class Stopper:
     def __init__(
         self,
         rule: Rule,
-        metric: RungMetric,
+        metric: Objective,
         memory: StudyRungs,
         *,
         asynchronous: bool = False,
@@ -353,10 +353,4 @@ def make_stopper(search: SearchSettings, budgets: Collection[int], memory: Study
         return Stopper(rule, metric, memory, asynchronous=asynchronous, limits=search.limits, unit=unit)
     if unit == "steps":
         return None
-    first = search.objectives[0]
-    return Stopper(
-        PerTrialRule((), lambda _: None),
-        RungMetric(first.metric, first.direction == "minimize"),
-        memory,
-        unit=unit,
-    )
+    return Stopper(PerTrialRule((), lambda _: None), search.objectives[0], memory, unit=unit)

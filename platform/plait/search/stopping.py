@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from plait.config.fields import build
 from plait.core.errors import ConfigError, SearchError, choices
+from plait.core.objectives import Objective
 from plait.core.rungs import Unit
 from plait.core.settings import SearchSettings, StoppingSettings
 from plait.core.space import as_written
@@ -27,7 +28,6 @@ from plait.search.rungs import (
     Brackets,
     EqualCohorts,
     Layout,
-    RungMetric,
     RungTable,
     place_rungs,
     rung_metric,
@@ -90,7 +90,7 @@ class RuleRequest:
     """
 
     search: SearchSettings
-    metric: RungMetric
+    metric: Objective
     rungs: tuple[int, ...]
     cohort: int
     options: Any
@@ -283,7 +283,7 @@ class CohortRule:
     """Compares the members of a cohort when all of them have reached a rung."""
 
     layout: Layout
-    metric: RungMetric
+    metric: Objective
     keep: Keep
 
     def rungs(self, number: int, /) -> tuple[int, ...]:
@@ -326,7 +326,7 @@ def best_share(eta: int) -> Keep:
     return lambda ranked, members, _, __: set(ranked[: max(1, members // eta)])
 
 
-def above_median(metric: RungMetric) -> Keep:
+def above_median(metric: Objective) -> Keep:
     """The median rule (Golovin et al., KDD 2017, §3.2) within a cohort: a trial ends if its best value so far
     is worse than the median of the members' averages so far. A trial that breaks a constraint is worse than
     any that does not."""
@@ -384,7 +384,7 @@ class AshaRule(EqualRungs):
     """
 
     eta: int
-    metric: RungMetric
+    metric: Objective
 
     def decide(self, number: int, rung: int, table: RungTable) -> Decision:
         """Decide by rank among the trials at this rung so far."""
