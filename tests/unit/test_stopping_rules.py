@@ -18,6 +18,7 @@ from plait.search.rungs import (
     Brackets,
     RungRecord,
     RungTable,
+    describe_metric,
     describe_rungs,
     rung_metric,
     unit_of,
@@ -214,10 +215,10 @@ def test_the_direction_follows_the_metric() -> None:
         stopping=StoppingSettings(kind="median"),
     )
     said = "search/stopping=median goes by eval/loss alone, the first objective: search.stopping.metric names"
-    assert rung_metric(both).describe(both).startswith(said)
+    assert describe_metric(both).startswith(said)
     named = replace(both, stopping=StoppingSettings(kind="median", metric="eval/loss"))
     for quiet in (SearchSettings(stopping=both.stopping), named, replace(both, stopping=StoppingSettings())):
-        assert rung_metric(quiet).describe(quiet) == ""
+        assert describe_metric(quiet) == ""
     assert rung_metric(SearchSettings(direction="maximize")) == Objective("eval/loss", "maximize")
 
 
