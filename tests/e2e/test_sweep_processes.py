@@ -136,30 +136,18 @@ def fragile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Fleet, "execute", execute)
 
 
-@pytest.mark.parametrize(
-    ("saved", "from_the_start"),
-    [
-        ("engine.checkpoint_steps=1", ""),
-        (
-            "engine.checkpoint_minutes=60",
-            ", 3 of them from step 0, without a checkpoint (engine.checkpoint_minutes=60: how often",
-        ),
-    ],
-)
 @pytest.mark.usefixtures("folder", "fragile")
 def test_a_process_that_dies_ends_the_run_if_none_may_and_the_same_command_resumes(
-    saved: str, from_the_start: str, short: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+    short: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["sweep", *short, *SEARCH, "cluster.processes=2", saved]
+    command = ["sweep", *short, *SEARCH, "cluster.processes=2", "engine.checkpoint_steps=1"]
     assert main([*command, "cluster.restarts=0"]) == 2
     said = capsys.readouterr().err
     assert "process 1" in said
     assert "died with status -9 while training" in said
     assert "same command" in said
     assert main(command) == 0
-    said = capsys.readouterr().out
-    assert f"resuming 3{from_the_start}" in said
-    assert ("step 0" in said) == bool(from_the_start)
+    assert "resuming 3" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("stages", [1, 2])

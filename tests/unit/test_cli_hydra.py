@@ -1,6 +1,5 @@
 """Hydra's flags and complaints through `plait`, and hydra.sweeper.* beside search.*."""
 
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +9,12 @@ from hydra.errors import ConfigCompositionException
 
 from plait.cli import sweeping
 from plait.cli.app import show_space, shows_only
-from plait.cli.hydra_errors import FORMS, _example, explain, explain_fault
+from plait.cli.hydra_errors import SPACES, explain, explain_fault
 from plait.cli.main import main
 from plait.cli.sweeping import merge
-from plait.config.build import JOB_SPECS, job_of
-from plait.config.overrides import read_request, read_setting
+from plait.config.overrides import read_request
 from plait.core.errors import ConfigError
 from plait.core.settings import SearchSettings
-from plait.core.space import Choice
 from plait.search.samplers import SAMPLERS
 from plait.utils.paths import conf_dir, sweeps_dir
 
@@ -172,7 +169,7 @@ def test_a_swept_key_with_quotes_is_still_an_override() -> None:
         ),
         (["sweep", "data.path=x"], ["exists only with data=file.", "`data=file data.path=x`"]),
         (["sweep", "data.path=x,y"], ["exists only with data=file.", "`data=file data.path=x,y`"]),
-        (["sweep", "+data.path=x"], ["exists only with data=file.", "`data=file data.path=x`"]),
+        (["sweep", "+data.path=x"], ["unknown key data.path", "data.task"]),
         (["train", "data=file", "data.task_options.a=1"], ["exists only with data=reasoning_gym."]),
         (["sweep", "model.id=a/b"], ["with model.kind=smollm2", "`model=hf model.id=a/b`"]),
         (["sweep", "model=hf", "model.id=a", "model.path=x"], ["`model=gguf model.path=x`"]),
@@ -212,10 +209,8 @@ def test_a_swept_key_with_quotes_is_still_an_override() -> None:
             ["sweep", "adapter.rank=choice(1,2"],
             ["cannot be read", "KEY=VALUE", "`adapter.rank=choice("],
         ),
-        (["sweep", "train.lr=interval(1e-3)"], ["cannot be read", "`train.lr=interval(5e-05,0.0002)`"]),
+        (["sweep", "train.lr=interval(1e-3)"], ["cannot be read", "`train.lr=interval(1e-5,1e-3)`"]),
         (["sweep", "adapter.rank=choice()"], ["cannot be read", "`adapter.rank=choice(4,8,16)`"]),
-        (["sweep", "adapter.dropout=choice("], ["cannot be read", "`adapter.dropout=choice(0.05,0.1,0.2)`"]),
-        (["sweep", "+data.task=choice("], ["cannot be read", "`+data.task=choice(A,B)`"]),
         (
             ["sweep", "train.lr=choice(interval(1e-4,1e-3),1)"],
             ["A choice holds single values, not intervals"],
@@ -388,17 +383,7 @@ def test_every_sampler_has_its_group(capsys: pytest.CaptureFixture[str]) -> None
     assert SearchSettings().sampler == "tpe"
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_an_example_of_a_space_has_values_that_its_key_takes(form: str) -> None:
-    keys = [f"{group}.{each.name}" for group, spec in JOB_SPECS.items() for each in fields(spec)]
-    for key in keys:
-        (dimension,) = read_request([f"{key}={_example(form, key)}"], {}, {}).space.dimensions
-        domain = dimension.domain
-        if isinstance(domain, Choice):
-            values = [read_setting(f"{key}={text}") for text in domain.texts]
-        else:
-            values = [domain.low, domain.high]
-        assert len(values) > 1
-        group, name = key.split(".")
-        for value in values:
-            job_of("a", {"data": {"source": "file"}, group: {name: value}})
+@pytest.mark.parametrize("space", SPACES.values())
+def test_an_example_of_a_space_can_be_searched(space: str) -> None:
+    (dimension,) = read_request([space], {}, {}).space.dimensions
+    assert len(dimension.domain.probes) > 1

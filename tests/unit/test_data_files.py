@@ -305,12 +305,3 @@ def test_a_row_of_100_mb_is_refused_at_once(name, size, head, tail, tmp_path, to
         load_data(spec, tokeniser, max_length=100, cache=tmp_path)
     assert len(str(caught.value)) < 1000
     assert time.process_time() - began < 20
-
-
-def test_a_missing_file_is_said_before_a_key_of_another_source(tmp_path):
-    missing, there = tmp_path / "none.jsonl", tmp_path / "rows.jsonl"
-    with pytest.raises(DataError, match=r"none\.jsonl"):
-        check_data(DataSpec.of("file", path=str(missing), task="chain_sum"))
-    there.write_text("".join(json.dumps(row) + "\n" for row in PAIRS * 10))
-    with pytest.raises(ConfigError, match="exists only with data=reasoning_gym"):
-        check_data(DataSpec.of("file", path=str(there), task="chain_sum"))

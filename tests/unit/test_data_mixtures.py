@@ -86,7 +86,7 @@ def test_an_adapter_sees_the_shares_that_the_weights_say(files, tmp_path, tokeni
         (["a.jsonl"], ["data.sources[0]='a.jsonl'", "a mapping"]),
         ([{"weight": 1}], ['data.sources[0]={"weight": 1}', "id, path, task"]),
         ([{"source": "mixture", "path": "a"}], ["data.sources[0]", "id, path, task"]),
-        ([{"source": "csv"}], ["data.sources[0].source=csv", "Unknown data source 'csv'"]),
+        ([{"source": "csv"}], ["data.sources[0]: data.source=csv", "Unknown data source 'csv'"]),
         ([{"path": "a", "weight": 0}], ["data.sources[0].weight=0.0", "above 0"]),
         ([{"path": "a", "weight": "x"}], ["data.sources[0].weight='x'", "a number"]),
         ([{"path": "a", "weight": 1}, {"path": "b"}], ["data.sources[1] has no weight"]),
@@ -94,9 +94,9 @@ def test_an_adapter_sees_the_shares_that_the_weights_say(files, tmp_path, tokeni
         ([{"path": "a", "weigth": 3}], ["unknown key data.sources[0].weigth", "data.sources[0].weight"]),
         ([{"task": "chain_sum", "generate": True}], ["unknown key data.sources[0].generate"]),
         ([{"path": 3}], ["data.sources[0].path=3", "text"]),
-        ([{"path": "/data.path"}], ["data.sources[0].path='/data.path': no such file"]),
-        ([{"path": "a", "size": 0}], ["data.sources[0].size=0"]),
-        ([{"path": "a", "prompt_field": "q"}], ["data.sources[0].prompt_field=q, data.sources[0].compl"]),
+        ([{"path": "/data.path"}], ["data.sources[0]: data.path='/data.path': no such file"]),
+        ([{"path": "a", "size": 0}], ["data.sources[0]: data.size=0"]),
+        ([{"path": "a", "prompt_field": "q"}], ["data.sources[0]: data.prompt_field=q, data.compl"]),
         ([{"source": 3}], ["data.sources[0].source=3", "text"]),
         ([{"source": ["a"]}], ["data.sources[0].source=['a']", "text"]),
     ],
@@ -111,7 +111,7 @@ def test_a_mixture_that_cannot_be_is_refused(sources, words):
 def test_errors_in_reading_rows_name_the_entry(files, tmp_path, tokeniser):
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "bad.jsonl").write_text('{"q": 1}')
-    for name, words in (("empty", r"Check data\.sources\[1\]\.path"), ("bad", r"data\.sources\[1\]\.prompt")):
+    for name, words in (("empty", r"data\.sources\[1\]: empty"), ("bad", r"data\.sources\[1\]: bad")):
         for options in ({}, {"path": files["a"]["path"], "validation_path": str(tmp_path / f"{name}.jsonl")}):
             wrong = {"path": str(tmp_path / f"{name}.jsonl")} | options
             with pytest.raises(DataError, match=words):

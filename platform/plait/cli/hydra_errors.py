@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any
 
 from hydra import compose
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from plait.cli.hydra_globals import own_hydra
-from plait.config.build import JOB_GROUPS, JOB_SPECS, RUN_GROUPS, is_whole, key_of
+from plait.config.build import JOB_GROUPS, RUN_GROUPS, key_of
 from plait.config.fields import likely, unknown_key
 from plait.config.overrides import is_sweep
 from plait.core.errors import ConfigError, choices
@@ -27,14 +27,15 @@ from plait.utils.spelling import did_you_mean
 
 # Names of a config group's choices, if the group's own name does not say.
 KINDS = {"data": "data source", "search/stopping": "stopping rule", "sweeps": "named search or benchmark"}
-FORMS = ("choice", "range", "interval", "tag")  # the functions of a search space
-LISTS = {  # values of keys that take lists
-    "adapter.target_modules": "[q_proj],[q_proj,v_proj]",
-    "train.betas": "[0.9,0.95],[0.9,0.999]",
+SPACES = {  # an example of each function of a search space
+    "choice": "adapter.rank=choice(4,8,16)",
+    "range": "train.batch_size=range(4,20,4)",
+    "interval": "train.lr=interval(1e-5,1e-3)",
+    "tag": "train.lr=tag(log,interval(1e-5,1e-3))",
 }
 _UNKNOWN_KEY = re.compile(r"Could not override '([^']+)'")
 _CALL = re.compile(r"[^=]+=([A-Za-z_]\w*)\(")
-_SPACE_WITHIN = re.compile(rf"=choice\(.*\b(?:{'|'.join(FORMS)})\(")
+_SPACE_WITHIN = re.compile(rf"=choice\(.*\b(?:{'|'.join(SPACES)})\(")
 _LEXER = "LexerNoViableAltException: "  # before the override in Hydra's error, with a ^ in the next line
 _NOT_QUOTED = set("'\"$`\\!")  # what quotes of Hydra's grammar and a shell's would not keep as it is
 _MISSING_PLUS = re.compile(r"To append to your default list use (\+\S+)")
@@ -101,9 +102,8 @@ def _unread(override: str, text: str) -> ConfigError:
     key, _, value = override.partition("=")
     if _SPACE_WITHIN.search(override):
         rule = "A choice holds single values, not intervals or ranges."
-    if (called := _CALL.match(override)) and called[1] in FORMS:
-        space = f"{key}={_example(called[1], key_of(override))}"
-        remedy = f"Write KEY=VALUE with {called[1]}(...) as in `{space}`."
+    if (called := _CALL.match(override)) and called[1] in SPACES:
+        remedy = f"Write KEY=VALUE with {called[1]}(...) as in `{SPACES[called[1]]}`."
         return ConfigError(f"{override!r} cannot be read", rule, remedy)
     here = "" if _CALL.match(override) or set(value) & _NOT_QUOTED else f" Here: \"{key}='{value}'\""
     example = here or " For example key=\"'a,b'\"."
@@ -112,32 +112,6 @@ def _unread(override: str, text: str) -> ConfigError:
         rule,
         f"Write KEY=VALUE; quote values with special characters.{example}",
     )
-
-
-def _example(form: str, key: str) -> str:
-    """A space in this form of values that the key takes; a choice if there is no other."""
-    group, _, name = key.partition(".")
-    spec = JOB_SPECS.get(group)
-    hint = get_type_hints(spec).get(name) if spec else None
-    if hint is bool:
-        return "choice(true,false)"
-    if get_origin(hint) is Literal:
-        return f"choice({','.join(get_args(hint))})"
-    if is_whole(key):
-        most = 16.0
-    elif spec and hint in (float, float | None):
-        default = getattr(spec(), name)
-        most = 4.0 if default is None else default or 0.2
-    else:
-        return f"choice({LISTS.get(key, 'A,B')})"
-    step, half, end = most / 4, most / 2, most + most / 4
-    interval = f"interval({step:g},{most:g})"
-    return {
-        "choice": f"choice({step:g},{half:g},{most:g})",
-        "range": f"range({step:g},{end:g},{step:g})",
-        "interval": interval,
-        "tag": f"tag(log,{interval})",
-    }[form]
 
 
 def _of_another_choice(key: str, arguments: Sequence[str]) -> ConfigError | None:

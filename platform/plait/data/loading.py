@@ -19,7 +19,7 @@ from plait.data.cache import content_digest, read_cached, write_cached
 from plait.data.examples import Example
 from plait.data.overlong import Candidate, LengthLimit, described, fit
 from plait.data.scoring import check_scorer
-from plait.data.sources import SOURCES, CommonOptions, Rows, VerifiedOptions, parse_options, without_foreign
+from plait.data.sources import SOURCES, CommonOptions, Rows, VerifiedOptions, parse_options
 from plait.data.tokenising import Renderer, check_tokeniser, tokenise, tokeniser_digest
 
 if TYPE_CHECKING:
@@ -35,13 +35,12 @@ def check_data(spec: DataSpec) -> None:
         ConfigError: an option is unknown or breaks its rule.
         DataError: a file or a row cannot be used, or there are too few rows for the split.
     """
-    source, options = SOURCES.get(spec.source), parse_options(without_foreign(spec))
+    source, options = SOURCES.get(spec.source), parse_options(spec)
     check_scorer(options, spec.source)
     if source.check is None:
         _read(source.open(options), options)
     else:
         source.check(options)
-    parse_options(spec)  # after the file, which is the greater fault if both are wrong
 
 
 def check_jobs(jobs: Sequence[JobSpec]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -65,7 +64,7 @@ def open_rows(options: MixtureOptions) -> Rows:
     state = hashlib.sha256()
     for number, entry in enumerate(options.sources):
         key = f"data.sources[{number}]"
-        with _keys_of_entry(key):
+        with _named_entry(key):
             source, own = _own_options(entry, key, shared)
             rows = replace(_named_by(key, source.open(own)), weight=_weight(entry, number))
         state.update(f"{rows.digest} {rows.validation.digest if rows.validation else ''};".encode())
@@ -81,10 +80,10 @@ SOURCES.add(MIXTURE, Source(MixtureOptions, open_rows))
 
 
 def _named_by(key: str, rows: Rows) -> Rows:
-    """The rows of an entry; errors in reading them name its keys."""
+    """The rows of an entry; errors in reading them name it."""
 
     def read() -> list[tuple[str, Example]]:
-        with _keys_of_entry(key):
+        with _named_entry(key):
             return rows.read()
 
     separate = None if rows.validation is None else _named_by(key, rows.validation)
@@ -92,16 +91,13 @@ def _named_by(key: str, rows: Rows) -> Rows:
 
 
 @contextmanager
-def _keys_of_entry(key: str) -> Iterator[None]:
-    """Raise errors of a source's options with the keys of its entry, such as data.sources[0].path."""
+def _named_entry(key: str) -> Iterator[None]:
+    """Raise errors of a source with the key of its entry, such as data.sources[0]."""
     try:
         yield
     except (ConfigError, DataError) as error:
-        known = {field.name for name in SOURCES for field in fields(SOURCES.get(name).options)} | {SOURCE}
-        names = "|".join(known - {*SHARED, "sources"})
-        own = re.compile(rf"(?<![\w/])data\.(?=(?:{names})\b)")
-        parts = (own.sub(f"{key}.", part) for part in (error.value, error.rule, error.remedy))
-        raise type(error)(*parts) from error
+        value = error.value if key in error.value else f"{key}: {error.value}"
+        raise type(error)(value, error.rule, error.remedy) from error
 
 
 def _weight(entry: Mapping[str, Any], number: int) -> float | None:

@@ -197,26 +197,4 @@ def parse_options(spec: DataSpec) -> CommonOptions:
     Raises:
         ConfigError: unknown source or option, or a value that breaks an option's rule.
     """
-    options, given = SOURCES.get(spec.source).options, spec.mapping()
-    for key, value in given.items():
-        if owners := _others_with(key, spec.source):
-            names, word = " or ".join(f"data={each}" for each in owners), f"data.{key}={value}"
-            remedy = " or ".join(f"`data={each} {word}`" for each in owners)
-            raise ConfigError(word, f"This key exists only with {names}.", f"Write {remedy}.")
-    return build(options, given, "data")
-
-
-def without_foreign(spec: DataSpec) -> DataSpec:
-    """The spec without keys that only other sources have."""
-    own = {key: value for key, value in spec.mapping().items() if not _others_with(key, spec.source)}
-    return DataSpec.of(spec.source, **own)
-
-
-def _others_with(key: str, source: str) -> list[str]:
-    """The sources that have a key which this one has not."""
-    owners = [each for each in SOURCES if key in _keys(SOURCES.get(each).options)]
-    return [] if source in owners else owners
-
-
-def _keys(options: type[CommonOptions]) -> set[str]:
-    return {each.name for each in fields(options)}
+    return build(SOURCES.get(spec.source).options, spec.mapping(), "data")

@@ -1,5 +1,4 @@
-"""The source "reasoning_gym": generated tasks with verifiers. Only this module and its program
-``fixed_hash`` import reasoning-gym."""
+"""The source "reasoning_gym": generated tasks with verifiers. Only this module imports reasoning-gym."""
 
 from __future__ import annotations
 
@@ -9,13 +8,9 @@ import functools
 import hashlib
 import io
 import json
-import os
-import pickle
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Annotated, Any
 
 from plait.core.checks import Rule, at_least
@@ -27,7 +22,7 @@ from plait.utils.spelling import did_you_mean
 LEAST_ALIKE = 0.5  # least ratio of difflib, for the name of a task or of its setting
 
 # Tasks whose rows depend on Python's hash seed, found by generating every task of reasoning-gym 0.1.25 with
-# two seeds. They are generated in a process with a fixed seed.
+# two seeds.
 HASH_DEPENDENT = frozenset(
     {
         "isomorphic_strings",
@@ -38,7 +33,6 @@ HASH_DEPENDENT = frozenset(
         "word_ladder",
     }
 )
-HASH_SEED = {"PYTHONHASHSEED": "0"}
 OWN_KEYS = Rule("without size and seed: use data.size and data.seed", {"size", "seed"}.isdisjoint)
 
 
@@ -142,10 +136,16 @@ def _content(options: TaskOptions) -> TaskOptions:
 @functools.lru_cache(maxsize=16)
 def _generate(options: TaskOptions) -> Task:
     name = options.task
+    if name in HASH_DEPENDENT and sys.flags.hash_randomization:
+        raise ConfigError(
+            f"data.task={name!r} in a process with a random hash seed",
+            "The rows of this task depend on Python's hash seed, and a resumed search needs the same rows.",
+            "Set PYTHONHASHSEED=0 in the environment, or choose another task.",
+        )
     with contextlib.redirect_stdout(io.StringIO()), _own_decimals():  # some generators print
         dataset = _dataset(options)
         try:
-            rows = _rows(name, dataset, options.size)
+            rows = tuple(dataset[index] for index in range(options.size))
         except Exception as error:
             raise DataError(
                 f"data.task={name!r}, data.task_options={options.task_options}",
@@ -165,23 +165,6 @@ def _own_decimals() -> contextlib.AbstractContextManager[decimal.Context]:
     """Decimals with Python's precision, and the process's own afterwards: some tasks set it to a few digits,
     and Optuna's steps would be rounded with it."""
     return decimal.localcontext(decimal.DefaultContext)
-
-
-def _rows(name: str, dataset: Any, size: int) -> tuple[dict[str, Any], ...]:
-    if name not in HASH_DEPENDENT:
-        return tuple(dataset[index] for index in range(size))
-    program = Path(__file__).with_name("fixed_hash.py")
-    done = subprocess.run(
-        [sys.executable, "-P", str(program)],
-        input=pickle.dumps((name, dataset.config, size)),
-        capture_output=True,
-        env=os.environ | HASH_SEED,
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(done.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2])
-    rows: tuple[dict[str, Any], ...] = pickle.loads(done.stdout)
-    return rows
 
 
 def _dataset(options: TaskOptions) -> Any:

@@ -31,9 +31,6 @@ RESTORE = (
     "Restore what it was started with, choose another search.name, or start again with search.fresh=true."
 )
 MOST_LINES = 3  # differences that an error lists
-LATER = {
-    "quantise": "none"
-}  # settings of the model that came later: left out at the value that was meant before
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +67,7 @@ def identify(space: Space, base: JobSpec, settings: RunSettings) -> Identity:
     problem = (
         {f"space.{key}": text for key, text in swept.items()}
         | {key: _plain(value) for key, value in fixed.items()}
-        | {f"model.{key}": value for key, value in asdict(settings.model).items() if value != LATER.get(key)}
+        | {f"model.{key}": value for key, value in asdict(settings.model).items()}
         | comparison(search)
     )
     manner: dict[str, Any] = {
@@ -102,14 +99,11 @@ def comparison(search: SearchSettings) -> dict[str, Any]:
 
 def difference(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """One line for each key in which two problems differ."""
-
-    def said(problem: Mapping[str, Any], key: str) -> Any:
-        return problem.get(key, LATER.get(key.removeprefix("model."), "(not set)"))
-
+    unset = "(not set)"
     return [
-        f"{key}: was {said(stored, key)}, now {said(current, key)}"
+        f"{key}: was {stored.get(key, unset)}, now {current.get(key, unset)}"
         for key in sorted(stored.keys() | current.keys())
-        if said(stored, key) != said(current, key)
+        if stored.get(key, unset) != current.get(key, unset)
     ]
 
 

@@ -15,13 +15,12 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from plait.config.build import key_of
 from plait.core.errors import StorageError
 from plait.core.jobs import DataSpec
 from plait.core.lifecycle import JobResult, JobState
 from plait.core.messages import Notice
 from plait.core.plans import Plan
-from plait.core.settings import AUTO, EngineSettings, RunSettings, TrackingSettings
+from plait.core.settings import AUTO, RunSettings, TrackingSettings
 from plait.core.space import as_written
 from plait.engine.build import PLAN_FILE, build_coordinator, write_plan
 from plait.engine.catalogue import DataCatalogue
@@ -63,8 +62,6 @@ from plait.utils.paths import search_folder, user_path
 if TYPE_CHECKING:
     from plait.distributed.launch import Launcher
 
-INTERVALS = ("checkpoint_minutes", "checkpoint_steps")  # of engine: when a job is saved
-HOW = ("cluster", "engine", "planner")  # settings of how a search is trained
 LOOK_SECONDS = 5.0  # interval of checks for what other processes added to the search
 
 
@@ -112,24 +109,6 @@ def another_store(recorded: RecordedCommand, tracking: TrackingSettings) -> list
         f"This search has been recorded in {before} so far and will be recorded in {after} from now on; the "
         f"first part of each curve stays in the old store. Use tracking.uri={before} to keep it in one place."
     ]
-
-
-def without_effect(overrides: Sequence[str], recorded: RecordedCommand | None) -> str:
-    """What to say of settings of how to train that are new in a command for a finished search; "" if there
-    are none."""
-    before = () if recorded is None else recorded.arguments
-    new = [each for each in overrides if each not in before and key_of(each).startswith(HOW)]
-    return f"No trial is left to train, so {' '.join(new)} changes nothing." if new else ""
-
-
-def _trains_the_same(overrides: Sequence[str], recorded: RecordedCommand) -> bool:
-    """Whether a command differs from a recorded one only in how to train, and in the root that `plait resume`
-    adds."""
-    own, before = (
-        {each for each in words if not key_of(each).startswith((*HOW, "tracking.root"))}
-        for words in (overrides, recorded.arguments)
-    )
-    return own == before
 
 
 def without_store(away: AwayError, settings: RunSettings, name: str) -> str:
@@ -219,7 +198,6 @@ class Launch:
         line = f"Search {source.name}, tracked in {locate(settings.tracking)}"
         if to_resume or 0 < over < total:
             line += f"; {over} of {total} trials ended; resuming {to_resume}"
-            line += _from_the_start(source.claims.unsaved(), settings.engine)
         if others:
             line += f"; other workers train {others}, this one the rest"
         few = too_few_points(settings.search, self._command.space)
@@ -257,11 +235,7 @@ class Launch:
         source, search = self._source, self._settings.search
         notices, concluded = catch_up(self._settings, source, done.finished)
         self._say(*notices)
-        if self._recorded is None or not _trains_the_same(self._command.overrides, self._recorded):
-            _remember(self._command, source.name, finished=not done.why, concluded=concluded)
-        else:  # the command that trained it
-            last = replace(self._recorded, finished=not done.why, concluded=concluded)
-            write_command(search_folder(self._settings.tracking.root, source.name), last)
+        _remember(self._command, source.name, finished=not done.why, concluded=concluded)
         if not done.why:
             source.withdraw_orders()  # orders that came just before its last process was killed
         write_result(done, search, self._command.directory)
@@ -269,7 +243,6 @@ class Launch:
             self._say(describe_given_up(done.why, source.name))
         else:
             self._say(*describe_result(done, search, source.name, exhausted=source.exhausted))
-            self._say(without_effect(self._command.overrides, self._recorded))
         return done
 
     def _train_all(self, prepared: Prepared) -> SearchEnd:
@@ -463,15 +436,6 @@ class Launch:
     def _say(self, *lines: str) -> None:
         for line in filter(None, lines):
             self._screen.say(line)
-
-
-def _from_the_start(unsaved: int, engine: EngineSettings) -> str:
-    """What to say of trials that are resumed without a checkpoint; "" if there are none."""
-    if not unsaved:
-        return ""
-    keys = [f"{key}={getattr(engine, key):g}" for key in INTERVALS if getattr(engine, key) is not None]
-    set_by = " and ".join(f"engine.{each}" for each in keys) or "engine.checkpoint_minutes"
-    return f", {unsaved} of them from step 0, without a checkpoint ({set_by}: how often one is written)"
 
 
 def _loading(settings: RunSettings) -> str:

@@ -226,11 +226,6 @@ class Claims:
         self._dead = []
         return len(self._patience(lambda: self.orphans(self._shared.trials())))
 
-    def unsaved(self) -> int:
-        """How many of them have no checkpoint."""
-        left = self._patience(lambda: self.orphans(self._shared.trials()))
-        return sum(self._saved(item) is None for item in left)
-
     def adopted(self) -> set[int]:
         """Numbers of the trials that other workers have adopted from this one, each returned once."""
 

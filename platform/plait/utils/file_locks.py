@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -68,27 +67,15 @@ def file_lock(path: Path) -> Iterator[None]:
 
 
 def waiting(path: Path) -> Callable[[], bool]:
-    """What a loop calls each time that it finds a file locked. Once, after some seconds, it says who holds
-    the lock, because anybody who can read a file can lock it. It returns False: waiting continues."""
+    """What a loop calls each time that it finds a file locked. Once, after some seconds, it says so, because
+    anybody who can read a file can lock it. It returns False: waiting continues."""
     begun, said = time.monotonic(), False
 
     def check() -> bool:
         nonlocal said
         if not said and time.monotonic() - begun >= SILENT_SECONDS:
             said = True
-            print(f"Waiting for {path}, which is locked by {holder(path)}.", file=sys.stderr, flush=True)
+            print(f"Waiting for {path}, which another process has locked.", file=sys.stderr, flush=True)
         return False
 
     return check
-
-
-def holder(path: Path) -> str:
-    """The process that has locked a file, in words, as far as this system tells."""
-    try:
-        file = path.stat()
-        name = f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}:{file.st_ino}"
-        rows = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
-        process = next(Path("/proc", row[4]) for row in rows if row[5] == name and row[1] != "->")
-        return f"process {process.name} ({(process / 'comm').read_text().strip()}, user {process.owner()})"
-    except (OSError, KeyError, IndexError, StopIteration):  # no such list, or the process is dead or hidden
-        return "another process"
