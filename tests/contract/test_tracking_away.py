@@ -155,7 +155,6 @@ def check(settings: TrackingSettings, run_id: str) -> None:
     table = json.loads(Path(client.download_artifacts(run_id, "leaderboard.json")).read_text())
     rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
     assert {row["trial"]: row["tokens"] for row in rows} == dict.fromkeys(range(3), 100 * STEPS)
-    assert {row["run_id"] for row in rows} == {item.run_id for item in found.records}
     for key in ("search/seconds", "group/fill", "train/tokens", "search/ended", "search/front"):
         points = curve(client, parent, key)
         assert points == sorted(set(points))

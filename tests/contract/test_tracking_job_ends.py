@@ -223,5 +223,3 @@ def test_leaderboards_take_room_in_the_event_log_as_jobs_do(
     client, run_id = MlflowClient(locate(settings).uri), load_search(settings, "demo").run_id
     table = json.loads(Path(client.download_artifacts(run_id, "leaderboard.json")).read_text())
     assert len(table["data"]) == 40
-    ids = {row[table["columns"].index("run_id")] for row in table["data"]}
-    assert ids == {item.run_id for item in load_search(settings, "demo").records}

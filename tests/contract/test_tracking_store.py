@@ -229,7 +229,7 @@ class TestWholeSearch:
 
     def test_the_parent_has_totals_best_and_facts(self, tracking: TrackingSettings, tmp_path: Path) -> None:
         whole_search(tracking)
-        parent, children = runs_of(tracking)
+        parent, _ = runs_of(tracking)
         metrics = parent.data.metrics
         assert metrics["train/tokens"] == 4 * 100 * STEPS
         assert metrics["cost/device_seconds"] == pytest.approx(4 * 0.25 * STEPS)
@@ -250,8 +250,6 @@ class TestWholeSearch:
             [2, "pruned", 1.0],
             [3, "failed", None],
         ]
-        ids = [row[board["columns"].index("run_id")] for row in board["data"]]
-        assert ids == [children[f"trial-{row[0]:04d}"].info.run_id for row in board["data"]]
         tables = [item["path"] for item in json.loads(parent.data.tags["mlflow.loggedArtifacts"])]
         assert sorted(tables) == ["group_steps.json", "leaderboard.json"]
 

@@ -31,7 +31,6 @@ from plait.tracking.leaderboard import (
     varying,
 )
 from plait.tracking.location import Location
-from plait.tracking.records import resolve_references, run_reference
 from plait.tracking.results import SearchResult
 from plait.tracking.search_run import search_values
 from plait.tracking.values import (
@@ -348,11 +347,6 @@ def test_totals_of_group_and_search() -> None:
     board.jobs["trial-0001"].tokens = 400
     values = search_values(board, 8.0)
     assert (values["search/tokens_per_s"], values["search/best"], values["search/running"]) == (50.0, 2.0, 1)
-
-
-def test_a_text_may_refer_to_runs_that_are_not_made_yet() -> None:
-    text = f"{run_reference('trial-0001')} and {run_reference('nobody')}."
-    assert resolve_references(text, {"trial-0001": "abc"}) == "abc and ."
 
 
 # ---- which steps are written -------------------------------------------------------------------------

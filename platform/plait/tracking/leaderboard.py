@@ -374,11 +374,13 @@ def _cell(value: Any) -> Cell:
 
 
 def to_split_json(records: Sequence[JobRecord], keys: Sequence[str] | None = None) -> str:
-    """The JSON in which MLflow's UI shows an artifact as a table. The UI reads a dot in a column's name as a
-    path and finds nothing there, and it shows every digit of a number."""
+    """The JSON in which MLflow's UI shows an artifact as a table, without ids of runs. The UI reads a dot in
+    a column's name as a path and finds nothing there, and it shows every digit of a number."""
     names, rows = columns(records, keys)
-    short = [[float(f"{cell:.6g}") if isinstance(cell, float) else cell for cell in row] for row in rows]
-    return json.dumps({"columns": [name.replace(".", "_") for name in names], "data": short})
+    shown = [(at, name.replace(".", "_")) for at, name in enumerate(names) if name != "run_id"]
+    cells = [[row[at] for at, _ in shown] for row in rows]
+    short = [[float(f"{cell:.6g}") if isinstance(cell, float) else cell for cell in row] for row in cells]
+    return json.dumps({"columns": [name for _, name in shown], "data": short})
 
 
 def to_json(records: Sequence[JobRecord]) -> str:

@@ -33,7 +33,6 @@ from plait.tracking.records import (
     OpenRun,
     SetStatus,
     UseData,
-    resolve_references,
 )
 from plait.tracking.values import parameter_value
 from plait.tracking.writer import RefusedError, Request, UpdateRun
@@ -230,7 +229,7 @@ class StoreSender:
                 store.update(run_id, points, request.tags)
             case LogText():
                 text = Path(request.file).read_text(encoding="utf-8")
-                store.client.log_text(run_id, resolve_references(text, self._ids), request.path)
+                store.client.log_text(run_id, text, request.path)
             case LogFolder():
                 if not Path(request.folder).is_dir():
                     raise FileNotFoundError(

@@ -8,7 +8,6 @@ point once however often it arrives.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
@@ -68,11 +67,7 @@ class SetTags:
 @dataclass(frozen=True, slots=True)
 class LogText:
     """Write a text artifact with the content that ``file`` has when it is sent; a later one for the same path
-    replaces it.
-
-    The writer replaces each :func:`run_reference` in the text by the run's MLflow id, which may not be known
-    yet when the text is made.
-    """
+    replaces it."""
 
     run: str
     file: str
@@ -160,16 +155,3 @@ def decode(text: bytes) -> Line:
     if isinstance(line, Head) and line.version != VERSION:
         raise ValueError(f"an event log of version {line.version}; this program reads {VERSION}")
     return line
-
-
-_REFERENCE = re.compile(r"@run\(([^()\s]*)\)")
-
-
-def run_reference(run: str) -> str:
-    """The placeholder for the MLflow id of a run in a text."""
-    return f"@run({run})"
-
-
-def resolve_references(text: str, ids: Mapping[str, str]) -> str:
-    """The text with references replaced by ids; by nothing if a run does not exist."""
-    return _REFERENCE.sub(lambda match: ids.get(match[1], ""), text)

@@ -30,7 +30,7 @@ from plait.tracking.mlflow_store import (
     newest_point,
     stored_leaderboard,
 )
-from plait.tracking.records import LogPoints, run_reference
+from plait.tracking.records import LogPoints
 from plait.tracking.ui import page_settings
 from plait.tracking.values import finite, grown_stride, is_kept
 from plait.tracking.writer import BATCH, RefusedError, describe_refused, gather
@@ -272,16 +272,14 @@ class SearchRun:
             self._tables.append(path)
             self._log.tags(self._key, self._table_tag())
 
-    def refresh(self, run_id: Callable[[str], str], *, now: bool = False) -> None:
-        """Write leaderboard, Pareto front and best so far, if due, because this takes longer with more jobs.
-        ``run_id`` returns MLflow's id of a job's run."""
+    def refresh(self, *, now: bool = False) -> None:
+        """Write leaderboard, Pareto front and best so far, if due, because this takes longer with more
+        jobs."""
         started = time.monotonic()
         if not now and started < self._next:
             return
         board = self._board
-        for record in board.jobs.values():
-            record.run_id = run_id(record.name)
-        rows = [replace(record, run_id=run_reference(record.name)) for record in board.ordered()]
+        rows = board.ordered()
         for path, text in tables(board, rows).items():
             self._log.text(self._key, path, text)
         front = {row.name for row in rows if row.on_front}

@@ -247,7 +247,7 @@ class Tracker:
             with suppress(StorageError), storage_errors(self.location):
                 self._take_others(self._stored_jobs())
         self._started.tables.finish()
-        run.refresh(self.run_id, now=True)
+        run.refresh(now=True)
         if not run.clock.writes:  # the last process writes the last point, wherever it is
             with suppress(Exception):
                 self._settle_curves(self._started)
@@ -446,7 +446,7 @@ class Tracker:
         if not result.feasible:
             log.tags(job, {names.TAG_FEASIBLE: "false"})
         log.state(job, result.state, record.reason)
-        self._running.run.refresh(self.run_id)
+        self._running.run.refresh()
 
     def run_id(self, job: str) -> str:
         """MLflow's id of a job's run; "" while the store has not made it."""
