@@ -343,40 +343,6 @@ def test_each_process_has_a_log_of_its_own_and_adopts_that_of_one_that_ended(tmp
     mine.close()
 
 
-def test_a_log_is_behind_until_the_store_has_the_last_record_that_ended_processes_left(
-    tmp_path: Path,
-) -> None:
-    ended = open_event_log(tmp_path, HEAD)
-    for step in (1, 2):
-        ended.append(point("a", step))
-    assert not ended.behind  # of its own
-    ended.close()
-    log = open_event_log(tmp_path, HEAD)
-    log.append(point("b", 1))
-    assert log.behind
-    send(log, 1)
-    assert log.behind
-    send(log, 1)
-    assert (log.behind, log.waiting) == (False, 1)
-    other = open_event_log(tmp_path, HEAD)
-    other.append(point("c", 1))
-    other.close()
-    log.adopt_ended()
-    assert log.behind
-    log.append(point("d", 1))
-    send(log, 1)
-    assert log.behind
-    send(log, 1)
-    assert (log.behind, log.waiting) == (False, 1)
-    other = open_event_log(tmp_path, HEAD)
-    other.append(point("e", 1))
-    send(other, 1)
-    other.close()
-    log.adopt_ended()  # nothing waits in that one
-    assert not log.behind
-    log.close()
-
-
 def test_adopting_a_log_whose_points_were_sent_keeps_the_newest_of_the_searchs_run(tmp_path: Path) -> None:
     mine, other = open_event_log(tmp_path, HEAD), open_event_log(tmp_path, HEAD)
     for log, step in ((mine, 2), (other, 3)):

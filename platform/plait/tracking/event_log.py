@@ -83,7 +83,6 @@ class EventLog:
         self._sent_file = os.open(log.path.with_suffix(".sent"), os.O_RDWR | os.O_CREAT, 0o644)
         self._sent = self._noted_sent()
         self._recover()
-        self._inherited = self._waiting  # waiting records of ended processes
         if log.end == 0:
             self._sent = 0
             self._note_sent()
@@ -252,12 +251,6 @@ class EventLog:
         """Records that the store does not have yet."""
         return self._waiting
 
-    @property
-    def behind(self) -> bool:
-        """Whether the store lacks records of ended processes, so that its data on their jobs is out of
-        date."""
-        return self._inherited > 0
-
     def peek(self, count: int) -> list[Record]:
         """The oldest records that the store does not have, after syncing them, so that even after a power
         failure the log has everything that the store has."""
@@ -284,7 +277,6 @@ class EventLog:
         with self._lock:
             self._sent = at
             self._waiting -= records
-            self._inherited = max(0, self._inherited - records)
             self._peeked = at, 0
         with suppress(OSError):  # otherwise it is sent again, which changes nothing
             self._note_sent()
@@ -299,9 +291,6 @@ class EventLog:
                 self._adopt_text(record)
             else:
                 self._write(record)
-        if other.waiting:
-            with self._lock:
-                self._inherited = self._waiting
         for run, steps in other._steps.items():
             self._write(Written(run, steps, other.device_seconds(run)))
         if other.newest is not None:

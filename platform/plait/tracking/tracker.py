@@ -243,7 +243,7 @@ class Tracker:
             if mine and record.state in (JobState.RUNNING, JobState.ORPHANED):
                 left = JobState.PAUSED if record.state == JobState.RUNNING else record.state
                 log.state(record.name, left, "The search was interrupted.")
-        if (log.shared or not run.whole) and self._connection.opened and not log.behind:
+        if (log.shared or not run.whole) and self._connection.opened:
             with suppress(StorageError), storage_errors(self.location):
                 self._take_others(self._stored_jobs())
         self._started.tables.finish()
@@ -286,8 +286,6 @@ class Tracker:
         if started is None or begun < self._next_reading:
             return
         self._next_reading = begun + READ_PAUSE
-        if started.log.behind:
-            return  # while the store lacks records of ended processes, its data on their jobs is out of date
         if started.log.others() or not started.run.whole:
             self._read = self._stored_jobs()
             took = time.monotonic() - begun
