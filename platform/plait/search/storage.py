@@ -34,12 +34,11 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from plait.core.errors import StorageError
 from plait.utils.addresses import (
-    BUSY,
     DAMAGED,
-    DISK,
     check_login,
     foreign_tables,
     redact,
+    sqlite_fault,
     sqlite_says,
     with_driver,
 )
@@ -52,6 +51,8 @@ SQLITE_SUFFIXES = (".db", ".sqlite", ".sqlite3")
 CONNECT_SECONDS = 10
 SQLITE = "sqlite:///"
 JOURNAL = "optuna.journal"  # the default, in tracking.root
+HOLDS = "The study is kept in this SQLite file: its trials, their values and results."
+OTHER = "search.storage=PATH"
 
 
 def open_storage(storage: str | None, root: Path) -> BaseStorage:
@@ -224,37 +225,14 @@ def _database(url: str) -> BaseStorage:
             else "Give search.storage=postgresql://..., a path that ends in .db, or leave it out.",
         ) from error
     except Exception as error:  # SQLAlchemy, the driver and Optuna each raise their own
-        if damage := sqlite_says(error, DAMAGED):
-            raise _damaged(f"search.storage={file or redact(url)}", damage) from error
-        if file is not None:
-            raise StorageError(
-                f"search.storage={file}: {_first_line(error)}",
-                "The study is kept in this SQLite file, with journals beside it.",
-                f"{_cure(error)} another: search.storage=PATH.",
-            ) from error
+        named = f"search.storage={file or redact(url)}"
+        if (fault := sqlite_fault(error, named, HOLDS, OTHER)) is not None:
+            raise fault from error
         raise StorageError(
             f"search.storage={redact(url)}",
             f"The database does not answer: {_first_line(error)}",
             "Check the URL and that the server runs; leave search.storage out to use a local file.",
         ) from error
-
-
-def _cure(error: Exception) -> str:
-    """The beginning of what to do about a SQLite file that is not damaged and cannot be used."""
-    if sqlite_says(error, BUSY):
-        return "Wait until no other program has it locked, or name"
-    if sqlite_says(error, DISK):
-        return "Free some space and make file and folder writable, or name"
-    return "Name"
-
-
-def _damaged(storage: str, damage: str) -> StorageError:
-    return StorageError(
-        f"{storage}: the file is damaged ({damage})",
-        "It is the SQLite database of the study: which trials there are, their values and results.",
-        "Put back a copy of it. Without one, move it away: the search's `plait sweep` command then begins it "
-        "again. What is in MLflow and in the folder of the runs is not in this file.",
-    )
 
 
 def _make_folder(folder: Path) -> None:
@@ -347,8 +325,8 @@ def passes(error: BaseException | None) -> bool:
 
 
 def _not_ours(error: Exception) -> StorageError:
-    if damage := sqlite_says(error, DAMAGED):
-        return _damaged("search.storage", damage)
+    if (fault := sqlite_fault(error, "search.storage", HOLDS, OTHER)) is not None:
+        return fault
     what = (error.filename, error.strerror) if isinstance(error, OSError) else (None, None)
     return StorageError(
         f"{what[0] or 'search.storage'}: {what[1] or _first_line(error)}",

@@ -21,7 +21,7 @@ from plait.core.errors import StorageError
 from plait.core.settings import TrackingSettings
 from plait.tracking.location import Location, check_folder, locate
 from plait.tracking.mlflow_store import Store
-from plait.utils.addresses import DAMAGED, DISK, first_line, foreign_tables, redact, sqlite_says
+from plait.utils.addresses import first_line, foreign_tables, redact, sqlite_fault
 from plait.utils.file_locks import file_lock
 
 ANSWER_SECONDS = 5
@@ -127,19 +127,10 @@ def storage_errors(location: Location) -> Iterator[None]:
     try:
         yield
     except (MlflowException, sqlalchemy.exc.SQLAlchemyError, OSError, ImportError) as error:  # no driver
-        if damage := sqlite_says(error, DAMAGED):
-            raise StorageError(
-                f"tracking.uri={location}: the file is damaged ({damage})",
-                "It is the SQLite database in which MLflow keeps all runs: settings, losses, states.",
-                "Put back a copy of it. Without one, move it away: searches are then recorded in a new one. "
-                "Adapters are also in the folders of their searches, trials in the study.",
-            ) from error
-        if says := sqlite_says(error, DISK):
-            raise StorageError(
-                f"tracking.uri={location}: {says}",
-                "MLflow keeps all runs in this SQLite file, and journals beside it.",
-                "Free some space and make file and folder writable, or set tracking.root to another folder.",
-            ) from error
+        holds = "MLflow keeps all runs in this SQLite file: settings, losses, states."
+        fault = sqlite_fault(error, f"tracking.uri={location}", holds, "tracking.root=FOLDER")
+        if fault is not None:
+            raise fault from error
         kind = AwayError if _is_away(location, error) else StorageError
         raise kind(
             f"tracking.uri={location}: {first_line(error)}",

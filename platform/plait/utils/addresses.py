@@ -65,6 +65,27 @@ DAMAGED = ("SQLITE_NOTADB", "SQLITE_CORRUPT")
 DISK = ("SQLITE_FULL", "SQLITE_IOERR", "SQLITE_CANTOPEN", "SQLITE_READONLY")
 
 
+def sqlite_fault(error: BaseException, named: str, holds: str, other: str) -> StorageError | None:
+    """What is wrong with a SQLite file, where an error says that; None for other errors.
+
+    Args:
+        named: the file with its key, KEY=FILE.
+        holds: what is in it, as a sentence.
+        other: the setting that names another file.
+    """
+    if damage := sqlite_says(error, DAMAGED):
+        remedy = "Put back a copy of it. Without one, move it away: then a new one is begun."
+        return StorageError(f"{named}: the file is damaged ({damage})", holds, remedy)
+    if says := sqlite_says(error, BUSY):
+        return StorageError(
+            f"{named}: {says}", holds, f"Wait until no other program has it locked, or set {other}."
+        )
+    if says := sqlite_says(error, DISK):
+        remedy = f"Free some space and make file and folder writable, or set {other}."
+        return StorageError(f"{named}: {says}", holds, remedy)
+    return None
+
+
 def sqlite_says(error: BaseException | None, kinds: tuple[str, ...]) -> str:
     """What SQLite says in an error of these kinds, which libraries wrap in theirs; "" for other errors."""
     if error is None:
