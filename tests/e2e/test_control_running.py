@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ SPACE = (
     "search.name=mine",
 )
 Trials = Callable[..., list[FrozenTrial]]
+Study = Callable[[], list[FrozenTrial]]  # the trials as they are now
 Said = Callable[..., str]
 
 
@@ -64,58 +66,26 @@ def test_every_command_against_a_running_sweep(
         *short, *SPACE, "search.trials=3", "search.parallel=3", "train.steps=100000",
         "engine.checkpoint_steps=20", "train.eval_every=20",
     ]  # fmt: skip
-    search = folder / "plait-runs" / "searches" / "mine"
-
-    def state(number: int) -> TrialState:
-        return trials(folder)[number].state
-
+    study = partial(trials, folder)
     with running(arguments) as sweep:
-        sweep.until(lambda: (search / "command.json").exists())
+        sweep.until(lambda: (folder / "plait-runs" / "searches" / "mine" / "command.json").exists())
         sweep.until(lambda: len(steps(said("status"))) == 3)
-
         told = re.compile(r"trial-0000  running   step \d+ of 100000  train loss \d+\.\d{4}  ")
         sweep.until(lambda: told.search(said("status")) is not None)
-
-        assert "paused after the current step" in said("pause")
-        sweep.until(lambda: "3 paused" in said("status"))
-        held = steps(said("status"))
-        time.sleep(0.5)
-        assert steps(said("status")) == held
-        assert said("status").startswith("mine is paused")
-
-        said("resume")
-        sweep.until(lambda: all(step > held[name] for name, step in steps(said("status")).items()))
-
-        assert "Trial 0 ends" in said("stop", "0")
-        sweep.until(lambda: state(0) == TrialState.PRUNED)
-        assert trials(folder)[0].user_attrs["plait.reason"] == "by the user"
-        assert "is stopped" in said("stop", "0", status=2)
-
-        assert "Trial 3" in said("add", "adapter.rank=4", "train.lr=2e-3")
-        point = {"adapter.rank": 4, "train.lr": 2e-3}  # written value by value, once it runs
-        sweep.until(lambda: trials(folder)[3].params == point)
-        sweep.until(lambda: "trial-0003" in steps(said("status")))
-        assert "at least 1" in said("add", "adapter.rank=0", status=2)
-
-        text = said("clone", "1", "train.lr=2e-2", "train.priority=5", "--warm")
-        assert "Trial 4" in text
-        assert "train.lr=2e-2 lies outside the search space" in text
-        cloned = {"adapter.rank": trials(folder)[1].params["adapter.rank"]}
-        sweep.until(lambda: trials(folder)[4].params == cloned)
-        assert (Path(trials(folder)[4].user_attrs["plait.warm_from"]) / "checkpoint.json").exists()
-        sweep.until(lambda: "trial-0004" in steps(said("status")))
-        sweep.until(lambda: "1 paused" in said("status"))  # trial 3 was preempted
-        assert "train.lr=0.02  (outside the search space)" in said("status")
+        pause_and_resume(sweep, said)
+        stop_a_trial(sweep, said, study)
+        add_a_trial(sweep, said, study)
+        clone_a_trial(sweep, said, study)
     # killed: what is asked for now is done when it resumes
     assert "is not running" in said("status")
     assert "no such trial" in said("stop", "9", status=2)
     assert "is not running" in said("stop", "1")
     with running(arguments) as sweep:
-        sweep.until(lambda: state(1) == TrialState.PRUNED)
+        sweep.until(lambda: study()[1].state == TrialState.PRUNED)
         sweep.until(lambda: "3 running" in said("status"))
         assert "end after the current step" in said("cancel")
         assert sweep.end() == 0, sweep.output
-    assert [item.state for item in trials(folder)] == [TrialState.PRUNED] * 5
+    assert [item.state for item in study()] == [TrialState.PRUNED] * 5
     log = Path("sweep.log").read_text()
     assert "ended early" in log
     assert "resume with" not in log  # nothing is left
@@ -123,6 +93,48 @@ def test_every_command_against_a_running_sweep(
     assert main(["resume"]) == 0
     assert "no unfinished searches" in capsys.readouterr().out
     assert "Pending" not in said("status")
+
+
+def pause_and_resume(sweep: Forked, said: Said) -> None:
+    """No trial takes a step in between."""
+    assert "paused after the current step" in said("pause")
+    sweep.until(lambda: "3 paused" in said("status"))
+    held = steps(said("status"))
+    time.sleep(0.5)
+    assert steps(said("status")) == held
+    assert said("status").startswith("mine is paused")
+    said("resume")
+    sweep.until(lambda: all(step > held[name] for name, step in steps(said("status")).items()))
+
+
+def stop_a_trial(sweep: Forked, said: Said, study: Study) -> None:
+    """The first, once."""
+    assert "Trial 0 ends" in said("stop", "0")
+    sweep.until(lambda: study()[0].state == TrialState.PRUNED)
+    assert study()[0].user_attrs["plait.reason"] == "by the user"
+    assert "is stopped" in said("stop", "0", status=2)
+
+
+def add_a_trial(sweep: Forked, said: Said, study: Study) -> None:
+    """In the place of the one that was stopped."""
+    assert "Trial 3" in said("add", "adapter.rank=4", "train.lr=2e-3")
+    point = {"adapter.rank": 4, "train.lr": 2e-3}  # written value by value, once it runs
+    sweep.until(lambda: study()[3].params == point)
+    sweep.until(lambda: "trial-0003" in steps(said("status")))
+    assert "at least 1" in said("add", "adapter.rank=0", status=2)
+
+
+def clone_a_trial(sweep: Forked, said: Said, study: Study) -> None:
+    """With a higher priority, so that the one that was added leaves."""
+    text = said("clone", "1", "train.lr=2e-2", "train.priority=5", "--warm")
+    assert "Trial 4" in text
+    assert "train.lr=2e-2 lies outside the search space" in text
+    cloned = {"adapter.rank": study()[1].params["adapter.rank"]}
+    sweep.until(lambda: study()[4].params == cloned)
+    assert (Path(study()[4].user_attrs["plait.warm_from"]) / "checkpoint.json").exists()
+    sweep.until(lambda: "trial-0004" in steps(said("status")))
+    sweep.until(lambda: "1 paused" in said("status"))  # trial 3 was preempted
+    assert "train.lr=0.02  (outside the search space)" in said("status")
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from recorders import Again, Refusing
 
 from plait.core.errors import ConfigError
 from plait_bench import gpu_graphs as subject
@@ -19,28 +20,20 @@ SIZES: dict[str, Any] = {
 }
 
 
-class Replays:
-    """Runs again what was recorded; or changes what comes of it, or refuses the first so many."""
+class Spoiling(Again):
+    """Changes the weights at each replay."""
 
-    def __init__(self, *, spoil: bool = False, refuse: int = 0) -> None:
-        self.spoil, self.refuse = spoil, refuse
-        self.side: Any = None
+    side: subject._Side
 
     def record(self, run: Callable[[], Any]) -> Callable[[], Any]:
-        if self.refuse:
-            self.refuse -= 1
-            raise RuntimeError("operation not permitted when stream is capturing")
+        replay = super().record(run)
 
-        def replay() -> Any:
-            found = run()
-            if self.spoil:
-                self.side.bank.block("1").state.mul_(1.001)
+        def spoil() -> Any:
+            found = replay()
+            self.side.bank.block("1").state.mul_(1.001)
             return found
 
-        return replay
-
-    def forget(self) -> None:
-        """Nothing is kept."""
+        return spoil
 
 
 @pytest.fixture(autouse=True)
@@ -49,16 +42,18 @@ def uploads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recordings, "refused", nullcontext)
 
 
-def side_of(*sizes: int, **how: Any) -> subject._Side:
-    asked, recorder = subject.GraphOptions(**SIZES, repeats=2, sizes=sizes), Replays(**how)
+def side_of(*sizes: int, recorder: Again | None = None) -> subject._Side:
+    asked = subject.GraphOptions(**SIZES, repeats=2, sizes=sizes)
     torch.manual_seed(0)
+    recorder = recorder or Again()
     side = subject._Side(asked, "auto", torch.device("cpu"), torch.float32, recorder=recorder)
-    recorder.side = side
+    if isinstance(recorder, Spoiling):
+        recorder.side = side
     return side
 
 
-def figures(size: int = 48, **how: Any) -> dict[str, Any]:
-    return {figure.name: figure for figure in side_of(size, **how).figures(size)}
+def figures(size: int = 48, recorder: Again | None = None) -> dict[str, Any]:
+    return {figure.name: figure for figure in side_of(size, recorder=recorder).figures(size)}
 
 
 def test_replays_are_compared_with_launches() -> None:
@@ -70,15 +65,15 @@ def test_replays_are_compared_with_launches() -> None:
 
 
 def test_other_gradients_and_refusals_are_seen() -> None:
-    wrong = figures(spoil=True)["48 tokens: replays with other gradients"]
+    wrong = figures(recorder=Spoiling())["48 tokens: replays with other gradients"]
     assert (wrong.ours, wrong.within) == (3, False)
-    refused = figures(refuse=1)["48 tokens: refused"]
+    refused = figures(recorder=Refusing(1))["48 tokens: refused"]
     assert (refused.ours, refused.within) == (1, False)
     assert "stream is capturing" in refused.note
 
 
 def test_a_size_is_not_blamed_for_another_ones_refusal() -> None:
-    side = side_of(48, 96, refuse=1)
+    side = side_of(48, 96, recorder=Refusing(1))
     found = {figure.name: figure for size in (48, 96) for figure in side.figures(size)}
     assert [found[f"{size} tokens: refused"].ours for size in (48, 96)] == [1, 0]
     assert found["96 tokens: refused"].note == ""
@@ -114,7 +109,7 @@ def test_memory_of_recordings_is_what_lies_in_their_own_pools(monkeypatch: pytes
 def test_what_cannot_be_filled_up_is_refused() -> None:
     """Six tokens and 58 more in five samples, each longer than eight."""
     asked = subject.GraphOptions(**{**SIZES, "length": 8}, repeats=1, sizes=(6,))
-    side = subject._Side(asked, "auto", torch.device("cpu"), torch.float32, recorder=Replays())
+    side = subject._Side(asked, "auto", torch.device("cpu"), torch.float32, recorder=Again())
     (found,) = side.figures(6)
     assert (found.name, found.ours, found.within) == ("6 tokens: refused", 1, False)
     assert "more than 8 tokens" in found.note

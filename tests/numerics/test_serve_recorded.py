@@ -7,12 +7,13 @@ all that was in it then but the uploads, as a replay does, and Triton's kernels 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from recorders import Again, Refusing, Short
 from torch import Tensor
 
 from plait.adapters.peft_folder import export_adapter
@@ -45,34 +46,6 @@ if not triton_backend.available(DEVICE):
     pytest.skip("Triton does not run here", allow_module_level=True)
 RANKS = (3, 20, 18)
 CHUNK = 32  # keys, so that short requests have several chunks
-
-
-class Again:
-    """Replays by running what was recorded once more."""
-
-    def __init__(self) -> None:
-        self.recorded = self.forgotten = 0
-
-    def record(self, run: Callable[[], Any]) -> Callable[[], Any]:
-        self.recorded += 1
-        return run
-
-    def forget(self) -> None:
-        self.forgotten += 1
-
-
-class Refusing(Again):
-    """A device that waits somewhere: nothing is recorded."""
-
-    def record(self, _run: Callable[[], Any]) -> Callable[[], Any]:
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-
-class Short(Again):
-    """A device without memory for a recording."""
-
-    def record(self, _run: Callable[[], Any]) -> Callable[[], Any]:
-        raise torch.OutOfMemoryError("no room")
 
 
 @pytest.fixture(scope="module")

@@ -166,6 +166,7 @@ def assert_same_bits(found: History, expected: History, jobs: Iterable[JobSpec])
     """Promise 3: each job has the very losses, norms and weights of another run."""
     for job in jobs:
         name = job.name
+        assert found.ended(name).state is JobState.FINISHED
         assert len(found.losses(name)) == job.train.steps
         assert found.losses(name) == expected.losses(name)
         assert found.evaluations(name) == expected.evaluations(name)

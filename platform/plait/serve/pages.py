@@ -124,6 +124,29 @@ class _Group:
     inside: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The rows of an iteration.
+
+    Attributes:
+        counts, firsts: (requests,), their numbers of rows, and the first one of each.
+        owner, positions: (rows,), the request of each, and its place in it.
+    """
+
+    counts: Tensor
+    firsts: Tensor
+    owner: Tensor
+    positions: Tensor
+
+    @classmethod
+    def of(cls, starts: Sequence[int], lengths: Sequence[int]) -> _Rows:
+        counts = torch.tensor(lengths)
+        owner = torch.repeat_interleave(torch.arange(len(counts)), counts)
+        firsts = counts.cumsum(0) - counts
+        positions = torch.arange(len(owner)) - (firsts - torch.tensor(starts))[owner]
+        return cls(counts, firsts, owner, positions)
+
+
 class PagedCache:
     """Keys and values of every layer in pages of the pool.
 
@@ -165,41 +188,31 @@ class PagedCache:
             answered: whether its rows are new tokens; else they are a prompt's.
             width: pages to which tables are filled up for launches that serve again, see ``PagedRows``.
         """
-        counts = torch.tensor(lengths)
-        owner = torch.repeat_interleave(torch.arange(len(tables)), counts)
-        firsts = counts.cumsum(0) - counts
-        positions = torch.arange(len(owner)) - (firsts - torch.tensor(starts))[owner]
-        numbers, inside = positions // self._page_tokens, positions % self._page_tokens
-        both = zip(owner.tolist(), numbers.tolist(), strict=True)
+        rows = _Rows.of(starts, lengths)
+        numbers, inside = rows.positions // self._page_tokens, rows.positions % self._page_tokens
+        both = zip(rows.owner.tolist(), numbers.tolist(), strict=True)
         pages = torch.tensor([tables[request][number] for request, number in both])
         places = upload(torch.stack((pages, inside), dim=1), self._device)
         if self.by_triton:
-            given = zip(firsts.tolist(), lengths, starts, answered, strict=True)
-            spans = [Span(row, rows, start, prompt=not done) for row, rows, start, done in given]
-            rows = PagedRows(tables, spans, self._device, width=width)
-            return _ByTriton(self._pool, self._page_tokens, places, rows)
-        return self._by_torch(tables, lengths, begun, owner, positions, places)
+            given = zip(rows.firsts.tolist(), lengths, starts, answered, strict=True)
+            spans = [Span(row, count, start, prompt=not done) for row, count, start, done in given]
+            paged = PagedRows(tables, spans, self._device, width=width)
+            return _ByTriton(self._pool, self._page_tokens, places, paged)
+        return self._by_torch(tables, rows, begun, places)
 
     def _by_torch(
-        self,
-        tables: Sequence[Sequence[int]],
-        lengths: Sequence[int],
-        begun: int,
-        owner: Tensor,
-        positions: Tensor,
-        places: Tensor,
+        self, tables: Sequence[Sequence[int]], rows: _Rows, begun: int, places: Tensor
     ) -> AttentionStore:
-        """The same without Triton; ``owner`` is the request of each row."""
+        """The same without Triton."""
         longest = max(map(len, tables))
         padded = torch.tensor([[*table, *[0] * (longest - len(table))] for table in tables])
-        counts = torch.tensor(lengths)
-        firsts = counts.cumsum(0) - counts
+        counts, positions, owner = rows.counts, rows.positions, rows.owner
         few = ((counts <= self._few) & (torch.arange(len(tables)) < begun))[owner].nonzero()[:, 0]
         groups = []
-        for rows in sorted({length for length in lengths[:begun] if length > self._few}):
-            own = (counts[:begun] == rows).nonzero()[:, 0]
-            groups.append(self._group(padded[own], firsts[own], rows, positions))
-        prompts = list(lengths[begun:])
+        earlier, prompts = counts[:begun].tolist(), counts[begun:].tolist()
+        for count in sorted({count for count in earlier if count > self._few}):
+            own = (counts[:begun] == count).nonzero()[:, 0]
+            groups.append(self._group(padded[own], rows.firsts[own], count, positions))
         return _ByTorch(
             self._pool,
             self._page_tokens,
@@ -207,7 +220,7 @@ class PagedCache:
             padded,
             torch.stack((few, owner[few], positions[few]), dim=1),
             tuple(groups),
-            sum(lengths[:begun]),
+            sum(earlier),
             AttentionLayout.of(prompts, self._device) if prompts else None,
         )
 

@@ -6,7 +6,6 @@ then, as a replay does. Triton's kernels are interpreted; attention is that of t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from laboratory import NARROW, random_data, random_texts
+from recorders import Again, Refusing
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -69,30 +69,6 @@ def attention_backward(grad: Tensor, *given: Any) -> tuple[Tensor, ...]:
     with torch.enable_grad():
         out = attention(*leaves, ends, rule.scale)
     return torch.autograd.grad(out, leaves, grad)
-
-
-class Again:
-    """Replays by running what was recorded once more."""
-
-    def __init__(self) -> None:
-        self.recorded = 0
-
-    def record(self, run: Callable[[], Any]) -> Callable[[], Any]:
-        self.recorded += 1
-        return run
-
-    def forget(self) -> None:
-        pass
-
-
-class Refusing:
-    """A device that waits somewhere: nothing is recorded."""
-
-    def record(self, _run: Callable[[], Any]) -> Callable[[], Any]:
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    def forget(self) -> None:
-        pass
 
 
 def job(name: str, rank: int, seed: int, targets: Any, lengths: tuple[int, int], dropout: float) -> JobSpec:

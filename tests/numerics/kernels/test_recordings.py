@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from recorders import Again
 from torch import Tensor
 
 from plait_kernels import KernelError, Routing
@@ -21,32 +22,13 @@ from plait_kernels.uploads import Places, refused, upload
 CPU = torch.device("cpu")
 
 
-class Recorder:
-    """Replays by running what was recorded once more; it says when it records and replays."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def record(self, run: Callable[[], Any]) -> Callable[[], Any]:
-        self.said.append("recorded")
-
-        def replay() -> Any:
-            self.said.append("replayed")
-            return run()
-
-        return replay
-
-    def forget(self) -> None:
-        self.said.append("forgotten")
-
-
 class Work:
     """Adds up what was uploaded, with a table of the microbatch."""
 
     def __init__(self, run: Callable[[Work, Any], Any] | None = None) -> None:
         made = problem(Shape(12, 16, (16,), (4, 4)), device="cpu", dtype=torch.float32)
         self.bank = made.bank
-        self.recorder = Recorder()
+        self.recorder = Again()
         self.launched = 0
         self.recordings: Recordings[Any, Any] = Recordings(
             self.recorder, lambda loaded: loaded[0], lambda loaded: (run or Work.sum)(self, loaded)
