@@ -11,30 +11,24 @@ same rules, what a search takes that trains no trial further than its rungs allo
 
 from __future__ import annotations
 
-import hashlib
-import json
 import random
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
+from dataclasses import dataclass, replace
 from math import inf, isfinite, isnan
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any
 
 import torch
 
 from plait.config.fields import build
-from plait.core.errors import ConfigError, DataError, PlaitError, StorageError
+from plait.core.errors import ConfigError, PlaitError
 from plait.core.jobs import JobSpec
 from plait.core.samples import Split
 from plait.core.settings import RunSettings, SearchSettings, StoppingSettings
 from plait.search.objective import check_measured
 from plait.search.stopping import rungs_within
-from plait.tracking.facts import git_state
-from plait.utils.files import write_text
 from plait_bench.benchmarks import BENCHMARKS
 from plait_bench.curves import Curve, Point
 from plait_bench.figures import Baseline, Figure, Report
@@ -115,34 +109,11 @@ class SeedResult:
         seed: of the order of the trials and of their data order, initial weights and dropout.
         joint: Plait's search.
         curves: PEFT's trials in the same order, all to their ends.
-        facts: when, on what commit.
     """
 
     seed: int
     joint: JointSearch
     curves: tuple[Curve, ...]
-    facts: Mapping[str, Any]
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain data."""
-        return {
-            "seed": self.seed,
-            "joint": asdict(self.joint),
-            "curves": [asdict(curve) for curve in self.curves],
-            "facts": dict(self.facts),
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> SeedResult:
-        """From :meth:`to_json`."""
-        joint = dict(data["joint"])
-        joint["evaluations"] = tuple(Evaluation(**each) for each in joint["evaluations"])
-        joint["names"] = tuple(joint["names"])
-        curves = tuple(
-            Curve(item["parameters"], tuple(Point(**point) for point in item["points"]))
-            for item in data["curves"]
-        )
-        return cls(data["seed"], JointSearch(**joint), curves, data["facts"])
 
 
 def largest_difference(result: SeedResult) -> tuple[float, str]:
@@ -276,16 +247,12 @@ class Options:
             benchmark fails, since sides that compute different things do not compare.
         evaluation_batch: samples of one padded batch in PEFT's evaluations.
         autocast: whether PEFT's side runs under autocast.
-        path: file of the seeds that are done and not measured again; None: below ``tracking.root``.
-        fresh: measure all seeds again.
     """
 
     seeds: int = 5
     loss_tolerance: float = 0.05
     evaluation_batch: int = 8
     autocast: bool = False
-    path: Path | None = None
-    fresh: bool = False
 
     def __post_init__(self) -> None:
         at_least_one(self, "seeds", "evaluation_batch")
@@ -298,25 +265,19 @@ def search_vs_sequential(
     """Search ``jobs`` on both sides, with one seed after another.
 
     Raises:
-        ConfigError: no jobs, no rungs, an unknown option, another device than the processor, or a file of
-            other settings.
+        ConfigError: no jobs, no rungs, an unknown option, or another device than the processor.
         PlaitError: a job failed, or the losses of both sides disagree.
     """
     asked = build(Options, options, OPTIONS)
     _check(settings, jobs)
-    kept = Kept.open(asked, settings, jobs)
-    missing = [seed for seed in range(asked.seeds) if seed not in kept.results]
-    if missing:
-        arena = Arena.load(settings, jobs, asked)
-        for seed in missing:
-            result = arena.race(seed)
-            check_agreement(result, asked.loss_tolerance)
-            kept.add(result)
-    results = [kept.results[seed] for seed in range(asked.seeds)]
+    arena, results = Arena.load(settings, jobs, asked), list[SeedResult]()
+    for seed in range(asked.seeds):
+        results.append(arena.race(seed))
+        check_agreement(results[-1], asked.loss_tolerance)
     differences = [check_agreement(result, asked.loss_tolerance) for result in results]
     comparisons = [compare(result, settings.search) for result in results]
     figures = [*_compared(comparisons), *_figures(comparisons), _agreement(differences, asked.loss_tolerance)]
-    return Report("search_vs_sequential", tuple(figures), _assumptions(settings, jobs, asked, kept))
+    return Report("search_vs_sequential", tuple(figures), _assumptions(settings, jobs, asked))
 
 
 def _check(settings: RunSettings, jobs: Sequence[JobSpec]) -> None:
@@ -376,12 +337,7 @@ class Arena:
             joint = search_together(self.side, jobs, search, Path(folder) / "joint", turns)
             while not sequential.done:
                 turns()
-        facts = {
-            "when": datetime.now(UTC).isoformat(timespec="seconds"),
-            "commit": git_state(Path(__file__).parent).commit,
-            "threads": torch.get_num_threads(),
-        }
-        return SeedResult(seed, joint, tuple(sequential.curves), facts)
+        return SeedResult(seed, joint, tuple(sequential.curves))
 
 
 def _turns(sequential: SequentialSearch, trials: int, iterations: int, seed: int) -> Callable[[], None]:
@@ -397,73 +353,6 @@ def _turns(sequential: SequentialSearch, trials: int, iterations: int, seed: int
             sequential.advance()
 
     return turn
-
-
-@dataclass(slots=True)
-class Kept:
-    """The seeds measured so far, in a file."""
-
-    path: Path
-    problem: str
-    results: dict[int, SeedResult]
-
-    @classmethod
-    def open(cls, options: Options, settings: RunSettings, jobs: Sequence[JobSpec]) -> Kept:
-        """What there is.
-
-        Raises:
-            ConfigError: the file is of other settings.
-            DataError: it cannot be read.
-        """
-        path = options.path or settings.tracking.root / "search_vs_sequential.json"
-        problem = _problem(settings, jobs, options)
-        if options.fresh or not path.exists():
-            return cls(path, problem, {})
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            results = [SeedResult.from_json(item) for item in content["seeds"]]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(
-                f"{path}: {error}", "The file stores the seeds of search_vs_sequential.", "Remove it."
-            ) from error
-        if content["problem"] != problem:
-            raise ConfigError(
-                f"{path}",
-                "It keeps seeds that were measured with other settings.",
-                "Give another bench.options.path, or bench.options.fresh=true.",
-            )
-        return cls(path, problem, {result.seed: result for result in results})
-
-    def add(self, result: SeedResult) -> None:
-        """Keep a seed, on disk.
-
-        Raises:
-            StorageError: the file cannot be written.
-        """
-        self.results[result.seed] = result
-        seeds = [self.results[seed].to_json() for seed in sorted(self.results)]
-        try:
-            write_text(self.path, json.dumps({"problem": self.problem, "seeds": seeds}))
-        except OSError as error:
-            raise StorageError(
-                f"{self.path}: {error.strerror or error}",
-                "It keeps the seeds of search_vs_sequential.",
-                "Free some space, or give another bench.options.path.",
-            ) from error
-
-
-def _problem(settings: RunSettings, jobs: Sequence[JobSpec], options: Options) -> str:
-    """What must be the same for seeds to stand side by side."""
-    facts: dict[str, Any] = {
-        "model": asdict(settings.model),
-        "engine": asdict(settings.engine),
-        "stopping": asdict(settings.search.stopping),
-        "parallel": settings.search.parallel,
-        "jobs": [job.parameters() for job in jobs],
-        "options": [options.evaluation_batch, options.autocast],
-        "threads": torch.get_num_threads(),
-    }
-    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def _figures(comparisons: Sequence[Comparison]) -> list[Figure]:
@@ -491,38 +380,10 @@ def _figures(comparisons: Sequence[Comparison]) -> list[Figure]:
         figure("sequential, no pruner: whole search", lambda c: c.full.seconds, "s", of=trials),
         figure("sequential, same rungs: whole search", lambda c: c.rungs.seconds, "s", of=parts),
         figure(
-            "to the same loss, over no pruner, in these orders",
-            lambda c: c.full.reached / c.joint.reached,
-            "×",
-            of=trials,
-        ),
-        figure(
             "to the same loss, over no pruner, in any order",
             lambda c: c.any_order / c.joint.reached,
             "×",
             of=orders,
-        ),
-        figure(
-            "to the same loss, over the same rungs",
-            lambda c: c.rungs.reached / c.joint.reached,
-            "×",
-            of=parts,
-        ),
-        figure(
-            "to the same loss, over Optuna's halving pruner",
-            lambda c: c.pruner.reached / c.joint.reached,
-            "×",
-            of=parts,
-        ),
-        figure("whole search, over no pruner", lambda c: c.full.seconds / c.joint.seconds, "×", of=trials),
-        figure(
-            "whole search, over the same rungs", lambda c: c.rungs.seconds / c.joint.seconds, "×", of=parts
-        ),
-        figure(
-            "whole search, over Optuna's halving pruner",
-            lambda c: c.pruner.seconds / c.joint.seconds,
-            "×",
-            of=parts,
         ),
     ]
 
@@ -560,12 +421,9 @@ def _agreement(differences: Sequence[float], tolerance: float) -> Figure:
     )
 
 
-def _assumptions(
-    settings: RunSettings, jobs: Sequence[JobSpec], options: Options, kept: Kept
-) -> tuple[str, ...]:
+def _assumptions(settings: RunSettings, jobs: Sequence[JobSpec], options: Options) -> tuple[str, ...]:
     stopping = settings.search.stopping
     rungs = ", ".join(map(str, stopping.rungs or ()))
-    facts = [result.facts for result in kept.results.values()]
     return (
         f"Medians over {options.seeds} seeds (smallest to largest in the notes); {len(jobs)} trials of "
         f"{jobs[0].train.steps} steps, batch {jobs[0].train.global_batch}; {stopping.kind} at {rungs}, eta "
@@ -576,15 +434,4 @@ def _assumptions(
         "rungs at those it comes to, but nothing for pausing and resuming a trial. Loading is not timed.",
         "PEFT trained every trial to its end; what it takes with rungs is derived by replay of its measured "
         "parts through the same loop and rules, one trial at a time.",
-        f"Each seed is kept in {kept.path}. {measured_when(facts)}",
     )
-
-
-def measured_when(facts: Sequence[Mapping[str, Any]]) -> str:
-    """When the seeds were measured and on which commit; several commits are said, for figures mix them."""
-    times = sorted(str(each["when"]) for each in facts)
-    commits = sorted({str(each["commit"])[:12] for each in facts})
-    text = f"They were measured from {times[0]} to {times[-1]}, commit {', '.join(commits)}."
-    if len(commits) == 1:
-        return text
-    return f"{text} These are {len(commits)} versions; bench.options.fresh=true measures all of them again."

@@ -1,7 +1,6 @@
 """What follows from one seed's measurements: who reaches which loss when, and whether the sides agree."""
 
 import itertools
-import json
 from dataclasses import replace
 from statistics import fmean
 
@@ -9,20 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.core.errors import ConfigError, DataError, PlaitError
+from plait.core.errors import PlaitError
 from plait.core.jobs import AdapterSpec, JobSpec
-from plait.core.settings import EngineSettings, RunSettings, SearchSettings, StoppingSettings
+from plait.core.settings import SearchSettings, StoppingSettings
 from plait_bench.curves import Curve, Point
 from plait_bench.listed_search import Evaluation, JointSearch
 from plait_bench.search_vs_sequential import (
-    Kept,
-    Options,
     SeedResult,
     any_order,
     check_agreement,
     compare,
     largest_difference,
-    measured_when,
     seeded,
 )
 
@@ -56,7 +52,6 @@ RESULT = SeedResult(
         finished={"trial-0003": 2.02},
     ),
     CURVES,
-    {},
 )
 
 
@@ -120,36 +115,3 @@ def test_seeds_have_the_same_jobs_in_other_orders():
     assert {job.train.seed for job in second} == {1}
     assert [job.name for job in first] != [job.name for job in second]
     assert sorted(job.name for job in first) == sorted(job.name for job in second)
-
-
-def test_seeds_that_are_done_are_kept_for_the_same_settings_only(tmp_path):
-    settings, options = RunSettings(search=SEARCH), Options(path=tmp_path / "sub" / "kept.json")
-    kept = Kept.open(options, settings, JOBS)
-    assert kept.results == {}
-    kept.add(RESULT)
-    again = Kept.open(replace(options, seeds=9, loss_tolerance=0.1), settings, JOBS)
-    assert json.dumps(again.results[0].to_json()) == json.dumps(RESULT.to_json())
-    assert compare(again.results[0], SEARCH) == compare(RESULT, SEARCH)
-    others = [
-        (options, replace(settings, engine=EngineSettings(capacity=99)), JOBS),
-        (options, settings, JOBS[:3]),
-        (replace(options, autocast=True), settings, JOBS),
-    ]
-    for other in others:
-        with pytest.raises(ConfigError, match="other settings"):
-            Kept.open(*other)
-    assert Kept.open(replace(options, fresh=True), settings, JOBS).results == {}
-    kept.path.write_text("{}")
-    with pytest.raises(DataError, match="Remove it"):
-        Kept.open(options, settings, JOBS)
-
-
-def test_seeds_of_several_versions_are_reported():
-    first = {"when": "2026-01-02T03:04:05+00:00", "commit": "a" * 40}
-    second = {"when": "2026-01-01T03:04:05+00:00", "commit": "b" * 40}
-    assert "2 versions" not in measured_when([first, first])
-    text = measured_when([first, second])
-    assert "from 2026-01-01" in text
-    assert "to 2026-01-02" in text
-    assert "2 versions" in text
-    assert "fresh=true" in text
