@@ -236,6 +236,7 @@ def test_a_search_resumes_with_its_kernels_on_a_device_of_the_same_kind(
 ) -> None:
     monkeypatch.setattr(devices, "check_kernels", lambda *_: None)
     engine.write_plan(tmp_path, Plan((), (), choices={"device": "cuda:0", "kernels": "recorded"}))
+    before = engine.recorded_before(OPEN, tmp_path)
     for device, kernels in (("cuda", "recorded"), ("cuda:1", "recorded"), ("cpu", "auto")):
-        found = engine._same_kernels("auto", torch.device(device), torch.float32, tmp_path)
+        found = engine._same_kernels("auto", torch.device(device), torch.float32, before)
         assert found == kernels

@@ -88,7 +88,7 @@ def test_slurms_tasks_per_host() -> None:
 
 
 def test_the_interface_that_has_an_address() -> None:
-    assert interface_of("127.0.0.1") == {"linux": "lo"}.get(sys.platform)
+    assert interface_of("127.0.0.1") == {"linux": "lo", "darwin": "lo0"}[sys.platform]
     assert interface_of("192.0.2.1") is None
 
 

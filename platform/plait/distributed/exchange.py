@@ -258,19 +258,27 @@ class Exchange:
         Raises:
             LostProcessError: another process died, or does not take part.
         """
-        try:
-            return begun.result()
-        except (RuntimeError, ValueError) as error:
-            raise LostProcessError(
-                f"the link to the other processes broke: {str(error).partition(chr(10))[0]}",
-                "The processes of a run exchange gradients and adapters directly.",
-                "The same command resumes the search.",
-            ) from error
+        rule = "The processes of a run exchange gradients and adapters directly."
+        return over_link(begun.result, "the other processes", rule)
 
     def close(self) -> None:
         """Leave the group."""
         self._thread.shutdown()
         dist.destroy_process_group()
+
+
+def over_link(action: Callable[[], Result], to: str, rule: str) -> Result:
+    """What an action returns that needs other processes.
+
+    Raises:
+        LostProcessError: the link to them broke.
+    """
+    try:
+        return action()
+    except (RuntimeError, ValueError) as error:
+        said = str(error).partition("\n")[0]
+        remedy = "The same command resumes the search."
+        raise LostProcessError(f"the link to {to} broke: {said}", rule, remedy) from error
 
 
 def _spread(vector: Tensor, matrices: Sequence[Tensor]) -> None:

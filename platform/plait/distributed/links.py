@@ -11,17 +11,15 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.core.errors import LostProcessError
+from plait.distributed.exchange import Result, over_link
 
 AHEAD = 2  # receives that are posted before they are needed
 Due = tuple[str, int]  # what a message is for, and its bytes
-Result = TypeVar("Result")
 
 
 class Links:
@@ -107,11 +105,5 @@ def _begun(action: Callable[[], dist.Work | None]) -> dist.Work:
 
 
 def _try(action: Callable[[], Result]) -> Result:
-    try:
-        return action()
-    except (RuntimeError, ValueError) as error:
-        raise LostProcessError(
-            f"the link to a neighbouring stage broke: {str(error).partition(chr(10))[0]}",
-            "The stages of a pipeline send each other hidden states and gradients directly.",
-            "The same command resumes the search.",
-        ) from error
+    rule = "The stages of a pipeline send each other hidden states and gradients directly."
+    return over_link(action, "a neighbouring stage", rule)

@@ -10,12 +10,13 @@ import os
 import re
 import secrets
 import socket
-import struct
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from plait.core.errors import ConfigError
 from plait.core.settings import ClusterSettings
@@ -26,7 +27,6 @@ ADDRESS, KEY, NUMBER, LOCAL = "PLAIT_COORDINATOR", "PLAIT_KEY", "PLAIT_PROCESS",
 LEAST_KEY = 16  # characters
 ANSWER_SECONDS = 2.0  # that another run of this host may take to accept
 MAKE_KEY = "(umask 077; openssl rand -hex 32 > plait.key), then set cluster.key_file=plait.key on every host."
-SIOCGIFADDR = 0x8915  # asks Linux for an interface's address
 Address = tuple[str, int]
 
 
@@ -142,18 +142,9 @@ def tasks_per_host(counts: str) -> list[int]:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface of this host that has an address (IPv4); None if that is not known."""
-    with suppress(ImportError, OSError):
-        import fcntl
-
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-            for _, name in socket.if_nameindex():
-                with suppress(OSError):  # it has none
-                    asked = struct.pack("256s", name.encode()[:15])
-                    answer = fcntl.ioctl(any_socket.fileno(), SIOCGIFADDR, asked)
-                    if socket.inet_ntoa(answer[20:24]) == address:
-                        return name
-    return None
+    """The network interface of this host that has an address; None if none has."""
+    every = psutil.net_if_addrs().items()
+    return next((name for name, own in every if any(each.address == address for each in own)), None)
 
 
 # ---- where they meet -----------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ from plait.engine.asked import done
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.local_worker import LocalWorker
 from plait.engine.memory import FlightPeaks, attempt
-from plait.engine.microbatches import LoadedMicrobatch, job_losses, load_microbatch
+from plait.engine.microbatches import LoadedMicrobatch, gather, job_losses
 from plait.engine.span_recorder import SpanRecorder, work_of
 from plait.models.base import BaseModel
 from plait.planner.instructions import Key
@@ -228,13 +228,9 @@ class StageWorker(LocalWorker):
         started, training = self._clock(), peaks is not None
         if entering is not None and training:
             entering.requires_grad_()
-        loaded = load_microbatch(
-            microbatch,
-            self._split_of,
-            self.bank,
-            training=training,
-            checkpointing=training and self._checkpointing,
-        )
+        again = training and self._checkpointing
+        gathered = gather(microbatch, self._split_of)
+        loaded = gathered.loaded(self.bank, training=training, checkpointing=again)
         nll = None
         with torch.set_grad_enabled(training):
             leaving = self._model.hidden(loaded.context, entering)

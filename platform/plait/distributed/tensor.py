@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.core.errors import LostProcessError
-from plait.distributed.exchange import LONGEST, PIECE, Result
+from plait.distributed.exchange import LONGEST, PIECE, Result, over_link
 from plait.models.slices import LayerSlice, Slicing
 from plait_kernels import Site
 from plait_kernels.bank import GRADIENTS, Block
@@ -75,14 +74,8 @@ class ShardGroup(TensorGroup):
 
 
 def _try(action: Callable[[], Result]) -> Result:
-    try:
-        return action()
-    except (RuntimeError, ValueError) as error:
-        raise LostProcessError(
-            f"the link to the other slices broke: {str(error).partition(chr(10))[0]}",
-            "Processes that hold the same layers together add up hidden states and gradients.",
-            "The same command resumes the search.",
-        ) from error
+    rule = "Processes that hold the same layers together add up hidden states and gradients."
+    return over_link(action, "the other slices", rule)
 
 
 class SharedSides:

@@ -390,13 +390,11 @@ def build_coordinator(
 
     from plait.engine.devices import choose_device
 
-    kernels = settings.engine.kernels
-    if not settings.search.fresh:
-        device, dtype = choose_device(settings.engine.device), getattr(torch, settings.model.dtype)
-        kernels = _same_kernels(kernels, device, dtype, folder)
-    engine = replace(settings.engine, kernels=kernels)
-    begun = replace(settings, engine=engine, cluster=_same_speeds(settings, folder))
     before = recorded_before(settings, folder)
+    device, dtype = choose_device(settings.engine.device), getattr(torch, settings.model.dtype)
+    kernels = _same_kernels(settings.engine.kernels, device, dtype, before)
+    engine = replace(settings.engine, kernels=kernels)
+    begun = replace(settings, engine=engine, cluster=_same_speeds(settings.cluster, before))
     own_worker = partial(_local_worker, tiles=str(before.get("tiles", "")))
     worker = (make_worker or own_worker)(begun, data)
 
@@ -427,10 +425,8 @@ def build_coordinator(
     )
 
 
-def _same_speeds(settings: RunSettings, folder: Path) -> ClusterSettings:
+def _same_speeds(cluster: ClusterSettings, before: Choices) -> ClusterSettings:
     """The cluster with the speeds that the search was started with, if they are left to be measured."""
-    cluster = settings.cluster
-    before = recorded_before(settings, folder)
     recorded = tuple(map(float, str(before.get("speeds", "")).split()))
     if cluster.speeds or cluster.processes == 1 or len(recorded) != cluster.processes:
         return cluster
@@ -447,12 +443,11 @@ def _local_worker(settings: RunSettings, data: DataCatalogue, *, tiles: str) -> 
     return LocalWorker(model, data, settings.engine, tiles=tiles)
 
 
-def _same_kernels(kernels: str, device: torch.device, dtype: torch.dtype, folder: Path) -> str:
+def _same_kernels(kernels: str, device: torch.device, dtype: torch.dtype, before: Choices) -> str:
     """The kernels that the settings name. If they are to be chosen by measurement, those with which the
     search was started, whatever would be measured now."""
     from plait.engine.devices import check_kernels
 
-    before = _recorded_choices(folder)
     if kernels != "auto" or str(before.get("device")).partition(":")[0] != device.type:  # of one kind
         return kernels
     try:
@@ -476,14 +471,10 @@ def write_plan(folder: Path, plan: Plan) -> str:
 
 
 def recorded_before(settings: RunSettings, folder: Path | None) -> Choices:
-    """The choices with which the search in ``folder`` was trained before, unless it begins afresh; of None,
-    none."""
-    return {} if settings.search.fresh or folder is None else _recorded_choices(folder)
-
-
-def _recorded_choices(folder: Path) -> Choices:
-    """The choices with which the search was trained before; empty if there is no plan that this release
-    reads."""
+    """The choices with which the search in ``folder`` was trained before; none if it begins afresh, or there
+    is no plan that this release reads."""
+    if settings.search.fresh or folder is None:
+        return {}
     try:
         return recorded_choices((folder / PLAN_FILE).read_text(encoding="utf-8")) or {}
     except (OSError, ValueError, KeyError, TypeError):

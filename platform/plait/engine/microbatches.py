@@ -58,24 +58,8 @@ def job_losses(counts: Sequence[int], segments: Sequence[Segment], sums: Tensor)
     )
 
 
-def load_microbatch(
-    microbatch: Microbatch,
-    split_of: Callable[[Segment], Split],
-    bank: Bank,
-    *,
-    training: bool,
-    checkpointing: bool = False,
-) -> LoadedMicrobatch:
-    """Gather a microbatch's tokens and lay out its routing.
-
-    Args:
-        split_of: returns the split that a segment's indices refer to.
-    """
-    return gather(microbatch, split_of).loaded(bank, training=training, checkpointing=checkpointing)
-
-
 def gather(microbatch: Microbatch, split_of: Callable[[Segment], Split]) -> Gathered:
-    """Gather a microbatch's tokens; arguments as of :func:`load_microbatch`."""
+    """Gather a microbatch's tokens; ``split_of`` returns the split that a segment's indices refer to."""
     segments = microbatch.segments
     splits = [split_of(segment) for segment in segments]
     rows = [_rows(segment, split) for segment, split in zip(segments, splits, strict=True)]

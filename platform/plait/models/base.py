@@ -33,7 +33,6 @@ from plait.models.lora import (
     LinearGroup,
     find_linears,
     find_outside,
-    layer_of,
     layer_weights,
     local_site,
     merge_siblings,
@@ -42,7 +41,7 @@ from plait.models.lora import (
 from plait.models.parts import Part, PartReader, Through, free
 from plait.models.shards import LayerShards, Sharding
 from plait.models.slices import LayerSlice, Slicing, layer_slices, vocabulary_slice
-from plait.models.targets import LinearInfo
+from plait.models.targets import LinearInfo, layer_of
 from plait_kernels import Site, VocabularySlice, labelled_cross_entropy
 from plait_kernels.loss import chunk_rows
 
@@ -458,7 +457,7 @@ class BaseModel:
         """Read a part of the model; layers that are shared are read, checked and cut one after another."""
         parts, sketch, slices = self._parts, reader.sketch, dict[str, LayerSlice]()
         unread = list(parts.layers)
-        self._sites, self.own = sites_by_layer(sketch.siblings, self.linears, self._parts.prefix), part.layers
+        self._sites, self.own = sites_by_layer(sketch.siblings, self.linears), part.layers
         if part.slicing is not None:
             slices = self._slice_sites(part.slicing)
         for index in range(len(unread)):
@@ -498,7 +497,7 @@ class BaseModel:
         self._stores_keys = "shared_kv_states" in accepted  # Gemma 4
         tokens = torch.arange(1, 10, device=self.device) % self.vocabulary
         model.set_attn_implementation("eager")  # the reference: sdpa ignores Gemma 2's softcap
-        names = [linear.name for linear in self.linears if layer_of(linear.name, parts.prefix) in layers]
+        names = [linear.name for linear in self.linears if layer_of(linear.name) in layers]
         observed = observe(model, here, names, tokens)
         if len(observed.inputs) != len(here):
             raise unusable(model, f"its {len(here)} layers run {len(observed.inputs)} times")
@@ -509,7 +508,7 @@ class BaseModel:
         infos = {linear.name: (key, linear) for key, linear in enumerate(self.linears)}
         for siblings in observed.siblings:
             group = merge_siblings(model, [infos[name] for name in siblings], self._binding)
-            self._groups[layer_of(siblings[0], parts.prefix)].append(group)
+            self._groups[layer_of(siblings[0])].append(group)
         if self.device.type == "meta":  # nothing has a value that could be checked
             return
         context = MicrobatchContext.of(tokens.repeat(2), (0, len(tokens), 2 * len(tokens)))

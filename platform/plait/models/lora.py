@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from plait.models.slices import LayerSlice, Slicing, enter, leave
-from plait.models.targets import LinearInfo
+from plait.models.targets import LinearInfo, layer_of
 from plait_kernels import Quantised, Routing, Site, dense, frozen_linear, multi_lora_linear
 from plait_kernels.gated_mlp import Frozen, multi_lora_gated_mlp
 from plait_kernels.pooled import PooledRows, pooled_linear
@@ -190,19 +190,14 @@ def local_site(site: Site, part: LayerSlice) -> Site:
     return replace(site, in_features=part.stop - part.start, first_feature=part.start)
 
 
-def layer_of(linear: str, prefix: str) -> int:
-    """The number of the layer that a linear layer belongs to."""
-    return int(linear.removeprefix(prefix).partition(".")[0])
-
-
 def sites_by_layer(
-    siblings: Sequence[tuple[str, ...]], linears: Sequence[LinearInfo], prefix: str
+    siblings: Sequence[tuple[str, ...]], linears: Sequence[LinearInfo]
 ) -> list[list[tuple[Site, ...]]]:
     """The sites of every layer by their groups, given which linear layers read the same."""
     sites = {each.name: _site(key, each) for key, each in enumerate(linears)}
     found: list[list[tuple[Site, ...]]] = []
-    for names in sorted(siblings, key=lambda names: layer_of(names[0], prefix)):
-        index = layer_of(names[0], prefix)
+    for names in sorted(siblings, key=lambda names: layer_of(names[0])):
+        index = layer_of(names[0])
         found.extend([] for _ in range(index + 1 - len(found)))
         found[index].append(tuple(sites[name] for name in names))
     return found

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -35,18 +35,8 @@ from plait.models.blocks import Observed, Parts, observe
 from plait.models.lora import find_linears
 from plait.models.quiet import quiet
 from plait.models.shards import Sharding
-from plait.models.slices import Slicing, vocabulary_slice
+from plait.models.slices import Sharing, Slicing, vocabulary_slice
 from plait.models.sources import Source
-
-
-class Sharing(Protocol):
-    """The processes that hold the same layers together, as one of them sees them."""
-
-    number: int
-    count: int
-
-    def gather(self, tensor: Tensor) -> list[Tensor]:
-        """This tensor of each, in their order."""
 
 
 @dataclass(frozen=True, slots=True)

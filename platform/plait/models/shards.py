@@ -19,23 +19,14 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
+from plait.models.slices import Sharing
 
-class Sharding(Protocol):
-    """The processes that keep parts of the same weights, as one of them sees them.
 
-    Attributes:
-        number: of this one.
-        count: how many there are.
-    """
-
-    number: int
-    count: int
+class Sharding(Sharing, Protocol):
+    """Processes that keep parts of the same weights."""
 
     def begin(self, whole: Tensor, own: Tensor) -> Callable[[], None]:
         """Begin to fill a flat tensor with the parts of all, in their order; what it returns waits for it."""
-
-    def gather(self, tensor: Tensor) -> list[Tensor]:
-        """This tensor of each, in their order."""
 
 
 class LayerShard:

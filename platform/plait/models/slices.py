@@ -26,8 +26,8 @@ SIDES: dict[str, Literal["in", "out"]] = {"colwise": "out", "rowwise": "in"}
 KEYS = re.compile(r"(^|\.)[kv]_proj$")  # have as many heads as keys, others as many as queries
 
 
-class Slicing(Protocol):
-    """The processes that hold layers together, as one of them sees them.
+class Sharing(Protocol):
+    """The processes that hold the same layers together, as one of them sees them.
 
     Attributes:
         number: of this one.
@@ -37,11 +37,15 @@ class Slicing(Protocol):
     number: int
     count: int
 
-    def add(self, tensor: Tensor) -> None:
-        """Put the sum over all into a contiguous tensor; the same bits in all."""
-
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """This tensor of each, in their order."""
+
+
+class Slicing(Sharing, Protocol):
+    """Processes that each hold a slice of every layer."""
+
+    def add(self, tensor: Tensor) -> None:
+        """Put the sum over all into a contiguous tensor; the same bits in all."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from plait.engine.build import build_coordinator, open_data
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.devices import choose_device, choose_kernels
 from plait.engine.local_worker import LocalWorker
-from plait.engine.microbatches import load_microbatch
+from plait.engine.microbatches import gather
 from plait.engine.steps import DataOrder, training_batch
 from plait.models.base import BaseModel
 from plait.models.context import MicrobatchContext
@@ -83,7 +83,7 @@ def test_only_labelled_rows_reach_the_head_and_weights_are_those_of_the_global_b
     batch = training_batch(job, DataOrder.of(job.train, len(split)), split, 1)
     labelled = 0
     for microbatch in pack([batch], capacity=130):
-        loaded = load_microbatch(microbatch, lambda _: split, worker.bank, training=True)
+        loaded = gather(microbatch, lambda _: split).loaded(worker.bank, training=True)
         start = 0
         for sample, length in zip(
             microbatch.segments[0].samples, microbatch.segments[0].lengths, strict=True
