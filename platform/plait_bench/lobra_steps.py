@@ -274,6 +274,11 @@ def lobra_seconds(
     cut = np.minimum(batch, _longest(profile, rows))
     dynamic = boundaries is None
     made = dynamic_buckets(cut, interval=ALIGNED) if dynamic else _bucketed(profile, rows, cut, boundaries)
+    return _dealt(profile, rows, made, cut, sizes)
+
+
+def _dealt(profile: ClusterProfile, rows: Rows, made: Buckets, cut: Int64, sizes: Sequence[int]) -> float:
+    """Seconds with LobRA's balanced dispatch of the sequences ``cut`` in buckets, dealt by task."""
     kinds = replicas(costs_of(profile, made.lengths, profile.devices.count), rows)
     tasks = counts_by_task(made, cut, sizes)
     assigned = [made.counts] if len(kinds) == 1 else dispatch(kinds, made.counts).assigned
@@ -290,28 +295,17 @@ def balanced_seconds(
 
 
 def _bucketed(profile: ClusterProfile, rows: Rows, batch: Int64, boundaries: Sequence[int] | None) -> Buckets:
+    most = _longest(profile, rows)
+    cut = np.minimum(batch, most)
     if boundaries is None:
-        return _stepped(profile, rows, batch, 16)
-    most = _longest(profile, rows)
-    edges = sorted({most, *(each for each in boundaries if each < most)})
-    return fixed_buckets(np.minimum(batch, most), edges)
-
-
-def _stepped(profile: ClusterProfile, rows: Rows, batch: Int64, buckets: int) -> Buckets:
-    most = _longest(profile, rows)
-    cuts = _cuts(profile, buckets)
-    return dynamic_buckets(np.minimum(batch, most), buckets=buckets, interval=ALIGNED, required=cuts)
+        return dynamic_buckets(cut, interval=ALIGNED, required=limits(profile))
+    return fixed_buckets(cut, sorted({most, *(each for each in boundaries if each < most)}))
 
 
 def _longest(profile: ClusterProfile, rows: Rows) -> int:
     """The most tokens of a sequence that fits into one of the replicas."""
     shapes = {(tp, pp) for tp, pp, _ in rows}
     return max(each.max_tokens for each in profile.configurations if (each.tp, each.pp) in shapes)
-
-
-def _cuts(profile: ClusterProfile, buckets: int) -> tuple[int, ...]:
-    """The configurations' limits, as many as there are buckets for."""
-    return limits(profile)[: buckets - 1]
 
 
 def _balanced(profile: ClusterProfile, rows: Rows, moving: Buckets) -> float:
@@ -345,26 +339,31 @@ class StepOptions:
 
 @BENCHMARKS.register("lobra/buckets")
 def bucket_numbers(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
-    """Padding and seconds of a step by the number of buckets.
+    """Padding and seconds of a step of LobRA by the number of dynamic buckets.
 
     Raises:
         ConfigError: a wrong option, or a cluster that is not described.
     """
     del jobs
     asked, profile = build(StepOptions, options, OPTIONS), read_profile(settings)
-    batches = Workload.draw(asked.tasks, asked.assumption, asked.steps).batches
+    batches = Workload.load(asked.tasks, asked.assumption, asked.steps).batches
+    sizes = [task.batch_size for task in asked.tasks]
     seconds, padding = {}, {}
     for number in asked.buckets:
-        made = [_stepped(profile, asked.deployment, batch, number) for batch in batches]
-        seconds[number] = float(np.mean([_balanced(profile, asked.deployment, each) for each in made]))
-        padded = sum(sum(np.multiply(each.lengths, each.counts)) for each in made)
-        padding[number] = 100 * (1 - sum(each.tokens for each in made) / padded)
+        made = [dynamic_buckets(batch, buckets=number, interval=ALIGNED) for batch in batches]
+        each = [
+            _dealt(profile, asked.deployment, own, batch, sizes)
+            for own, batch in zip(made, batches, strict=True)
+        ]
+        seconds[number] = float(np.mean(each))
+        padded = sum(sum(np.multiply(own.lengths, own.counts)) for own in made)
+        padding[number] = 100 * (1 - sum(own.tokens for own in made) / padded)
     first, last = asked.buckets[0], asked.buckets[-1]
     figures = [
-        *(Figure(f"{number} buckets: padding", each, "%", "computed") for number, each in padding.items()),
+        *(Figure(f"{number} buckets: padding", share, "%", "computed") for number, share in padding.items()),
         *(
-            Figure(f"{number} buckets: seconds over {first}'s", each / seconds[first], "×", "simulated")
-            for number, each in seconds.items()
+            Figure(f"{number} buckets: seconds over {first}'s", took / seconds[first], "×", "simulated")
+            for number, took in seconds.items()
         ),
     ]
     settled = [seconds[number] / seconds[last] for number in asked.buckets if number >= STABLE]
@@ -374,7 +373,7 @@ def bucket_numbers(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapp
 
 
 STABLE = 12  # buckets beyond which LobRA's time stays the same
-TRADE = "more buckets always pad less; T has no cost of a bucket except that its last microbatch is not full"
+TRADE = "more buckets pad less; T's only cost of one is microbatches that are not full"
 
 
 @BENCHMARKS.register("lobra/case_study")

@@ -17,9 +17,10 @@ from plait.simulate.orders import BackwardFirst, arrange
 from plait.simulate.report import measure
 from plait_bench.benchmarks import BENCHMARKS
 from plait_bench.figures import Figure, Report
-from plait_bench.inputs import OPTIONS, above_zero, at_least_one
+from plait_bench.inputs import OPTIONS, at_least_one
 
 TURNS = 24  # simulated steps of each job
+OVER = ("LoRAPP", "time saved")  # over other systems: of its tokens a second, and of seconds
 WEIGHT_PASSES = 2.0  # operations of one weight on one token
 
 
@@ -27,17 +28,39 @@ WEIGHT_PASSES = 2.0  # operations of one weight on one token
 class Model:
     """Sizes of a base model: weights of its linears, features and decoder layers.
 
-    ``speed``: of its products, over those of the others.
+    Attributes:
+        vocabulary: words of the head; 0: head, embedding and whole layers are left out.
+        moved: megabytes that a token's operators between products move in a layer, forward and backward.
+        sliced: those on each device of tensor parallelism.
     """
 
     weights: float
     hidden: int
     layers: int
-    speed: float = 1.0
+    vocabulary: int = 0
+    moved: float = 0.0
+    sliced: float = 0.0
 
     def __post_init__(self) -> None:
         at_least_one(self, "hidden", "layers")
-        above_zero(self, "speed")
+
+    @property
+    def head(self) -> int:
+        """Weights of the head."""
+        return self.hidden * self.vocabulary
+
+    def shares(self, devices: int) -> list[float]:
+        """Layers of each stage; the last one, which has the head, has as many fewer as are best."""
+        if not self.vocabulary:
+            return [self.layers / devices] * devices
+        extra = self.head / (self.weights / self.layers)
+
+        def divided(last: int) -> list[float]:
+            even, more = divmod(self.layers - last, devices - 1)
+            return [*(float(even + (stage < more)) for stage in range(devices - 1)), float(last)]
+
+        even = self.layers // devices
+        return min(map(divided, range(even + 1)), key=lambda own: max(own[0], own[-1] + extra))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,51 +72,75 @@ class PipelineOptions:
         devices: stages; each number is simulated.
         jobs: trained at once; each number is simulated, null for as many as there are stages.
         tokens: of a global batch.
+        length: tokens of a sample, for attention's products; 0 leaves them out.
         splits: microbatches into which 1F1B splits a global batch; the first is what is compared.
         teraflops: of a device, which is assumed: with messages it decides what dominates.
+        memory_gigabytes_per_s: of a device; null leaves out the operators between products.
         backward: seconds of a backward over those of a forward.
         gigabytes_per_s: between neighbours; null for messages that take no time.
+        crossings: times that a message crosses such a link: 2 through the host.
+        logits: whether the last stage sends its logits to the first device, which computes the loss, as
+            mLoRA's artifact does; a loss on the last device, as its text says, is simulated beside it.
+        without_logits: teraflops and gigabytes_per_s that are used there, if they are fitted; null: the same.
         value_bytes: of an activation.
         spare: jobs more than stages where devices are compared; the first is what is compared.
-        links: gigabytes a second between devices where LoRAPP stands beside tensor parallelism and FSDP; the
-            first is what is compared.
+        beside_others: whether LoRAPP stands beside tensor parallelism and FSDP, too.
     """
 
     models: dict[str, Model]
     devices: tuple[int, ...]
     jobs: tuple[int | None, ...]
     tokens: int = 4096
+    length: int = 0
     splits: tuple[int, ...] = (8,)
     teraflops: float = 50.0
+    memory_gigabytes_per_s: float | None = None
     backward: float = 1.0
     gigabytes_per_s: float | None = None
+    crossings: int = 1
+    logits: bool = False
+    without_logits: tuple[float, float] | None = None
     value_bytes: int = 4
     spare: tuple[int, ...] = (0,)
-    links: tuple[float, ...] = ()
+    beside_others: bool = False
 
     def __post_init__(self) -> None:
-        at_least_one(self, "tokens", "value_bytes")
+        at_least_one(self, "tokens", "value_bytes", "crossings")
         for name in ("devices", "splits"):
             if min(getattr(self, name), default=0) < 1:
                 raise ConfigError(
                     f"{OPTIONS}.{name}={getattr(self, name)}", "There must be one, of at least 1."
                 )
-        if min(self.links, default=1) <= 0:
-            raise ConfigError(f"{OPTIONS}.links={list(self.links)}", "Each must be above 0.")
         if not (self.teraflops > 0 and self.backward > 0):
             raise ConfigError(f"{OPTIONS}: teraflops={self.teraflops}", "It and backward must be above 0.")
 
-    def stage(self, model: Model, devices: int, split: int) -> StageTime:
-        """Seconds of a stage for one microbatch."""
-        operations = WEIGHT_PASSES * model.weights * self.tokens / split / devices
-        forward = operations / (self.teraflops * model.speed * 1e12)
-        return StageTime(forward, forward * self.backward)
+    def layer(self, model: Model, slices: int = 1) -> float:
+        """Seconds of a token's forward in a layer, on one of ``slices`` devices that share it."""
+        weights = WEIGHT_PASSES * model.weights / model.layers
+        products = (weights + 2 * WEIGHT_PASSES * model.hidden * self.length) / (self.teraflops * 1e12)
+        moved = 1e6 * (model.moved if slices == 1 else model.sliced)
+        between = moved / 2 / (1e9 * (self.memory_gigabytes_per_s or float("inf")))
+        return products / slices + between
+
+    def head(self, model: Model) -> float:
+        """Seconds of a token's forward in the head."""
+        return WEIGHT_PASSES * model.head / (self.teraflops * 1e12)
+
+    def stages(self, model: Model, devices: int, split: int) -> list[StageTime]:
+        """Seconds of each stage for one microbatch."""
+        found = []
+        for stage, layers in enumerate(model.shares(devices)):
+            token = layers * self.layer(model) + (self.head(model) if stage == devices - 1 else 0.0)
+            forward = token * self.tokens / split
+            found.append(StageTime(forward, forward * self.backward))
+        return found
 
     def message(self, model: Model, split: int) -> float:
         """Seconds of one microbatch's activations between neighbours."""
         if self.gigabytes_per_s is None:
             return 0.0
-        return self.tokens / split * model.hidden * self.value_bytes / (self.gigabytes_per_s * 1e9)
+        sent = self.tokens / split * model.hidden * self.value_bytes
+        return self.crossings * sent / (self.gigabytes_per_s * 1e9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +191,11 @@ def _plaits(model: Model, devices: int, jobs: int, split: int, asked: PipelineOp
         Work(tuple((part.job, part.step) for part in each.segments), tokens=each.tokens)
         for each in found.microbatches
     ]
-    whole, none = asked.stage(model, devices, split), StageTime(0.0, 0.0)
-    seconds = [[whole if each.segments else none for each in found.microbatches]] * devices
+    none = StageTime(0.0, 0.0)
+    seconds = [
+        [whole if each.segments else none for each in found.microbatches]
+        for whole in asked.stages(model, devices, split)
+    ]
     message = asked.message(model, split)
     sent = [message if each.segments else 0.0 for each in found.microbatches] if message else ()
     return _steady(simulate({0: Pipeline(works, seconds, found.order, sent)}), jobs, asked)
@@ -154,9 +204,13 @@ def _plaits(model: Model, devices: int, jobs: int, split: int, asked: PipelineOp
 def _pipeline(
     works: Sequence[Work], model: Model, devices: int, split: int, order: Order, asked: PipelineOptions
 ) -> Pipeline:
-    seconds = [[asked.stage(model, devices, split)] * len(works)] * devices
-    message = asked.message(model, split)
-    return Pipeline(works, seconds, order, [message] * len(works) if message else ())
+    """mLoRA's pipeline, whose logits go to the first device as to one more stage."""
+    seconds = [[each] * len(works) for each in asked.stages(model, devices, split)]
+    message, sizes = asked.message(model, split), [1.0] * (devices - 1)
+    if asked.logits:
+        seconds.append([StageTime(0.0, 0.0)] * len(works))
+        sizes.append(model.vocabulary / model.hidden)
+    return Pipeline(works, seconds, order, [message] * len(works) if message else (), sizes)
 
 
 @BENCHMARKS.register("mlora/pipelines")
@@ -172,16 +226,29 @@ def pipelines(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[s
     for name, model in asked.models.items():
         for devices in asked.devices:
             counts = [each or devices for each in asked.jobs]
-            found = {count: rates(model, devices, count, asked) for count in counts}
-            figures += _case(f"{name}, {devices} devices", found, asked)
-            figures += _over_others(name, model, devices, counts, asked)
+            case = f"{name}, {devices} devices"
+            for loss, at in _losses(asked):
+                found = {count: rates(model, devices, count, at) for count in counts}
+                figures += _case(case, found, at, loss)
+                if asked.beside_others:
+                    figures += _over_others(case, model, devices, found, at, loss)
         figures += _scaling(name, model, asked)
     assumed = f"{asked.teraflops:g} TFLOP/s a device, backward {asked.backward:g} times as long as forward"
     link = "take no time" if asked.gigabytes_per_s is None else f"at {asked.gigabytes_per_s:g} GB/s"
     return Report("mLoRA's pipelines", tuple(figures), (f"Assumed: {assumed}; messages {link}.",))
 
 
-def _case(case: str, found: Mapping[int, Rates], asked: PipelineOptions) -> list[Figure]:
+def _losses(asked: PipelineOptions) -> list[tuple[str, PipelineOptions]]:
+    """Where the loss is computed, with what figures add to their names: first what is compared."""
+    cases = [("", asked)]
+    if asked.logits:
+        teraflops, link = asked.without_logits or (asked.teraflops, asked.gigabytes_per_s)
+        last = replace(asked, logits=False, teraflops=teraflops, gigabytes_per_s=link)
+        cases.append((", loss on the last device", last))
+    return cases
+
+
+def _case(case: str, found: Mapping[int, Rates], asked: PipelineOptions, loss: str) -> list[Figure]:
     figures = []
     for count, each in found.items():
         label = f"{case}, {count} jobs"
@@ -190,35 +257,31 @@ def _case(case: str, found: Mapping[int, Rates], asked: PipelineOptions) -> list
             beside = "" if number == 0 else f", 1F1B in {split}"
             note = f"LoRAPP {each.lorapp:,.0f}, 1F1B in {split} {each.alone[split]:,.0f} tokens/s"
             ours = 100 * (1 - each.alone[split] / each.plait)
-            name = f"{label}: time saved{beside}"
+            name = f"{label}: time saved{beside}{loss}"
             figures.append(Figure(name, saved, "%", "simulated", note=note, plait=ours))
         first = found[min(found)]
         gain, own = each.lorapp / first.lorapp, each.plait / first.lorapp
-        figures.append(Figure(f"{label}: LoRAPP", each.lorapp, "tokens/s", "simulated", plait=each.plait))
+        name = f"{label}: LoRAPP{loss}"
+        figures.append(Figure(name, each.lorapp, "tokens/s", "simulated", plait=each.plait))
         if len(found) > 1:
-            name = f"{label}: tokens/s over {min(found)} jobs"
+            name = f"{label}: tokens/s over {min(found)} jobs{loss}"
             figures.append(Figure(name, gain, "×", "simulated", plait=own))
     return figures
 
 
 def _over_others(
-    name: str, model: Model, devices: int, counts: Sequence[int], asked: PipelineOptions
+    case: str, model: Model, devices: int, found: Mapping[int, Rates], asked: PipelineOptions, loss: str
 ) -> list[Figure]:
-    """LoRAPP's tokens a second over those of tensor parallelism and of FSDP, by number of jobs and link."""
+    """LoRAPP's tokens a second over those of tensor parallelism and of FSDP, by number of jobs."""
     figures = []
-    for number, link in enumerate(asked.links):
-        at, label = replace(asked, gigabytes_per_s=link), f"; {link:g} GB/s" if number else ""
-        others = {f"{each}{label}": rate for each, rate in _whole_model_rates(model, devices, at).items()}
-        for count in counts:
-            found = rates(model, devices, count, at)
-            case = f"{name}, {devices} devices, {count} jobs"
-            for other, rate in others.items():
-                note, own = f"{found.lorapp:,.0f} over {rate:,.0f} tokens/s", found.plait / rate
-                over, saved = f"{case}: LoRAPP over {other}", f"{case}: time saved over {other}"
-                figures += [
-                    Figure(over, found.lorapp / rate, "×", "simulated", note=note, plait=own),
-                    Figure(saved, _saved(found.lorapp / rate), "%", "simulated", plait=_saved(own)),
-                ]
+    for other, rate in _whole_model_rates(model, devices, asked).items():
+        for count, each in found.items():
+            note, own = f"{each.lorapp:,.0f} over {rate:,.0f} tokens/s", each.plait / rate
+            over, saved = (f"{case}, {count} jobs: {what} over {other}{loss}" for what in OVER)
+            figures += [
+                Figure(over, each.lorapp / rate, "×", "simulated", note=note, plait=own),
+                Figure(saved, _saved(each.lorapp / rate), "%", "simulated", plait=_saved(own)),
+            ]
     return figures
 
 
@@ -230,17 +293,24 @@ def _saved(faster: float) -> float:
 def _whole_model_rates(model: Model, devices: int, asked: PipelineOptions) -> dict[str, float]:
     """Tokens a second of systems that train one job on all devices, whose links are ``gigabytes_per_s``.
 
-    Tensor parallelism adds up activations four times a layer, between products that wait for them. FSDP
-    gathers all weights, of as many bytes a value as activations, for the forward and for the backward; the
-    next layer's while one runs, or late.
+    Tensor parallelism adds up activations four times a layer, between products that wait for them, and has
+    the whole head on every device. FSDP trains a batch on each device. It gathers all weights, of as many
+    bytes a value as activations, for the forward and for the backward; the next layer's while one runs, or
+    late.
     """
-    stage, bandwidth = asked.stage(model, devices, 1), 1e9 * (asked.gigabytes_per_s or float("inf"))
-    work = stage.forward + stage.backward
+    bandwidth, passes = 1e9 * (asked.gigabytes_per_s or float("inf")), 1 + asked.backward
+    head = asked.head(model)
+    sliced = (model.layers * asked.layer(model, devices) + head) * asked.tokens * passes
     summed = tensor_parallel_bytes(model, devices, asked) / devices / bandwidth
-    gathered = model.weights * asked.value_bytes * (devices - 1) / devices / bandwidth
-    in_time = max(stage.forward, gathered) + max(stage.backward, gathered)
-    seconds = {"TP": work + summed, "FSDP": in_time, "FSDP, weights late": work + 2 * gathered}
-    return {name: asked.tokens / each for name, each in seconds.items()}
+    forward = (model.layers * asked.layer(model) + head) * asked.tokens
+    backward, weights = forward * asked.backward, model.weights + 2 * model.head
+    gathered = weights * asked.value_bytes * (devices - 1) / devices / bandwidth
+    in_time = max(forward, gathered) + max(backward, gathered)
+    return {
+        "TP": asked.tokens / (sliced + summed),
+        "FSDP": devices * asked.tokens / in_time,
+        "FSDP, weights late": devices * asked.tokens / (forward + backward + 2 * gathered),
+    }
 
 
 def _scaling(name: str, model: Model, asked: PipelineOptions) -> list[Figure]:
@@ -269,7 +339,7 @@ def communication(settings: RunSettings, jobs: Sequence[JobSpec], options: Mappi
     figures = []
     for name, model in asked.models.items():
         for devices in asked.devices:
-            seconds = [[asked.stage(model, devices, 1)]] * devices
+            seconds = [[each] for each in asked.stages(model, devices, 1)]
             work = Work((("job", 0),), tokens=asked.tokens)
             metrics, _ = measure({0: Pipeline([work], seconds, OneFOneB([1]))}, hidden_size=model.hidden)
             sent = metrics.communication_bytes / 2**20

@@ -85,6 +85,15 @@ def test_a_link_sends_one_message_after_another() -> None:
     assert starts == {0: 11, 1: 21, 2: 31}
 
 
+def test_links_send_messages_of_different_sizes() -> None:
+    pipeline = Pipeline([work("a", 0)], [[StageTime(1, 1)]] * 3, GPipe([1]), transfer=[10], sizes=[1, 3])
+    starts = [(span.stage, span.kind, span.start) for span in simulate({0: pipeline}).spans]
+    assert starts == [
+        *((0, "forward", 0), (1, "forward", 11), (2, "forward", 42)),  # 10 and 30 between them
+        *((2, "backward", 43), (1, "backward", 74), (0, "backward", 85)),
+    ]
+
+
 def test_orders_that_wait_for_each_other_are_refused() -> None:
     # the second batch's forward stands in the list before the backward that its step needs
     pipeline = equal([work("a", 0), work("a", 1)], 2, OneFOneB([2]))

@@ -112,12 +112,14 @@ class Pipeline:
     Attributes:
         transfer: seconds in which a neighbour receives the result of each microbatch; overlaps with other
             work. A link sends one result after another, in each direction.
+        sizes: of what each link sends, from the first stage's on, over that; empty: all are 1.
     """
 
     works: Sequence[Work]
     seconds: Sequence[Sequence[StageTime]]
     order: Order
     transfer: Sequence[float] = ()
+    sizes: Sequence[float] = ()
 
     @property
     def stages(self) -> int:
@@ -247,12 +249,15 @@ class _Simulation:
             self._send(self.stages[replica, target], action)
 
     def _send(self, target: _Stage, action: Action) -> None:
-        transfer = self.pipelines[target.replica].transfer
-        if not transfer:
+        pipeline = self.pipelines[target.replica]
+        if not pipeline.transfer:
             target.ready[action.kind].add(action.work)
             return
+        seconds = pipeline.transfer[action.work]
+        if pipeline.sizes:
+            seconds *= pipeline.sizes[target.index - (action.kind == "forward")]
         link = (target.replica, target.index, action.kind)
-        self.links[link] = max(self.now, self.links.get(link, 0)) + transfer[action.work]
+        self.links[link] = max(self.now, self.links.get(link, 0)) + seconds
         self._at(self.links[link], lambda: target.ready[action.kind].add(action.work))
 
     def _finish(self, replica: int, work: int) -> None:
