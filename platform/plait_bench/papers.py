@@ -35,6 +35,7 @@ from plait.utils.files import write_text
 from plait.utils.paths import conf_dir, sweeps_dir, user_path
 from plait_bench.inputs import lacks
 from plait_bench.papers_page import as_html, as_markdown, summary
+from plait_bench.register import MODULES
 from plait_bench.run import Paper
 
 FOLDER = "papers"  # below tracking.root
@@ -146,7 +147,7 @@ def run_file(file: PaperFile) -> Record:
 def _processes() -> ForkServerContext:
     """Where processes start from one that has imported what benchmarks need."""
     context = get_context("forkserver")
-    context.set_forkserver_preload(["plait.cli.main", "plait_bench.register"])
+    context.set_forkserver_preload(["plait.cli.main", *(f"plait_bench.{module}" for module in MODULES)])
     return context
 
 

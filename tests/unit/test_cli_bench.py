@@ -1,6 +1,10 @@
 """Named searches and benchmarks: each file of sweeps/ composes, its benchmark is registered and shown."""
 
+import os
+import pkgutil
 import re
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
@@ -11,6 +15,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf, open_dict
 
+import plait_bench
 from plait.cli import bench
 from plait.cli.bench import listing, named_sweeps, run_benchmark
 from plait.cli.main import main
@@ -27,6 +32,7 @@ from plait.utils.paths import conf_dir, sweeps_dir
 from plait.utils.registry import Registry
 from plait_bench.benchmarks import BENCHMARKS
 from plait_bench.figures import Figure, Published, Report
+from plait_bench.register import MODULES
 from plait_bench.run import PublishedEntry, beside_published, find_benchmark
 
 NAMES = [named.name for named in named_sweeps(sweeps_dir())]
@@ -39,6 +45,25 @@ def registered() -> None:
     project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
     for module in project["entry-points"][GROUP].values():
         import_module(module)
+
+
+@pytest.mark.usefixtures("registered")
+def test_each_benchmark_is_in_the_module_that_the_table_names() -> None:
+    found: dict[str, set[str]] = {}
+    for module in pkgutil.iter_modules(plait_bench.__path__, "plait_bench."):
+        import_module(module.name)
+    for name in BENCHMARKS:
+        found.setdefault(BENCHMARKS.get(name).__module__, set()).add(name)
+    assert found == {f"plait_bench.{module}": set(names) for module, names in MODULES.items()}
+
+
+def test_the_table_is_read_without_what_benchmarks_import() -> None:
+    program = (
+        "import plait_bench.register, sys; print({'torch', 'optuna', 'plait_bench.run'} & {*sys.modules})"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "set()\n"), done.stderr
 
 
 def test_a_search_has_no_report_that_flags_could_ask_for() -> None:

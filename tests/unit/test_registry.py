@@ -84,3 +84,22 @@ def test_a_module_that_cannot_be_imported_is_not_silently_left_out(modules: Path
     for _ in range(2):
         with pytest.raises(ValueError, match="broken"):
             made.names()
+
+
+def test_what_is_added_later_is_known_before_its_module_is_imported(
+    modules: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: Registry[int] = Registry("shape", key="shape")
+    (modules / "shapes_of_later.py").write_text(
+        "import builtins\nbuiltins.shapes_under_test.add('later', 8)\n"
+    )
+    monkeypatch.setattr("builtins.shapes_under_test", made, raising=False)
+    made.add_later("later", "shapes_of_later")
+    assert "later" in made
+    assert made.names() == ("later",)
+    with pytest.raises(ConfigError, match=r"Did you mean later\? Available: later\."):
+        made.get("latter")
+    assert "shapes_of_later" not in sys.modules
+    assert made.get("later") == 8
+    made.remove("later")
+    assert "later" not in made

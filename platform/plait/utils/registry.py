@@ -41,6 +41,7 @@ class Registry(Generic[T]):
         self._group = group
         self._elsewhere = elsewhere
         self._entries: dict[str, T] = {}
+        self._places: dict[str, str] = {}
         self._loaded = False
 
     def add(self, name: str, entry: T) -> T:
@@ -52,9 +53,14 @@ class Registry(Generic[T]):
         """The decorator form of :meth:`add`."""
         return lambda entry: self.add(name, entry)
 
+    def add_later(self, name: str, module: str) -> None:
+        """Register an entry that this module adds: it is imported when the entry is first asked for."""
+        self._places[name] = module
+
     def remove(self, name: str) -> None:
         """Remove an entry, as tests do."""
         self._entries.pop(name, None)
+        self._places.pop(name, None)
 
     def get(self, name: str) -> T:
         """The entry with this name.
@@ -63,24 +69,26 @@ class Registry(Generic[T]):
             ConfigError: there is none; the message lists all names.
         """
         self._load()
+        if name not in self._entries and name in self._places:
+            importlib.import_module(self._places[name])
         if name not in self._entries:
             meant = self._elsewhere.get(name.lower().replace("_", ""))
-            near = f"Did you mean {meant}? " if meant else did_you_mean(name, self._entries)
+            near = f"Did you mean {meant}? " if meant else did_you_mean(name, self.names())
             raise ConfigError(
                 f"{self.key}={name}",
                 f"Unknown {self.kind} {name!r}.",
-                f"{near}Available: {choices(sorted(self._entries))}.",
+                f"{near}Available: {choices(self.names())}.",
             )
         return self._entries[name]
 
     def names(self) -> tuple[str, ...]:
         """All names, sorted."""
         self._load()
-        return tuple(sorted(self._entries))
+        return tuple(sorted(self._entries.keys() | self._places.keys()))
 
     def __contains__(self, name: object) -> bool:
         self._load()
-        return name in self._entries
+        return name in self._entries or name in self._places
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names())
