@@ -24,7 +24,10 @@ KERNELS = {
 FEW_BYTES = 64  # of a thread's registers may go to memory with the untuned tiles of an older or newer device
 
 
-def _compiled(capability, cases):
+pytestmark = pytest.mark.timeout(1200)  # where nothing is kept that was compiled before
+
+
+def _compiled(*cases):
     """What the compiler made, now or before: Triton keeps binaries, named after all that they depend on."""
     spec = importlib.util.find_spec("triton")
     if spec is None or spec.origin is None:
@@ -36,7 +39,7 @@ def _compiled(capability, cases):
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     script = Path(__file__).with_name("triton_compile_check.py")
     done = subprocess.run(
-        [sys.executable, str(script), str(capability), cases],
+        [sys.executable, str(script), *cases],
         env=environment,
         capture_output=True,
         text=True,
@@ -44,6 +47,14 @@ def _compiled(capability, cases):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """What the compiler made of each set of cases: one process for all, whose imports take seconds."""
+    every = [f"{name}=80,90,100" for name in ("passes", "gated", "paged", "attention")]
+    found = _compiled("sample=90", *every)
+    return lambda name: [each for each in found if each["of"] == name]
 
 
 def _check(found, capability):
@@ -67,12 +78,12 @@ def _check(found, capability):
             assert exact or not aligned or binary["spilled"] == 0, binary
 
 
-def test_kernels_compile_for_a_gpu_without_one():
-    _check(_compiled(90, "sample"), 90)
+def test_kernels_compile_for_a_gpu_without_one(compiled):
+    _check(compiled("sample"), 90)
 
 
-def test_the_passes_compile_and_fit_every_generation():
-    found = _compiled("80,90,100", "passes")
+def test_the_passes_compile_and_fit_every_generation(compiled):
+    found = compiled("passes")
     kernels = {
         "rms",
         "rms_back",
@@ -94,8 +105,8 @@ def test_the_passes_compile_and_fit_every_generation():
         assert binary["narrow"] == 0, binary
 
 
-def test_a_gated_mlp_with_adapters_compiles_and_fits_every_generation():
-    found = _compiled("80,90,100", "gated")
+def test_a_gated_mlp_with_adapters_compiles_and_fits_every_generation(compiled):
+    found = compiled("gated")
     for capability in (80, 90, 100):
         own = [each for each in found if each["capability"] == capability]
         assert {each["kernel"] for each in own} == {"gated_up", "gated_up_back"}
@@ -112,9 +123,8 @@ def test_a_gated_mlp_with_adapters_compiles_and_fits_every_generation():
         )  # rows of B begin anywhere
 
 
-@pytest.mark.timeout(1200)
-def test_attention_over_pages_compiles_and_fits_every_generation():
-    found = _compiled("80,90,100", "paged")
+def test_attention_over_pages_compiles_and_fits_every_generation(compiled):
+    found = compiled("paged")
     for capability in (80, 90, 100):
         own = [each for each in found if each["capability"] == capability]
         kinds = {(each["kernel"], each["case"]["dtype"], each["case"]["size"]) for each in own}
@@ -131,10 +141,9 @@ def test_attention_over_pages_compiles_and_fits_every_generation():
         assert binary["narrow"] == 0, binary
 
 
-@pytest.mark.timeout(1200)
-def test_attention_with_a_softcap_compiles_and_fits_every_generation():
+def test_attention_with_a_softcap_compiles_and_fits_every_generation(compiled):
     """Up to 9.0 on the smallest devices, too, whose programs have 99 KiB of shared memory."""
-    found = _compiled("80,90,100", "attention")
+    found = compiled("attention")
     kernels = {"attend", "query_gradient", "key_gradient"}
     for capability in (80, 90, 100):
         assert {each["kernel"] for each in found if each["capability"] == capability} == kernels
@@ -155,4 +164,4 @@ def test_attention_with_a_softcap_compiles_and_fits_every_generation():
 def test_every_kernel_that_may_be_launched_compiles(capability):
     if "PLAIT_COMPILE_ALL" not in os.environ:
         pytest.skip("compiles some 600 kernels, ten minutes: set PLAIT_COMPILE_ALL=1")
-    _check(_compiled(capability, "all"), capability)
+    _check(_compiled(f"all={capability}"), capability)

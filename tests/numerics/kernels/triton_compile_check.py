@@ -3,7 +3,7 @@
 Triton's own launch path runs, with the arguments, alignment and constants that a device would see, up to the
 binary that ptxas writes; only the launch itself is left out. Run by test_kernels_compile.py in a process of
 its own, since Triton's interpreter is on in the tests':
-`CAPABILITY[,…] all|sample|passes|gated|paged|attention`.
+`all|sample|passes|gated|paged|attention=CAPABILITY[,…] ...`.
 """
 
 from __future__ import annotations
@@ -220,8 +220,27 @@ def launch_adamw(dtype: torch.dtype) -> None:
     joint_adamw.step_all([(AdapterStep("one", 1, 1e-3, 1e-3), bank.block("one"))], norms)
 
 
-def main(capabilities: list[int], which: str) -> None:
-    """Compile every case and print what came out, each binary once."""
+def launch_all(which: str, current: dict[str, object]) -> None:
+    """Every launch of a set of cases; ``current`` says of which case."""
+    for values in {"all": ALL, "sample": SAMPLE}.get(which, ()):
+        current |= zip(CASE, values, strict=True)
+        launch(current, which == "all")
+    for dtype, size in PAGED if which == "paged" else ():
+        current |= {"dtype": dtype, "size": size}
+        launch_paged(dtype, size)
+    if which == "attention":
+        launch_attention(current)
+    if which == "gated":
+        launch_gated(current)
+    if which == "passes":
+        current |= {"dtype": torch.bfloat16}
+        launch_passes(torch.bfloat16)
+        launch_loss(torch.bfloat16)
+        launch_adamw(torch.bfloat16)
+
+
+def main(which: str, capabilities: list[int]) -> None:
+    """Compile a set of cases and print what came out, each binary once."""
     seen: set[int] = set()
     current: dict[str, object] = {}
     run = JITFunction.run
@@ -234,7 +253,7 @@ def main(capabilities: list[int], which: str) -> None:
                 f"{key}={value}" for key, value in options.items() if key not in ("grid", "warmup")
             )
             found = describe(self.__name__, sizes, compiled, current)
-            print(json.dumps({"capability": capability, **found}), flush=True)
+            print(json.dumps({"of": which, "capability": capability, **found}), flush=True)
         return compiled
 
     JITFunction.run = compile_only
@@ -248,24 +267,12 @@ def main(capabilities: list[int], which: str) -> None:
             attention._launch,
         ):
             kept.cache_clear()  # binaries of the device before
-        for values in {"all": ALL, "sample": SAMPLE}.get(which, ()):
-            current = dict(zip(CASE, values, strict=True))
-            launch(current, which == "all")
-        for dtype, size in PAGED if which == "paged" else ():
-            current = {"dtype": dtype, "size": size}
-            launch_paged(dtype, size)
-        if which == "attention":
-            current = {}
-            launch_attention(current)
-        if which == "gated":
-            current = {}
-            launch_gated(current)
-        if which == "passes":
-            current = {"dtype": torch.bfloat16}
-            launch_passes(torch.bfloat16)
-            launch_loss(torch.bfloat16)
-            launch_adamw(torch.bfloat16)
+        current.clear()
+        launch_all(which, current)
+    JITFunction.run = run
 
 
 if __name__ == "__main__":
-    main([int(each) for each in sys.argv[1].split(",")], sys.argv[2])
+    for word in sys.argv[1:]:
+        which, _, capabilities = word.partition("=")
+        main(which, [int(each) for each in capabilities.split(",")])
