@@ -196,13 +196,14 @@ static inline int there(struct ranks of, int64_t site) { return of.table[2 * of.
     }
 
 /* Write an adapter's vectors into the pool, rounded once if its type is the smaller. tensors (m, 4): twice the number
- * of the site in the table (sites, 2, rank), plus 1 for B; addresses of A (rank, in) or B (out, rank), and of the
- * layer's pages; in or out. B's columns are copied in blocks of its rows, which then lie in the cache. */
+ * of the site in the table (sites, 2, rank), plus 1 for B; addresses of A (rank, in) or B (out, rank), to which shift
+ * is added, and of the layer's pages; in or out. B's columns are copied in blocks of its rows, which then lie in the cache. */
 #define DEFINE_PLACE(FROM, GIVEN, TO, TYPE)                                                                     \
-    void place_##FROM##_##TO(const int64_t *tensors, int64_t m, const int64_t *table, int64_t rank) {           \
+    void place_##FROM##_##TO(const int64_t *tensors, int64_t m, int64_t shift, const int64_t *table,            \
+                             int64_t rank) {                                                                    \
         for (const int64_t *own = tensors; own < tensors + 4 * m; own += 4) {                                   \
             const int64_t *at = table + rank * own[0], size = own[3];                                           \
-            const GIVEN *given = (const GIVEN *)own[1];                                                         \
+            const GIVEN *given = (const GIVEN *)(own[1] + shift);                                               \
             TYPE *pool = (TYPE *)own[2];                                                                        \
             if (own[0] % 2 == 0) {                                                                              \
                 for (int64_t k = 0; k < rank; k++) {                                                            \

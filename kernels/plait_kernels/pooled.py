@@ -145,6 +145,15 @@ class PooledRows:
     most: int = 0
 
     @functools.cached_property
+    def targeted(self) -> frozenset[str]:
+        """The sites that any of these adapters has; all where ``most`` is given: what is recorded then serves
+        others, too."""
+        if self.most:
+            return frozenset(self.pool.index)
+        every = {each.sites for _, each in self.single} | {each.sites for _, _, each in self.spans}
+        return frozenset().union(*every)
+
+    @functools.cached_property
     def launched(self) -> _Launched:
         """The single rows as Triton's kernels read them; made once for all layers."""
         origin = self.pool.origin
@@ -219,19 +228,25 @@ def pooled_linear(
         raise KernelError(f"sites {unknown}", "a layer's sites are in its pool")
     whole = dense(weight)
     out = linear(x, whole, bias)
-    if backend == TRITON.name and TRITON.runs(x.device, x.dtype):
-        if rows.single:
-            add_by_triton(out, x, rows.pool.storage[rows.pool.index[named[0]]], named, rows)
-        add_by_products(out, x, named, rows.pool, rows.spans)
-    elif _by_compiled(out, x, named, rows):
-        add_by_products(out, x, named, rows.pool, rows.long)
-    else:
-        single = [(row, row + 1, each) for row, each in rows.single]
-        add_by_products(out, x, named, rows.pool, (*single, *rows.spans))
+    if not rows.targeted.isdisjoint(named):
+        _add_pooled(out, x, named, rows, backend)
     if rows.others is not None:
         call = layer_call(rows.others.bank, rows.others, named, len(whole))
         reference.add_forward(out, x, whole, bias, call, (*call.owners, *call.others))
     return out
+
+
+def _add_pooled(out: Tensor, x: Tensor, names: tuple[str, ...], rows: PooledRows, backend: str) -> None:
+    """Add the adapters of the pool in the way that is the fastest here."""
+    if backend == TRITON.name and TRITON.runs(x.device, x.dtype):
+        if rows.single:
+            add_by_triton(out, x, rows.pool.storage[rows.pool.index[names[0]]], names, rows)
+        add_by_products(out, x, names, rows.pool, rows.spans)
+    elif _by_compiled(out, x, names, rows):
+        add_by_products(out, x, names, rows.pool, rows.long)
+    else:
+        single = [(row, row + 1, each) for row, each in rows.single]
+        add_by_products(out, x, names, rows.pool, (*single, *rows.spans))
 
 
 def add_by_products(
@@ -242,6 +257,8 @@ def add_by_products(
     spans: Sequence[tuple[int, int, PooledAdapter]],
 ) -> None:
     """Add the spans' adapters to `out` by torch's products: the reference of the kernel."""
+    if not spans:
+        return
     every = [pool.index[name] for name in names]
     ends = itertools.accumulate(pool.sites[number].out_features for number in every)
     placed = list(zip(names, every, ends, strict=True))
@@ -276,23 +293,35 @@ def place_vectors(pool: AdapterPool, adapter: PooledAdapter, weights: Mapping[st
                 f"A is {shapes[0]}, B {shapes[1]}; both are contiguous, of one dtype",
             )
         tensors += [(2 * number, a.data_ptr()), (2 * number + 1, b.data_ptr())]
-    place_tensors(pool, adapter, torch.tensor(tensors, dtype=torch.int64).view(-1, 2), dtype)
+    every = Placing(pool, adapter, torch.tensor(tensors, dtype=torch.int64).view(-1, 2), dtype)
+    every.place(slice(0, len(tensors)))
 
 
-def place_tensors(pool: AdapterPool, adapter: PooledAdapter, tensors: Tensor, dtype: torch.dtype) -> None:
-    """:func:`place_vectors` of tensors by their addresses, which are read as they are.
+class Placing:
+    """:func:`place_vectors` of tensors by their addresses, which are read as they are, some at a time.
 
     Args:
         tensors: (tensors, 2) int64: twice the number of its site, plus 1 for B; where A (rank, in) or
-            B (out, rank) begins in memory, contiguous.
+            B (out, rank) begins in memory, contiguous, or in anything whose distance from memory is known
+            later.
     """
-    library = pooled_library()
-    storage = pool.storage[0]
-    if library is None or not places(storage) or dtype not in PLACED:
-        raise KernelError("place_vectors", "it needs compiled code, a CPU, and float32 or bfloat16")
-    rows = torch.cat((tensors, pool.ends.index_select(0, tensors[:, 0])), dim=1)
-    function = getattr(library, f"place_{PLACED[dtype]}_{PLACED[storage.dtype]}")
-    function(rows.data_ptr(), len(rows), adapter.offsets.data_ptr(), adapter.rank)
+
+    def __init__(
+        self, pool: AdapterPool, adapter: PooledAdapter, tensors: Tensor, dtype: torch.dtype
+    ) -> None:
+        library, storage = pooled_library(), pool.storage[0]
+        if library is None or not places(storage) or dtype not in PLACED:
+            raise KernelError("place_vectors", "it needs compiled code, a CPU, and float32 or bfloat16")
+        self._rows = torch.cat((tensors, pool.ends.index_select(0, tensors[:, 0])), dim=1)
+        self._first, self._size = self._rows.data_ptr(), self._rows.stride(0) * self._rows.element_size()
+        self._adapter = adapter
+        self._function = getattr(library, f"place_{PLACED[dtype]}_{PLACED[storage.dtype]}")
+
+    def place(self, some: slice, shift: int = 0) -> None:
+        """Write some of the tensors; ``shift`` is added to where they begin."""
+        count, offsets = some.stop - some.start, self._adapter.offsets
+        first = self._first + some.start * self._size
+        self._function(first, count, shift, offsets.data_ptr(), self._adapter.rank)
 
 
 def places(storage: Tensor) -> bool:
@@ -375,6 +404,6 @@ def pooled_library() -> ctypes.CDLL | None:
         function.restype = ctypes.c_int
     for given, stored in itertools.product(PLACED.values(), repeat=2):
         function = getattr(library, f"place_{given}_{stored}")
-        function.argtypes = [pointer, long, pointer, long]
+        function.argtypes = [pointer, long, long, pointer, long]
         function.restype = None
     return library

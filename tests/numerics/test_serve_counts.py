@@ -92,3 +92,22 @@ def test_scored_tokens_of_all_requests_are_fetched_at_once(base: BaseModel, bank
         updates = engine.step()
     assert [len(each.ended.scores) for each in updates if each.ended] == [11] * 3
     assert counts.waits == 1
+
+
+def test_layers_that_no_adapter_targets_ask_for_nothing(base: BaseModel) -> None:
+    """Two launches for the adapters of each layer that has any: of four, those of q, k, v and of o."""
+    launches = []
+    for sites in (
+        [site.name for site in base.sites],
+        [site.name for site in base.sites if "attn" in site.name],
+    ):
+        bank = Bank(base.sites, device=META, compute_dtype=torch.bfloat16)
+        bank.attach("own", rank=4, scale=1.0, dropout=0.0, seed=0, sites=sites)
+        engine = Engine(base, BankAdapters(bank), pool_tokens=2000)
+        for length in (20, 30):
+            engine.add(Request((7,) * length, "own", Sampling(20, stop_tokens=frozenset())))
+        for _ in range(3):  # prompts, what is made once, and one of those that follow
+            with counted() as counts:
+                engine.step()
+        launches.append(counts.launches)
+    assert launches[0] - launches[1] == 2 * 2 * LAYERS

@@ -25,12 +25,12 @@ from plait.models.base import BaseModel
 from plait.models.load import load_model, transformers_model
 from plait.models.targets import resolve_targets
 from plait.models.tiny import FAMILIES
-from plait.serve.cells import BankAdapters
+from plait.serve.cells import BankAdapters, CellLayout
 from plait.serve.engine import Engine, complete
 from plait.serve.folders import FolderAdapters
 from plait.serve.requests import Completion, GrowingText, Request, Sampling, Update
 from plait.serve.scheduler import Demand
-from plait_kernels import Bank, triton_backend
+from plait_kernels import Bank, Site, triton_backend
 from plait_kernels.launching import noted
 
 LENGTHS = (3, 11, 1, 20)
@@ -547,6 +547,18 @@ def test_a_file_of_any_dtype_comes_into_its_pages_as_it_is_packed(
         assert placed.offsets.shape[2] == 5
     assert any(each.any() for each in found[0])
     assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+
+
+def test_what_one_call_reads_of_a_rank_lies_together() -> None:
+    sites = [Site("q", 0, 8, 6), Site("k", 1, 8, 2), Site("o", 2, 6, 8)]
+    layout = CellLayout([sites], 90, {"q": 0, "k": 0, "o": 1})
+    placed = layout.placement(SimpleNamespace(rank=3, sites=frozenset("qko")))  # type: ignore[arg-type]
+    assert placed.page[:, :, 1].tolist() == [[0, 0]] * 3
+    assert placed.inside[:, :, 0].tolist() == [[0, 16], [8, 22], [24, 30]]
+    assert placed.page[:, :, 2].tolist() == [[1, 1]] * 3
+    without = layout.placement(SimpleNamespace(rank=1, sites=frozenset("o")))  # type: ignore[arg-type]
+    assert without.page.flatten().tolist() == [-1, -1, -1, -1, 0, 0]
+    assert without.inside.flatten().tolist() == [-1, -1, -1, -1, 0, 6]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pytest
 import torch
 from recorders import Again, Refusing, Short
 from torch import Tensor
+from transformers import LlamaConfig
 
 from plait.adapters.peft_folder import export_adapter
 from plait.adapters.variants import attach
@@ -271,6 +272,14 @@ def test_nothing_is_replayed_without_a_gpu_or_without_tritons_kernels(base: Base
     with pytest.raises(ConfigError, match="4 rows as CUDA graphs"):
         Engine(base, FolderAdapters(base), pool_tokens=99, graph_rows=4, recorder=Again())
     base.install(backend="triton")
+
+
+def test_heads_that_are_too_wide_are_known_by_the_configuration() -> None:
+    like = torch.empty(0, device=DEVICE)
+    recorded.check_model(LlamaConfig(hidden_size=512, num_attention_heads=2), "triton", like, 4)
+    for wide in ({"hidden_size": 512, "num_attention_heads": 1}, {"head_dim": 258}):
+        with pytest.raises(ConfigError, match="4 rows as CUDA graphs"):
+            recorded.check_model(LlamaConfig(**wide), "triton", like, 4)
 
 
 SERVED: dict[str, Any] = {

@@ -86,6 +86,17 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path, capsys: pytest.Capture
         assert "secret" not in printed
 
 
+def test_what_cannot_be_replayed_is_refused_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Here a CPU stands for a GPU: its kernels are not Triton's."""
+    monkeypatch.setattr("plait.serve.recorded.check_device", lambda *_: None)
+    monkeypatch.setattr("plait.models.load.load_model", lambda *_, **__: pytest.fail("it was loaded"))
+    words = ["--graph-rows", "8", "--port", str(free_port())]
+    assert main(["serve", str(adapter(tmp_path / "one")), *words]) == 2
+    assert "8 rows as CUDA graphs" in capsys.readouterr().err
+
+
 def test_a_chat_begins_with_a_trial_that_has_finished(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -99,8 +99,9 @@ def locate_tensors(path: Path) -> Located | None:
     return Located(dtype, tuple(entry[0] for entry in own), np.stack((firsts, ends), axis=1))
 
 
-def read_parts(path: Path, bounds: Bounds) -> Iterator[tuple[slice, Bounds]]:
-    """Read tensors, some at a time, into the same memory: which ones, and their addresses there.
+def read_parts(path: Path, bounds: Bounds) -> Iterator[tuple[slice, int]]:
+    """Read tensors, some at a time, into the same memory: which ones, and what their addresses there are more
+    than their first bytes in the file.
 
     Args:
         bounds: see :class:`Located`.
@@ -120,7 +121,7 @@ def read_parts(path: Path, bounds: Bounds) -> Iterator[tuple[slice, Bounds]]:
             stop = int(np.searchsorted(ends, begin + len(memory), "right"))
             size = int(ends[stop - 1]) - begin
             _read_exactly(file.fileno(), view[:size], begin)
-            yield slice(start, stop), firsts[start:stop] + (address - begin)
+            yield slice(start, stop), address - begin
             start = stop
 
 

@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
             f"{len(served.folders)} adapters", f"--max-adapters is {known.max_adapters}.", "Ask for more."
         )
     model = served.model or _base_of(known, folders)
-    base, adapters = load_base(model, served.folders, most=known.max_adapters)
+    base, adapters = load_base(model, served.folders, most=known.max_adapters, graph_rows=known.graph_rows)
     served.aliases = {name: own for name, own in served.aliases.items() if own in (None, *adapters.names)}
     from plait.engine.devices import free_bytes
     from plait.serve.driver import Driver

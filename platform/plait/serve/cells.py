@@ -1,4 +1,5 @@
-"""Adapters as cells of the pool's pages: one rank of one layer, its rows of A and then its columns of B.
+"""Adapters as cells of the pool's pages: one rank of one layer. What a call reads lies together: of sites
+with one input first their rows of A, then their columns of B.
 
 A page holds as many whole cells as fit. A cell that is larger than a page is cut into pieces, between two
 sites' vectors, and each piece is laid out like a cell.
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Protocol
 
 import torch
@@ -21,8 +23,8 @@ from plait_kernels.bank import WEIGHTS
 from plait_kernels.pooled import (
     PLACED,
     AdapterPool,
+    Placing,
     PooledAdapter,
-    place_tensors,
     place_vectors,
     places,
 )
@@ -30,8 +32,21 @@ from plait_kernels.uploads import table, upload
 
 LEAST_PAGE, MOST_PAGE = 16, 64  # tokens of a page
 Weights = Mapping[str, tuple[Tensor, ...]]
-Part = tuple[Tensor, torch.dtype]  # tensors as ``place_tensors`` takes them, and their dtype
 AdapterKey = tuple[str, int]  # its name, and a number that changes with its weights
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Weights that are read part by part, each in the memory of the one before.
+
+    Attributes:
+        tensors: as ``Placing`` takes them, but by their first bytes in the file.
+        read: reads them: which ones, and the difference of their addresses from those bytes.
+    """
+
+    tensors: Tensor
+    dtype: torch.dtype
+    read: Iterator[tuple[slice, int]]
 
 
 class Adapter(Protocol):
@@ -72,9 +87,8 @@ class Adapter(Protocol):
     def expect(self) -> None:
         """Prepare for being read soon."""
 
-    def parts(self) -> Iterator[Part] | None:
-        """The weights part by part, each in the memory of the one before; None: only :meth:`weights` has
-        them."""
+    def parts(self) -> Parts | None:
+        """The weights part by part; None: only :meth:`weights` has them."""
 
 
 class AdapterSource(Protocol):
@@ -183,7 +197,7 @@ class Placement:
         layers: the pieces of each layer.
         pages: pages that an adapter has.
         page, inside: (sites, 2, rank) int64, the page among the adapter's of each vector, and the element in
-            it; negative where there is none.
+            it; both -1 where there is none.
     """
 
     layers: tuple[tuple[Piece, ...], ...]
@@ -199,10 +213,12 @@ class CellLayout:
     Attributes:
         layers: the sites of each layer.
         elements: of a page in one layer.
+        inputs: a number for each site, the same for neighbours that read the same input.
     """
 
     layers: Sequence[Sequence[Site]]
     elements: int
+    inputs: Mapping[str, int]
     _placements: dict[tuple[int, frozenset[str]], Placement] = field(default_factory=dict)
 
     def placement(self, adapter: Adapter) -> Placement:
@@ -219,7 +235,7 @@ class CellLayout:
     def _placed(self, rank: int, sites: frozenset[str]) -> Placement:
         count = sum(map(len, self.layers))
         page = torch.full((count, 2, rank), -1)
-        inside = torch.zeros_like(page)
+        inside = torch.full_like(page, -1)
         ranks = torch.arange(rank)
         layers, number = [], 0
         for own in self.layers:
@@ -237,8 +253,11 @@ class CellLayout:
         return Placement(tuple(layers), pages, page, inside)
 
     def _pieces(self, sites: Sequence[tuple[int, Site]], rank: int) -> tuple[Piece, ...]:
-        vectors = [(number, 0, site.in_features) for number, site in sites]
-        vectors += [(number, 1, site.out_features) for number, site in sites]
+        vectors: list[tuple[int, int, int]] = []
+        for _, together in groupby(sites, lambda each: self.inputs[each[1].name]):
+            own = list(together)
+            vectors += [(number, 0, site.in_features) for number, site in own]
+            vectors += [(number, 1, site.out_features) for number, site in own]
         groups: list[list[tuple[int, int, int]]] = []
         room = 0
         for vector in vectors:
@@ -367,9 +386,8 @@ class CellStore:
             StorageError: its weights cannot be read.
         """
         placement = self.layout.placement(adapter)
-        page, inside = placement.page, placement.inside
-        at = torch.tensor(pages)[page.clamp(min=0)] * self.layout.elements + inside
-        offsets = upload(torch.where(page < 0, -1, at), self._pool[0].device)
+        firsts = torch.tensor([*pages, 0]) * self.layout.elements  # the last one where there is no vector
+        offsets = upload(firsts[placement.page] + placement.inside, self._pool[0].device)
         placed = PooledAdapter(adapter.rank, adapter.scale, adapter.sites, offsets)
         if self._direct:
             self._place_directly(adapter, placed)
@@ -385,8 +403,9 @@ class CellStore:
             if parts is None:
                 place_vectors(self._sites, placed, _placeable(adapter.weights(), self._pool[0].dtype))
                 return
-            for tensors, dtype in parts:
-                place_tensors(self._sites, placed, tensors, dtype)
+            placing = Placing(self._sites, placed, parts.tensors, parts.dtype)
+            for some, shift in parts.read:
+                placing.place(some, shift)
 
     def _place_packed(self, packed: Sequence[Tensor], placement: Placement, pages: Sequence[int]) -> None:
         device = self._pool[0].device

@@ -110,7 +110,8 @@ class Engine:
         widest = max(max(site.in_features, site.out_features) for own in layers for site in own)
         cells = [(_largest_cell(each, base), each.rank) for each in lasting if not smallest_pages]
         self.page_tokens = page_tokens(token.elements, cells, widest)
-        self._layout = CellLayout(layers, self.page_tokens * token.elements)
+        inputs = {name: number for number, (names, _) in enumerate(base.inputs) for name in names}
+        self._layout = CellLayout(layers, self.page_tokens * token.elements, inputs)
         pages = -(-pool_tokens // self.page_tokens)
         pages += sum(self._layout.placement(each).pages for each in lasting)
         self.scheduler = Scheduler(pages, most_prompt_tokens=most_prompt_tokens, most=most)

@@ -20,7 +20,7 @@ from plait.adapters.tensor_file import expect_file, read_parts
 from plait.core.errors import InputError, ModelError, StorageError
 from plait.core.settings import WHOLE
 from plait.models.base import BaseModel
-from plait.serve.cells import Adapter, AdapterKey, Part, Weights
+from plait.serve.cells import Adapter, AdapterKey, Parts, Weights
 from plait.utils.progress import say
 from plait_kernels.pooled import PLACED
 
@@ -63,20 +63,20 @@ class FolderAdapter:
         """Have the system read the file."""
         expect_file(self.folder / WEIGHTS)
 
-    def parts(self) -> Iterator[Part] | None:
+    def parts(self) -> Parts | None:
         """Read the file part by part; None if it must be read as a whole.
 
-        Raises:
-            StorageError: the file cannot be read.
-            InputError: it is not what it was.
+        Reading raises StorageError if the file cannot be read, InputError if it is not what it was.
         """
         located = self.located
-        return None if located is None or located.dtype not in PLACED else self._parts(located)
+        if located is None or located.dtype not in PLACED:
+            return None
+        tensors = np.stack((located.numbers, located.bounds[:, 0]), axis=1)
+        return Parts(torch.from_numpy(tensors), located.dtype, self._read(located))
 
-    def _parts(self, located: LocatedAdapter) -> Iterator[Part]:
+    def _read(self, located: LocatedAdapter) -> Iterator[tuple[slice, int]]:
         try:
-            for some, addresses in read_parts(self.folder / WEIGHTS, located.bounds):
-                yield torch.from_numpy(np.stack((located.numbers[some], addresses), axis=1)), located.dtype
+            yield from read_parts(self.folder / WEIGHTS, located.bounds)
         except (OSError, ValueError) as error:
             self._check_unchanged()  # which says more
             raise unreadable(self.folder, error) from error

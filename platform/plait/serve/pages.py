@@ -109,6 +109,16 @@ class TokenSizes:
         return qkv.new_zeros(len(qkv), heads.query * size)
 
 
+def by_triton(backend: str, like: Tensor, head: int) -> bool:
+    """Whether Triton's kernels store and attend, in a pool like this one.
+
+    Args:
+        backend: the backend of the model's kernels.
+        head: most features of a head.
+    """
+    return head <= WIDEST_HEAD and passes.by_triton(backend, like)
+
+
 @dataclass(frozen=True, slots=True)
 class _Group:
     """Requests with equally many rows and earlier tokens.
@@ -166,7 +176,7 @@ class PagedCache:
         self._pool = pool
         self._page_tokens = page_tokens
         self._device = pool[0].device
-        self.by_triton = head <= WIDEST_HEAD and passes.by_triton(backend, pool[0])
+        self.by_triton = by_triton(backend, pool[0], head)
         self._few = 0 if compiled("attend", pool[0]) is None else FEW
 
     def placed(

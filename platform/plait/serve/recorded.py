@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from plait.core.errors import ConfigError
 from plait.models.base import BaseModel
 from plait.models.context import MicrobatchContext
-from plait.serve.pages import PagedCache
+from plait.serve.pages import PagedCache, by_triton
 from plait_kernels.pooled import AdapterPool, PooledAdapter, PooledRows
 from plait_kernels.recordings import CudaRecorder, Recorder, Recordings
 from plait_kernels.tiles import power_of_two
@@ -68,6 +69,21 @@ class DecodingSizes:
 def check_device(device: torch.device, most: int) -> None:
     """Refuse, as a ConfigError, to replay on a device that does not."""
     if device.type != "cuda":
+        raise _refused(most)
+
+
+def check_model(config: Any, backend: str, like: Tensor, most: int) -> None:
+    """Refuse, as a ConfigError, what would be refused with the model in memory, as far as its configuration
+    says: other kernels than Triton's, and heads that are too wide for these.
+
+    Args:
+        config: transformers' configuration.
+        backend: the backend of the model's kernels.
+        like: a tensor of its dtype and device.
+    """
+    heads = getattr(config, "num_attention_heads", None)
+    size = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 1)
+    if not by_triton(backend, like, size):
         raise _refused(most)
 
 

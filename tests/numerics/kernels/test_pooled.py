@@ -159,6 +159,22 @@ def test_rows_that_are_filled_up_change_no_bit(dtype: torch.dtype) -> None:
     assert found[8].isnan().all()
 
 
+def test_a_layer_that_no_adapter_targets_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Pooled(torch.float32)
+    without_k, only_k = made.adapters[1], made.adapters[2]
+    asked: list[tuple[str, ...]] = []
+    monkeypatch.setattr("plait_kernels.pooled._add_pooled", lambda *given: asked.append(given[2]))
+    for single, spans in ((((0, without_k),), ()), ((), ((0, 4, without_k),))):
+        rows = PooledRows(made.pool, single, spans)
+        found = pooled_linear(made.x, made.weight[53:61], None, ("k",), rows)
+        assert torch.equal(found, torch.nn.functional.linear(made.x, made.weight[53:61]))
+    assert not asked
+    pooled_linear(made.x, made.weight, None, NAMES, PooledRows(made.pool, ((0, only_k), (1, without_k)), ()))
+    filled = PooledRows(made.pool, ((0, without_k),), (), most=64)
+    pooled_linear(made.x, made.weight[53:61], None, ("k",), filled)
+    assert asked == [NAMES, ("k",)], "what is recorded serves other adapters, too"
+
+
 def test_an_unknown_site_is_refused() -> None:
     made = Pooled(torch.float32)
     with pytest.raises(KernelError, match="nobody"):
