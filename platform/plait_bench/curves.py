@@ -1,7 +1,7 @@
 """Learning curves of completely trained trials, with the cost of each part, and their file.
 
-They were recorded once from real training and kept small, so that stopping rules can be replayed on them
-quickly (``plait_bench.replay``).
+They are recorded once from real training (`plait bench record_curves`) and kept small, so that stopping rules
+can be replayed on them quickly (``plait_bench.replay``).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from plait.core.errors import DataError
 from plait.core.space import Value
 
 SCHEMA = 1
+DIGITS = 6  # significant ones in the file
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class Point:
         training_seconds: device time of the trial's training so far, without evaluations.
         evaluation_seconds: device time of this evaluation.
         train_loss: training loss of the last step.
+        accuracy: of answers that were generated at this evaluation; None if none were.
     """
 
     step: int
@@ -37,6 +39,7 @@ class Point:
     training_seconds: float
     evaluation_seconds: float
     train_loss: float
+    accuracy: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +118,39 @@ class RecordedCurves:
         return sum(curve.seconds for curve in self.curves)
 
 
+def write_curves(recorded: RecordedCurves, path: Path) -> None:
+    """Write as JSON, one line for each trial; it has steps of its own if its budget is another."""
+    lines = []
+    names = ["loss", "training_seconds", "evaluation_seconds", "train_loss"]
+    if recorded.curves[0].last.accuracy is not None:
+        names.append("accuracy")
+    for curve in recorded.curves:
+        columns = {name: [_rounded(asdict(point)[name]) for point in curve.points] for name in names}
+        own = {} if curve.steps == recorded.steps else {"steps": curve.steps}
+        lines.append(json.dumps({"parameters": dict(curve.parameters)} | own | columns))
+    facts = ",\n".join(f"  {json.dumps(key)}: {json.dumps(fact)}" for key, fact in recorded.facts.items())
+    trials = ",\n".join(f"  {line}" for line in lines)
+    text = (
+        f'{{\n "schema": {SCHEMA},\n "facts": {{\n{facts}\n }},\n'
+        f' "steps": {json.dumps(recorded.steps)},\n "trials": [\n{trials}\n ]\n}}\n'
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{DIGITS}g}")
+
+
 def read_curves(path: Path) -> RecordedCurves:
-    """The curves of a file.
+    """Curves that :func:`write_curves` wrote.
 
     Raises:
         DataError: the file cannot be read, or is not such a record.
     """
-    rule = f"The file must contain recorded curves, schema {SCHEMA}."
+    rule = (
+        f"The file must contain recorded curves, schema {SCHEMA}, as `plait bench record_curves` writes them."
+    )
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["schema"] != SCHEMA:

@@ -23,10 +23,13 @@ from plait.config.fields import build
 from plait.core.errors import PlaitError
 from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings
+from plait.models.load import load_model
+from plait.utils.paths import cache_dir
 from plait_bench.benchmarks import BENCHMARKS
 from plait_bench.figures import Baseline, Figure, Report
-from plait_bench.inputs import OPTIONS, require_processor
-from plait_bench.joint_side import JointRun, load_joint_side
+from plait_bench.frozen_limit import limit_figures
+from plait_bench.inputs import OPTIONS, at_least_one, require_processor
+from plait_bench.joint_side import JointRun, JointSide, load_joint_side
 from plait_bench.peft_baseline import BaselineRun, PeftBaseline
 from plait_bench.progress import part
 
@@ -97,10 +100,15 @@ class Options:
         loss_tolerance: largest difference of a step's loss between both sides, as a share of the job's mean
             loss; beyond it the benchmark fails, because then both sides do not compute the same.
         autocast: whether PEFT's side runs under autocast.
+        limit_rounds: how often the frozen model alone and the joint pass are measured.
     """
 
     loss_tolerance: float = 0.05
     autocast: bool = False
+    limit_rounds: int = 3
+
+    def __post_init__(self) -> None:
+        at_least_one(self, "limit_rounds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,14 +133,18 @@ def joint_vs_peft(settings: RunSettings, jobs: Sequence[JobSpec], options: Mappi
     asked = build(Options, options, OPTIONS)
     require_processor(settings)
     with tempfile.TemporaryDirectory() as folder:
-        race = run_race(settings, jobs, Path(folder), autocast=asked.autocast)
+        side, race = run_race(settings, jobs, Path(folder), autocast=asked.autocast)
     differences = loss_differences(race)
     check_agreement(differences, asked.loss_tolerance)
     figures = [*_race_figures(race), *_loss_figures(race, differences, asked.loss_tolerance)]
+    base = load_model(settings.model, cache=cache_dir(), device="cpu")
+    figures += limit_figures(side, base, jobs, asked.limit_rounds)
     return Report("joint_vs_peft", tuple(figures), _assumptions(settings, race, len(jobs)))
 
 
-def run_race(settings: RunSettings, jobs: Sequence[JobSpec], folder: Path, *, autocast: bool = False) -> Race:
+def run_race(
+    settings: RunSettings, jobs: Sequence[JobSpec], folder: Path, *, autocast: bool = False
+) -> tuple[JointSide, Race]:
     """Train every job on both sides, in turns."""
     joint_memory, baseline_memory = Footprint(), Footprint()
     with joint_memory:
@@ -152,7 +164,7 @@ def run_race(settings: RunSettings, jobs: Sequence[JobSpec], folder: Path, *, au
         with baseline_memory:
             runs.append(baseline.train(job, side.split(job), initial[job.name]))
     peaks = joint_memory.peak_bytes, baseline_memory.peak_bytes
-    return Race(joint, tuple(runs), *peaks, baseline.describe())
+    return side, Race(joint, tuple(runs), *peaks, baseline.describe())
 
 
 def loss_differences(race: Race) -> dict[str, list[float]]:

@@ -16,7 +16,7 @@ from plait.config.fields import build
 from plait.core.errors import ConfigError, choices
 from plait.core.jobs import JobSpec, TrainSpec
 from plait.core.lifecycle import JobResult, JobState, PauseReason
-from plait.core.messages import Event, JobAdmitted, JobEvaluated, JobPaused, JobProgress
+from plait.core.messages import Event, JobAdmitted, JobEvaluated, JobGenerated, JobPaused, JobProgress
 from plait.core.rungs import step_of
 from plait.core.settings import RunSettings, SearchSettings, StoppingSettings
 from plait.search.run import SearchLoop
@@ -173,6 +173,8 @@ class ReplayCoordinator:
             if done or replayed.measured:
                 self._charge(replayed, point.evaluation_seconds)
                 yield JobEvaluated(name, step, point.loss, 0)
+                if point.accuracy is not None:
+                    yield JobGenerated(name, step, point.accuracy)
         if done:
             yield self._end(name, JobState.FINISHED, "budget spent")
 

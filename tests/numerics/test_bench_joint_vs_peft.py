@@ -14,6 +14,7 @@ from plait_bench.joint_side import load_joint_side
 from plait_bench.joint_vs_peft import joint_vs_peft, run_race
 from plait_bench.peft_baseline import PeftBaseline
 from plait_bench.progress import shown
+from plait_bench.quantised_base import quantised_base
 
 DATA = DataSpec.of("reasoning_gym", task="chain_sum", size=24, validation=0)
 OTHER = DataSpec.of("reasoning_gym", task="gsm_symbolic", size=10, validation=0)
@@ -68,7 +69,7 @@ def cache(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_every_steps_loss_is_pefts_within_rounding(tmp_path):
     jobs = make_jobs(steps=10)
-    race = run_race(SETTINGS, jobs, tmp_path)
+    _, race = run_race(SETTINGS, jobs, tmp_path)
     for theirs in race.baseline:
         assert len(theirs.losses) == 10
         assert race.joint.losses[theirs.job] == pytest.approx(theirs.losses, rel=1e-5)
@@ -80,8 +81,12 @@ def test_the_report_has_speed_memory_and_agreement():
     said = io.StringIO()
     with warnings.catch_warnings(), shown("joint_vs_peft", said):
         warnings.simplefilter("error", FutureWarning)
-        report = joint_vs_peft(SETTINGS, make_jobs(steps=2)[:4], {"loss_tolerance": 1e-5})
-    for words in ("loading the model", "both sides in turns: 4 of 4 (d), about"):
+        report = joint_vs_peft(SETTINGS, make_jobs(steps=2)[:4], {"loss_tolerance": 1e-5, "limit_rounds": 2})
+    for words in (
+        "loading the model",
+        "both sides in turns: 4 of 4 (d), about",
+        "joint pass in turns: 3 of 3",
+    ):
         assert words in said.getvalue()
     figures = {figure.name: figure for figure in report.figures}
     assert all(figure.how == "measured" for figure in figures.values())
@@ -89,6 +94,7 @@ def test_the_report_has_speed_memory_and_agreement():
     assert figures["speed, Plait over PEFT"].ours == pytest.approx(seconds[0] / seconds[1])
     assert figures["largest difference of a step's loss"].ours <= 1e-3  # percent
     assert figures["Plait: peak memory"].ours > 0
+    assert figures["joint forward and backward"].target.value == figures["frozen model alone"].ours > 0
     assert "float32, adapters in float32, sdpa attention over padded batches" in report.assumptions[-1]
 
 
@@ -129,3 +135,16 @@ def test_the_cost_of_dropout_is_measured_on_both_sides():
     assert without.ours > 0
     assert with_dropout.ours > 0
     assert cost.unit == "% of a step"
+
+
+def test_a_quantised_base_is_compared_with_the_dense_one():
+    report = quantised_base(SETTINGS, make_jobs(steps=3)[:3], {"quantise": "nf4", "turns": 2})
+    figures = {figure.name.removeprefix("nf4: "): figure for figure in report.figures}
+    assert 0.1 < figures["base model"].target.difference(figures["base model"].ours) < 0.5
+    loss = figures["mean loss of the later steps"]
+    assert 0 < abs(loss.target.difference(loss.ours) - 1) < 0.02
+    assert 0 < figures["largest difference of a job's later losses"].ours < 5
+    assert figures["real tokens"].ours > 0
+    assert figures["peak memory"].ours > 0
+    with pytest.raises(ConfigError, match=r"bench\.options\.quantise='int4'"):
+        quantised_base(SETTINGS, make_jobs(1), {"quantise": "int4"})

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from plait.core.errors import ConfigError, DataError
 from plait.core.jobs import AdapterSpec, JobSpec, TrainSpec
 from plait.core.settings import RunSettings, SearchSettings, StoppingSettings
-from plait_bench.curves import SCHEMA, Curve, Point, RecordedCurves, read_curves
+from plait_bench.curves import Curve, Point, RecordedCurves, read_curves, write_curves
 from plait_bench.listed_search import Evaluation, parameters_apart, reached, space_of
 from plait_bench.replay import replay, replay_stopping
 
@@ -34,20 +34,6 @@ def make_curves(losses, seconds=1.0, evaluation=0.5):
         )
         for number, row in enumerate(losses)
     )
-
-
-def written(curves, folder):
-    """A file of these curves, which are at all STEPS."""
-    names = ("loss", "training_seconds", "evaluation_seconds", "train_loss")
-    trials = [
-        {"parameters": curve.parameters}
-        | {name: [getattr(point, name) for point in curve.points] for name in names}
-        for curve in curves
-    ]
-    path = folder / "curves.json"
-    path.write_text(json.dumps({"schema": SCHEMA, "facts": {}, "steps": STEPS, "trials": trials}))
-    assert read_curves(path) == RecordedCurves(curves)
-    return path
 
 
 FALLING = make_curves([[9, 8, 7, final] for final in (3, 1, 5, 2, 8, 4, 7, 6)])
@@ -123,10 +109,25 @@ def test_a_rung_at_which_nothing_was_recorded_is_refused():
         replay(FALLING, replace(HALVING, stopping=replace(HALVING.stopping, rungs=(3,))))
 
 
-def test_trials_of_different_budgets_end_at_their_own():
+def test_a_record_is_what_was_written(tmp_path):
+    recorded = RecordedCurves(FALLING, {"device": "none", "versions": {"torch": "2"}})
+    path = tmp_path / "sub" / "curves.json"
+    write_curves(recorded, path)
+    found = read_curves(path)
+    assert found == replace(recorded, curves=found.curves)
+    assert [curve.points for curve in found.curves] == [curve.points for curve in FALLING]
+    assert [dict(curve.parameters) for curve in found.curves] == [dict(each.parameters) for each in FALLING]
+    assert found.best == 1
+
+
+def test_trials_of_different_budgets_end_at_their_own(tmp_path):
     long, short = FALLING[0], FALLING[1]
     short = replace(short, points=short.points[:3])
-    found = replay((short, long), SearchSettings(parallel=2))
+    path = tmp_path / "curves.json"
+    write_curves(RecordedCurves((short, long)), path)
+    curves = read_curves(path).curves
+    assert [curve.points for curve in curves] == [short.points, long.points]
+    found = replay(curves, SearchSettings(parallel=2))
     assert found.steps == short.last.step + long.last.step
     assert found.seconds == pytest.approx(short.seconds + long.seconds)
 
@@ -157,19 +158,21 @@ def test_at_shares_a_small_batch_is_not_judged_before_its_steps_count():
     ],
 )
 def test_a_file_that_is_not_a_record_is_refused(tmp_path, change):
-    path = written(FALLING, tmp_path)
+    path = tmp_path / "curves.json"
+    write_curves(RecordedCurves(FALLING), path)
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(DataError):
         read_curves(path)
 
 
 def test_a_record_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(DataError, match="recorded curves"):
+    with pytest.raises(DataError, match="record_curves"):
         read_curves(tmp_path / "none.json")
 
 
 def test_the_report_has_the_spread_over_orders_of_every_rule(tmp_path):
-    path = written(make_curves([[9, r, r, r] for r in range(1, 9)]), tmp_path)
+    path = tmp_path / "curves.json"
+    write_curves(RecordedCurves(make_curves([[9, r, r, r] for r in range(1, 9)])), path)
     rules = {
         "halving": {"kind": "successive_halving", "rungs": [2, 4], "cohort": 8},
         "asha": {"kind": "asha", "rungs": [2]},

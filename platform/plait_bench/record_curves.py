@@ -1,0 +1,268 @@
+"""`plait bench record_curves`: every trial of a grid to its end, then the same grid searched with rungs."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from time import perf_counter, process_time
+from typing import Any
+
+import torch
+
+from plait.config.fields import build
+from plait.core.errors import ConfigError, PlaitError
+from plait.core.jobs import JobSpec
+from plait.core.lifecycle import JobResult, JobState, PauseReason
+from plait.core.messages import (
+    Command,
+    Evaluate,
+    Generate,
+    Generated,
+    JobEvaluated,
+    JobGenerated,
+    JobProgress,
+    MicrobatchDone,
+    StepDone,
+    WorkerEvent,
+)
+from plait.core.settings import RunSettings
+from plait.core.spans import ReplicaSpans
+from plait.engine.coordinator import Coordinator
+from plait.engine.worker import Worker, WorkerFacts
+from plait.tracking.facts import git_state, hardware
+from plait_bench.benchmarks import BENCHMARKS
+from plait_bench.curves import Curve, Point, RecordedCurves, write_curves
+from plait_bench.figures import Baseline, Figure, Report
+from plait_bench.inputs import OPTIONS
+from plait_bench.joint_side import JointSide, load_joint_side
+from plait_bench.listed_search import JointSearch, parameters_apart, search_together
+from plait_bench.progress import part
+
+PACKAGES = ("torch", "transformers", "optuna", "numpy", "reasoning-gym")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Options of ``record_curves``.
+
+    Attributes:
+        path: of the record; None: ``curves.json`` below ``tracking.root``.
+        steps: after which each trial is evaluated, those within its budget; its end is added.
+        search: whether the search that ``search.stopping`` asks for is run as well, on the same jobs.
+        processor_time: count the processor's seconds of this process instead of the clock's, so that what
+            else runs on the machine does not count; meant for one thread.
+    """
+
+    path: Path | None = None
+    steps: tuple[int, ...] = ()
+    search: bool = True
+    processor_time: bool = False
+
+
+@BENCHMARKS.register("record_curves")
+def record_curves(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+    """Train ``jobs`` together, evaluate each at the same steps, and write the curves.
+
+    Raises:
+        ConfigError: no jobs, steps outside of their budgets, or an unknown option.
+        PlaitError: a job failed.
+    """
+    asked = build(Options, options, OPTIONS)
+    side = load_joint_side(settings, jobs)
+    steps = {job.name: _steps(asked.steps, side.steps(job)) for job in jobs}
+    side.warm_up(jobs[0])
+    clock = process_time if asked.processor_time else perf_counter
+    with tempfile.TemporaryDirectory() as folder:
+        curves = record(side, jobs, steps, Path(folder), clock)
+    seconds = "of the processor" if asked.processor_time else "of the clock"
+    recorded = RecordedCurves(tuple(curves), facts(settings, jobs) | {"seconds": seconds})
+    path = asked.path or settings.tracking.root / "curves.json"
+    write_curves(recorded, path)
+    figures = _figures(recorded)
+    if asked.search and settings.search.stopping.active:
+        part(f"the same jobs searched with {settings.search.stopping.kind}")
+        meter = Meter(side.worker, clock)
+        with tempfile.TemporaryDirectory() as folder:
+            found = search_together(replace(side, worker=meter), jobs, settings.search, Path(folder))
+        figures += _search_figures(recorded, found, meter.total)
+    return Report("record_curves", tuple(figures), (f"The curves are in {path}.",))
+
+
+def _steps(asked: Sequence[int], budget: int) -> tuple[int, ...]:
+    if min(asked, default=1) < 1:
+        raise ConfigError(f"bench.options.steps={list(asked)}", "They begin with 1.")
+    return tuple(sorted({*(step for step in asked if step < budget), budget}))
+
+
+@dataclass(slots=True)
+class Meter:
+    """A worker whose time is counted by job, for training and for evaluations.
+
+    The time of a command is divided among its jobs by their tokens, that of optimiser steps as the worker
+    reports it.
+
+    Attributes:
+        worker: carries out the commands.
+        clock: seconds, rising.
+        training, evaluation: seconds by job.
+        total: of all commands, with attaching, saving and exporting.
+    """
+
+    worker: Worker
+    clock: Callable[[], float]
+    training: dict[str, float] = field(default_factory=dict)
+    evaluation: dict[str, float] = field(default_factory=dict)
+    total: float = 0.0
+
+    @property
+    def facts(self) -> WorkerFacts:
+        """The worker's facts."""
+        return self.worker.facts
+
+    def execute(self, command: Command) -> Sequence[WorkerEvent]:
+        """Pass a command on, and count its time."""
+        began = self.clock()
+        events = self.worker.execute(command)
+        spent = self.clock() - began
+        self.total += spent
+        weights: dict[str, float] = {}
+        for event in events:
+            if isinstance(event, StepDone | Generated):
+                weights[event.job] = event.seconds
+            elif isinstance(event, MicrobatchDone):
+                for loss in event.losses:
+                    weights[loss.job] = weights.get(loss.job, 0.0) + loss.tokens
+        whole = sum(weights.values()) or 1.0
+        into = self.evaluation if isinstance(command, Evaluate | Generate) else self.training
+        for job, weight in weights.items():
+            into[job] = into.get(job, 0.0) + spent * weight / whole
+        return events
+
+    def take_spans(self) -> Sequence[ReplicaSpans]:
+        """The worker's."""
+        return self.worker.take_spans()
+
+
+def record(
+    side: JointSide,
+    jobs: Sequence[JobSpec],
+    steps: Mapping[str, Sequence[int]],
+    folder: Path,
+    clock: Callable[[], float],
+) -> list[Curve]:
+    """Train ``jobs`` together to their ends; the curve of each, in their order.
+
+    Args:
+        side: model and data.
+        jobs: of any budgets.
+        steps: after which each is evaluated, by name; the last is its budget.
+        folder: for adapters.
+        clock: of device time, in seconds.
+
+    Raises:
+        PlaitError: a job failed.
+    """
+    meter = Meter(side.worker, clock)
+    coordinator = Coordinator(meter, side.data, side.settings, folder=folder)
+    points: dict[str, list[Point]] = {job.name: [] for job in jobs}
+    losses: dict[str, float] = {}
+    for job in jobs:
+        coordinator.submit(job, rungs=steps[job.name][:-1], measured=True)
+    longest = max(steps, key=lambda name: steps[name][-1])
+    piece = part(f"{len(jobs)} jobs together", len(steps[longest]))
+    piece(f"to step {steps[longest][0]}")
+    while not coordinator.idle:
+        for event in coordinator.advance():
+            match event:
+                case JobProgress():
+                    losses[event.job] = event.loss
+                case JobEvaluated():
+                    taken = points[event.job]
+                    before = sum(point.evaluation_seconds for point in taken)
+                    taken.append(
+                        Point(
+                            event.step,
+                            event.loss,
+                            meter.training[event.job],
+                            meter.evaluation[event.job] - before,
+                            losses[event.job],
+                        )
+                    )
+                    if event.step < steps[event.job][-1]:
+                        coordinator.resume(event.job, PauseReason.AT_RUNG)
+                        if event.job == longest:
+                            piece(f"to step {steps[longest][len(taken)]}")
+                case JobGenerated():
+                    points[event.job][-1] = replace(points[event.job][-1], accuracy=event.accuracy)
+                case JobResult() if event.state != JobState.FINISHED:
+                    raise PlaitError(
+                        f"{event.job} {event.state}: {event.reason}", "Every job of a recording must finish."
+                    )
+    return [
+        Curve(point, tuple(points[job.name])) for job, point in zip(jobs, parameters_apart(jobs), strict=True)
+    ]
+
+
+def facts(settings: RunSettings, jobs: Sequence[JobSpec]) -> dict[str, Any]:
+    """What curves of these jobs depend on."""
+    apart = parameters_apart(jobs)[0].keys()
+    git = git_state(Path(__file__).parent)
+    machine = hardware()
+    return {
+        "date": date.today().isoformat(),
+        "commit": git.commit,
+        "changed since": git.dirty,
+        "machine": {name: machine[name] for name in ("processor", "cpus", "memory_bytes", "python")},
+        "threads": torch.get_num_threads(),
+        "versions": {name: version(name) for name in PACKAGES},
+        "model": {"kind": settings.model.kind, "dtype": settings.model.dtype},
+        "capacity": settings.engine.capacity_or_usual,
+        "together": len(jobs),
+        "job": {key: value for key, value in jobs[0].parameters().items() if key not in apart},
+    }
+
+
+def _figures(recorded: RecordedCurves) -> list[Figure]:
+    count = len(recorded.curves)
+    evaluations = sum(point.evaluation_seconds for curve in recorded.curves for point in curve.points[:-1])
+    best = min(recorded.curves, key=lambda curve: curve.last.loss)
+    return [
+        Figure("trials of the full grid", count, "", "measured", note=f"evaluated at {list(recorded.steps)}"),
+        Figure("full grid: best loss", recorded.best, "nats", "measured", note=str(dict(best.parameters))),
+        Figure("full grid: device time", recorded.seconds, "s", "measured", note="each evaluated at its end"),
+        Figure("its earlier evaluations", evaluations, "s", "measured"),
+    ]
+
+
+FULL_GRID = "the full grid, every trial to its end"
+
+
+def _search_figures(recorded: RecordedCurves, found: JointSearch, seconds: float) -> list[Figure]:
+    name = min(found.finished, key=lambda job: found.finished[job])
+    chosen = recorded.curves[found.names.index(name)]
+    share = 100 * seconds / recorded.seconds
+    gap = 100 * (chosen.last.loss / recorded.best - 1)
+    return [
+        Figure(
+            "real pruned search: best loss",
+            found.finished[name],
+            "nats",
+            "measured",
+            Baseline(recorded.best, FULL_GRID),
+            note=f"{dict(chosen.parameters)}; {len(found.finished)} trials to their ends",
+        ),
+        Figure("what it chose, in the full grid: above the best", gap, "%", "measured"),
+        Figure(
+            "its device time",
+            seconds,
+            "s",
+            "measured",
+            Baseline(recorded.seconds, FULL_GRID),
+            note="states and adapters included",
+        ),
+        Figure("its device time, as a share of the full grid's", share, "%", "measured"),
+    ]
