@@ -281,9 +281,8 @@ def test_another_rule_has_cohorts_of_its_own() -> None:
     ):
         for divergence in (None, 2.0):  # which is beside the rule, and changes no cohort
             with_it = replace(stopping, divergence=divergence)
-            found = make_stopper(replace(search, stopping=with_it), {8}, memory)
-            assert found is not None
-            assert found.rungs_of(0).cohort == range(size)
+            assert make_stopper(replace(search, stopping=with_it), {8}, memory) is not None
+            assert size in memory.cohorts.values()
     assert len(memory.cohorts) == 3
 
 

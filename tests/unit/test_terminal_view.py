@@ -22,13 +22,10 @@ from plait.core.messages import (
     JobPaused,
     JobProgress,
 )
-from plait.core.rungs import Share
 from plait.terminal.progress import share_done
 from plait.terminal.text import (
     best_line,
     progress_line,
-    rung_text,
-    rungs_waited_for,
     setting,
     settings_line,
     shown_first,
@@ -36,7 +33,7 @@ from plait.terminal.text import (
     status_rows,
 )
 from plait.terminal.view import Terminal, jobs_table, print_summary
-from plait.tracking.leaderboard import JobRecord, Leaderboard, TrialRungs
+from plait.tracking.leaderboard import JobRecord, Leaderboard
 from plait.utils.durations import duration, precise
 
 
@@ -201,14 +198,13 @@ def test_the_line_on_the_whole_is_broken_where_it_does_not_fit() -> None:
     board = board_of(12)
     for trial in range(8):
         board.handle(ended("pruned" if trial % 2 else "failed", job=spec(trial).name))
-    board.rungs_of = lambda _: TrialRungs((2,), range(8, 12))
     board.handle(JobPaused(spec(8).name, 2, PauseReason.AT_RUNG))
     board.jobs[spec(8).name].step = 2
     whole = status_line(board, 400.0)
     assert status_rows(board, 400.0, 200) == [whole]
     assert status_rows(board, 400.0, 80) == [
         "67 % done, about 6 min 30 s left · 8 of 12 ended, 0 running",
-        "1 paused (at a rung) · 4 pruned · 4 failed · rung 2: 1 of 4 arrived",
+        "1 paused (at a rung) · 4 pruned · 4 failed",
     ]
     assert status_rows(board, 400.0, 40) == [
         "67 % done, about 6 min 30 s left",
@@ -475,60 +471,12 @@ def test_trials_not_yet_suggested_count_as_work_to_do() -> None:
     assert status_line(board, None) == "25 % done · 2 of 8 ended, 0 running"
 
 
-def test_rungs_are_shown_and_what_is_waited_for() -> None:
-    board = board_of(6, trials=7)
-    board.rungs_of = lambda number: TrialRungs((2, 4), range(number // 4 * 4, number // 4 * 4 + 4))
-    stage = Stage(board, terminal=True)
-    for trial in range(6):
-        stage.play(JobAdmitted(spec(trial), 0, 8, "g0"))
-        stage.step(trial, 1)
-    for trial, step in ((0, 2), (1, 3), (2, 2), (4, 2)):
-        stage.step(trial, step)
-    for trial in (0, 2, 4):
+def test_paused_jobs_are_counted_with_the_reason() -> None:
+    board = board_of(4)
+    for trial in range(3):
         board.handle(JobPaused(spec(trial).name, 2, PauseReason.AT_RUNG))
-    board.handle(ended("failed", None, "loss is nan", job=spec(3).name))
-    line = status_line(board, None)
-    assert "3 paused (at a rung)" in line
-    assert (
-        "rung 2: 4 of 4 arrived · rung 2: 1 of 3 arrived" in line
-    )  # of the second cohort there are three trials
-    stage.console.print(jobs_table(board, 10, 100))
-    rows = {row.split()[0]: row for row in stage.file.getvalue().splitlines() if row.startswith("trial")}
-    assert rows["trial-0000"].split()[1:4] == ["paused", "2/8", "1/2"]
-    assert " 0/2 " in rows["trial-0005"]
-    board.handle(JobPaused(spec(1).name, 3, PauseReason.BY_ORDER))
-    assert "rung 3" not in status_line(board, None)
+    board.handle(JobPaused(spec(3).name, 3, PauseReason.BY_ORDER))
     assert "3 paused (at a rung) · 1 paused (by order)" in status_line(board, None)
-    board.rungs_of = None
-    assert "arrived" not in status_line(board, None)
-
-
-def test_rungs_at_shares_are_reached_after_steps_of_each_jobs_own() -> None:
-    board = board_of(3)
-    board.rungs_of = lambda _: TrialRungs((Share(2500), Share(5000)), range(3))
-    for trial, steps, step in ((0, 16, 4), (1, 8, 2), (2, 16, 3)):
-        assert rung_text(board, board.jobs[spec(trial).name]) == "0/2", "not admitted yet"
-        board.handle(JobAdmitted(spec(trial), 0, steps, "g0"))
-        board.jobs[spec(trial).name].step = step
-    board.handle(JobPaused(spec(0).name, 4, PauseReason.AT_RUNG))
-    assert rungs_waited_for(board) == ["rung 25 %: 2 of 3 arrived"]
-    assert [rung_text(board, job) for job in board.jobs.values()] == ["1/2", "1/2", "0/2"]
-
-
-def test_two_of_many_waiting_cohorts_are_named() -> None:
-    board = board_of(400)
-    asked: list[int] = []
-
-    def rungs_of(number: int) -> TrialRungs:
-        asked.append(number)
-        return TrialRungs((2, 4), range(number // 4 * 4, number // 4 * 4 + 4))
-
-    board.rungs_of = rungs_of
-    for trial in range(4, 400, 3):
-        board.handle(JobAdmitted(spec(trial), 2, 8, "g0"))
-        board.handle(JobPaused(spec(trial).name, 2, PauseReason.AT_RUNG))
-    assert rungs_waited_for(board) == ["rung 2: 2 of 4 arrived", "rung 2: 1 of 4 arrived"]
-    assert len(asked) <= 8
 
 
 @pytest.mark.parametrize("width", [53, 64, 80, 87, 100, 160])

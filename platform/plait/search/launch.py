@@ -286,7 +286,7 @@ class Launch:
                 None if many is None else many.prefer,
             )
             self._say(_describe_engine(coordinator.plan()))
-            run_id = self._start(tracker, stopper)
+            run_id = self._start(tracker)
             self._say(
                 f"View with: {self._view(tracker)}", "Training; the first lines follow the first step ..."
             )
@@ -322,14 +322,13 @@ class Launch:
             plan = replace(plan, choices={**plan.choices, "deployment": written(cluster)})
         return write_plan(folder, plan)
 
-    def _start(self, tracker: Tracker, stopper: Stopper | None) -> str:
+    def _start(self, tracker: Tracker) -> str:
         """Make the search's run, or resume it, one process at a time; returns MLflow's id of it."""
         source, begun = self._source, None
         if self._run_id:
             begun = Begun(self._run_id, source.finished())
         with source.shared.holding("run"):
-            rungs_of = stopper.rungs_of if stopper and self._settings.search.stopping.active else None
-            run_id = tracker.start_search(self._facts(), begun, rungs_of)
+            run_id = tracker.start_search(self._facts(), begun)
             source.link(run_id, str(tracker.location))
         if tracker.away is not None and self._away is None:  # since this process began
             self._say(without_store(tracker.away, self._settings, source.name))

@@ -41,9 +41,7 @@ from plait.search.rungs import RungRecord, RungTable, once_a_step, rung_metric, 
 from plait.search.stopping import (
     CONTINUE,
     RULES,
-    CohortRule,
     Decision,
-    Divergence,
     PerTrialRule,
     Rule,
     make_rule,
@@ -52,7 +50,7 @@ from plait.search.stopping import (
 from plait.search.storage import SharedStudy
 from plait.search.trials import Trial
 from plait.tracking import names
-from plait.tracking.leaderboard import TrialRungs, job_of
+from plait.tracking.leaderboard import job_of
 
 VIOLATES = "plait.violates"  # trial: the rungs at which it broke a constraint
 RUNGS = "plait.rungs"  # trial: value by rung, where they are not Optuna's intermediate values
@@ -216,14 +214,6 @@ class Stopper:
     def measured(self) -> bool:
         """Whether the validation split must be evaluated at rungs."""
         return self._metric.startswith("eval/")
-
-    def rungs_of(self, number: int) -> TrialRungs:
-        """The rungs and the cohort of trial ``number``, as views show them."""
-        rule = self._rule.rule if isinstance(self._rule, Divergence) else self._rule
-        if isinstance(rule, CohortRule):
-            cohort = rule.layout.cohort(number)
-            return TrialRungs(cohort.rungs, cohort.numbers)
-        return TrialRungs(rule.rungs(number))
 
     def start(self, trial: Trial) -> tuple[int, ...]:
         """The rungs of a trial that is about to begin or to resume."""

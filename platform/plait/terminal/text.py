@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from statistics import median
 from typing import Any
 
 from plait.core.lifecycle import JobState, described_state
-from plait.core.rungs import step_of
 from plait.terminal.progress import share_done
 from plait.tracking.leaderboard import JobRecord, Leaderboard
 from plait.tracking.processes import ProcessRow
@@ -26,7 +25,6 @@ NAMED = (
     JobState.FAILED,
 )
 MOST_ON_FRONT = 8
-MOST_RUNGS = 2  # in the status line
 MOST_PROCESSES = 8  # shown
 MOST_STATUS = 2  # status lines in the live view
 ORDER = {JobState.RUNNING: 0, JobState.PAUSED: 1, JobState.ORPHANED: 3, JobState.QUEUED: 3}  # not ended
@@ -87,7 +85,6 @@ def status_parts(board: Leaderboard, left: float | None, share: float | None = N
     named = [job for state in NAMED for job in board.jobs.values() if job.state == state]
     counts = Counter(described_state(job.state, job.reason) for job in named)
     parts += [f"{count} {state}" for state, count in counts.items()]
-    parts += rungs_waited_for(board)
     if board.group is not None and board.group.seconds > 0:
         parts.append(f"{board.group.tokens / board.group.seconds:,.0f} tokens/s")
     return parts
@@ -166,43 +163,6 @@ def nearest_infeasible(board: Leaderboard) -> JobRecord | None:
     """The best finished job that breaks a constraint; None if there is none."""
     done = (job for job in board.jobs.values() if job.state == JobState.FINISHED and not job.feasible)
     return min(done, key=board.rank, default=None)
-
-
-def rung_text(board: Leaderboard, record: JobRecord) -> str:
-    """How many of its rungs a job has reached: 2/3."""
-    if board.rungs_of is None:
-        return ""
-    rungs = board.rungs_of(record.trial).rungs
-    return f"{sum(_has_reached(record, rung) for rung in rungs)}/{len(rungs)}"
-
-
-def _has_reached(job: JobRecord, rung: int) -> bool:
-    return 0 < step_of(rung, job.steps) <= job.step  # 0: of a share of steps that are not known yet
-
-
-def rungs_waited_for(board: Leaderboard) -> list[str]:
-    """The rungs at which jobs wait for their cohort, at most ``MOST_RUNGS``: ``rung 10: 5 of 8 arrived``."""
-    if board.rungs_of is None:
-        return []
-    found: dict[tuple[range, int], None] = {}
-    for job in sorted(
-        (job for job in board.jobs.values() if job.state == JobState.PAUSED), key=lambda job: job.trial
-    ):
-        rungs = board.rungs_of(job.trial)
-        at = [rung for rung in rungs.rungs if step_of(rung, job.steps) == job.step]
-        if rungs.cohort and at:
-            found[rungs.cohort, at[-1]] = None
-            if len(found) == MOST_RUNGS:
-                break
-    jobs = {job.trial: job for job in board.jobs.values()} if found else {}
-    total = max(board.trials, len(board.jobs))
-    return [_arrived(jobs, range(cohort.start, min(cohort.stop, total)), rung) for cohort, rung in found]
-
-
-def _arrived(jobs: Mapping[int, JobRecord], members: range, rung: int) -> str:
-    known = [jobs[trial] for trial in members if trial in jobs]
-    arrived = sum(job.ended or _has_reached(job, rung) for job in known)
-    return f"rung {rung}: {arrived} of {len(members)} arrived"
 
 
 def best_line(board: Leaderboard) -> str:

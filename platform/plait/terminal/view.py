@@ -46,7 +46,6 @@ from plait.terminal.text import (
     number,
     processes_line,
     progress_line,
-    rung_text,
     setting,
     settings_line,
     shown_first,
@@ -403,12 +402,10 @@ def processes_table(rows: Sequence[ProcessRow], width: int) -> Segments:
 
 def _columns(board: Leaderboard, shown: Sequence[JobRecord], width: int) -> list[_Column]:
     """The columns that are always shown, then the rate and the parameters as far as there is room."""
-    rungs = [] if board.rungs_of is None else [_Column("rung", [rung_text(board, each) for each in shown])]
     always = [
         _Column("job", [each.name for each in shown], right=False),
         _Column("state", [each.state for each in shown], right=False, least=STATE),
         _Column("step", [f"{each.step}/{each.steps}" if each.steps else "" for each in shown]),
-        *rungs,
         _Column("loss", [number(each.loss) for each in shown]),
         _Column("eval loss", [number(each.eval_loss) for each in shown]),
     ]

@@ -11,7 +11,7 @@ import io
 import json
 import math
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -133,20 +133,6 @@ class JobRecord:
             self.best_eval_loss, self.best_eval_step = loss, earlier.best_eval_step
 
 
-@dataclass(frozen=True, slots=True)
-class TrialRungs:
-    """The rungs of a trial, and the trials that it is compared with there.
-
-    Attributes:
-        rungs: optimiser steps, or each a ``Share`` of its own.
-        cohort: numbers of the trials that are compared with each other, including itself; empty if each is
-            decided alone.
-    """
-
-    rungs: tuple[int, ...]
-    cohort: range = range(0)
-
-
 @dataclass(slots=True)
 class Leaderboard:
     """All jobs of a search.
@@ -155,7 +141,6 @@ class Leaderboard:
         direction: "minimize" or "maximize" the objective, or the first of several.
         trials: total number of trials that the search wants.
         others: the further objectives.
-        rungs_of: the rungs of a trial, by its number; None if a search has none.
         replicas: what each has done in this process's run, by its number.
         searched: keys that are searched, which vary even if only one job is known.
     """
@@ -166,7 +151,6 @@ class Leaderboard:
     group: GroupStep | None = None
     iterations: int = 0
     others: tuple[Objective, ...] = ()
-    rungs_of: Callable[[int], TrialRungs] | None = None
     replicas: dict[int, ReplicaTotals] = field(default_factory=dict)
     searched: Collection[str] = ()
     _varying: tuple[list[Mapping[str, Any]], list[str]] = field(

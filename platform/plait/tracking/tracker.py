@@ -31,7 +31,7 @@ from plait.tracking import facts, names
 from plait.tracking.connection import AwayError, Connection, storage_errors
 from plait.tracking.event_log import EventLog, logs_folder, open_event_log
 from plait.tracking.facts import DataFacts, SearchFacts
-from plait.tracking.leaderboard import JobRecord, Leaderboard, TrialRungs, job_of, orphan
+from plait.tracking.leaderboard import JobRecord, Leaderboard, job_of, orphan
 from plait.tracking.location import check_folder, locate
 from plait.tracking.mlflow_store import StoreSender, newest_point
 from plait.tracking.records import Head, LogFolder, OpenRun, SetStatus, UseData
@@ -140,17 +140,11 @@ class Tracker:
 
     # ---- the search ------------------------------------------------------------------------------------
 
-    def start_search(
-        self,
-        search: SearchFacts,
-        begun: Begun | None = None,
-        rungs_of: Callable[[int], TrialRungs] | None = None,
-    ) -> str:
+    def start_search(self, search: SearchFacts, begun: Begun | None = None) -> str:
         """Make the search's run, or resume the existing one; waits for the store while that answers.
 
         Args:
             begun: given if this store recorded it before; then it can begin while the store is unavailable.
-            rungs_of: the rungs of a trial by its number; None if the search has none.
 
         Returns:
             MLflow's id of the run.
@@ -164,7 +158,6 @@ class Tracker:
             first.direction,
             search.settings.search.trials,
             others=tuple(others),
-            rungs_of=rungs_of,
             searched=search.searched,
         )
         git = facts.git_state(Path.cwd())
