@@ -104,20 +104,18 @@ def test_a_search_that_is_forgotten_is_nowhere_but_in_mlflows_bin(
     assert not folder.exists()
 
 
-def test_a_damaged_command_hides_where_the_study_is_and_that_is_said(
-    made: Path, tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+def test_a_search_whose_command_is_damaged_is_not_forgotten_in_part(
+    made: Path, tmp_path: Path, said: Said
 ) -> None:
+    """Only the command says where its study and its runs are."""
     storage = str(tmp_path / "study.db")
     make(made, tmp_path, storage)
     file = search_folder(tmp_path, "mine") / "command.json"
     file.write_text("garbage")
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
-    monkeypatch.setattr("builtins.input", lambda _: "")
-    shown = said("mine")
-    assert f"{file}: the file is damaged, so it is not known whether the search had a search.storage" in shown
-    assert "first give the search's `plait sweep` command again" in shown
-    assert "mine was deleted, but for what it may have elsewhere." in said("mine", "--yes")
-    assert not file.exists()
+    shown = said("mine", "--yes", status=2)
+    assert f"{file}: the file is damaged" in shown
+    assert "Give the `plait sweep` command again" in shown
+    assert file.exists()
     assert studies(tmp_path, storage) == ["mine"]
 
 

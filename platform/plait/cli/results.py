@@ -114,8 +114,7 @@ def forget(arguments: Sequence[str]) -> int:
         print("Nothing was deleted.")
         return EXIT_DONE
     remains.remove(known.keep_adapters)
-    but = ", but for what it may have elsewhere" if remains.unread else ""
-    print(f"{known.name} was deleted{but}.")
+    print(f"{known.name} was deleted.")
     return EXIT_DONE
 
 

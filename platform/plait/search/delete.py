@@ -16,7 +16,7 @@ from pathlib import Path
 import optuna
 from optuna.study import Study
 
-from plait.core.errors import SearchError, StorageError
+from plait.core.errors import SearchError
 from plait.core.settings import TrackingSettings
 from plait.search.attributes import TRACKED
 from plait.search.locks import WORKERS, living
@@ -46,7 +46,6 @@ class Remains:
         runs: MLflow ids of its runs, the jobs' first.
         unsent: records in the folder that were not sent to the store, in words.
         elsewhere: number of unfinished trials that were begun on other hosts, by host.
-        unread: why it is not known where its study and its runs are; "" if it is.
     """
 
     name: str
@@ -58,7 +57,6 @@ class Remains:
     runs: tuple[str, ...]
     unsent: tuple[str, ...]
     elsewhere: Mapping[str, int]
-    unread: str = ""
 
     def describe(self, keep_adapters: bool) -> list[str]:
         """What is deleted and what is kept, in a few lines."""
@@ -66,8 +64,6 @@ class Remains:
         lines = [f"{self.folder} ({self.size / 2**20:.1f} MiB): checkpoints, records, command"]
         if self.adapters and not kept:
             lines[0] += f", {counted(self.adapters, 'exported adapter')} (--keep-adapters keeps them)"
-        if self.unread:
-            lines.append(self.unread)
         if self.study is not None:
             lines.append(f"its study, {counted(len(self.study.get_trials(deepcopy=False)), 'trial')}")
         if self.runs:
@@ -109,12 +105,12 @@ def find_remains(root: Path, name: str) -> Remains:
 
     Raises:
         SearchError: a process of this host trains it.
-        StorageError: its study or its store does not answer.
+        StorageError: its study or its store does not answer, or its command cannot be read.
     """
     quiet()
     root, folder = user_path(root).absolute(), search_folder(root, name)
     _check_nobody(folder, name)
-    recorded, unread = _command(root, name)
+    recorded = read_command(root, name) or RecordedCommand(name, "sweep", (), str(root))
     study = None
     with suppress(NoStudyError):
         study = stored_study(recorded.storage, root, name)
@@ -134,21 +130,7 @@ def find_remains(root: Path, name: str) -> Remains:
         tuple(stored_runs(tracking, name, run_id)),
         tuple(left_unsent(tracking, name)),
         {} if study is None else Counter(filter(None, hosts_of(study.get_trials(deepcopy=False)))),
-        unread,
     )
-
-
-def _command(root: Path, name: str) -> tuple[RecordedCommand, str]:
-    """The search's command, or a usual one in its place and what is not known then, in words."""
-    usual = RecordedCommand(name, "sweep", (), str(root))
-    try:
-        return read_command(root, name) or usual, ""
-    except StorageError as error:
-        return usual, (
-            f"{error.value}, so it is not known whether the search had a search.storage or tracking.uri of "
-            "its own: what is kept there stays. To delete that, too, first give the search's `plait sweep` "
-            "command again, which writes the file"
-        )
 
 
 def _check_nobody(folder: Path, name: str) -> None:
