@@ -17,8 +17,8 @@ from plait.core.spans import ProcessState, ReplicaSpans, ReplicaTotals, Span
 from plait.terminal.text import processes_line
 from plait.terminal.view import Terminal, processes_table
 from plait.tracking import processes as kept
-from plait.tracking.leaderboard import JobRecord, Leaderboard
-from plait.tracking.processes import JobNow, ProcessRow, ProcessWatch, process_rows, read_jobs, read_processes
+from plait.tracking.leaderboard import Leaderboard
+from plait.tracking.processes import ProcessRow, ProcessWatch, process_rows, read_processes
 
 TRAINS = ProcessState(0, "here", 10, "cuda:0", "training", 3.0, 0.5, 60.0)
 WAITS = replace(TRAINS, replica=1, pid=11, doing="", seconds=2.0, silent=0.0)
@@ -105,17 +105,15 @@ def test_another_terminal_reads_them_older_by_the_time_since(
     times: dict[str, Any] = {"time": 1000.0}
     monkeypatch.setattr(kept.time, "time", lambda: times["time"])
     monkeypatch.setattr(kept.os, "getpid", lambda: 77)
-    board = Leaderboard("minimize", 3, replicas=TOTALS)
-    board.add(JobRecord("trial-0003", 3, step=12, steps=40, loss=1.25))
-    board.add(JobRecord("trial-0004", 4, steps=40))
-    board.add(JobRecord("trial-0005", 5, steps=40))  # another process trains it
-    watch = ProcessWatch(tmp_path, lambda: board, lambda: {3, 4})
+    watch = ProcessWatch(tmp_path, lambda: Leaderboard("minimize", 3, replicas=TOTALS))
+    watch.keep()
+    assert read_processes(tmp_path, ["77"]) == [], "there is one process"
     fleet = SimpleNamespace(states=lambda: [TRAINS, WAITS], processes=SimpleNamespace())
     watch.following(lambda *_: fleet)(None, None)  # type: ignore[arg-type,return-value]
     watch.keep()
-    board.jobs.clear()
+    times["time"] += 1.0
     watch.keep()  # it is not due
-    jobs = {"trial-0003": JobNow(12, 40, 1.25), "trial-0004": JobNow(0, 40, None)}
+    times["time"] -= 1.0
     times["time"] += 7.0
     trains, waits = read_processes(tmp_path, ["77"])
     assert trains.state == replace(TRAINS, seconds=10.0, silent=7.5)
@@ -124,8 +122,6 @@ def test_another_terminal_reads_them_older_by_the_time_since(
     assert not waits.silent
     assert trains.totals == TOTALS[0]
     assert json.loads(json.dumps(trains.facts()))["busy_seconds"] == 90.0
-    assert read_jobs(tmp_path, ["77", "78"]) == jobs
-    assert [job.describe(0) for job in jobs.values()] == ["step 12 of 40  train loss 1.2500", "step 0 of 40"]
     assert read_processes(tmp_path, ["78"]) == []
     watch.close()
     assert read_processes(tmp_path, ["77"]) == []
@@ -136,4 +132,3 @@ def test_a_file_of_another_form_is_nothing(tmp_path: Path, text: str) -> None:
     (tmp_path / "processes").mkdir()
     (tmp_path / "processes" / "7-now.json").write_text(text)
     assert read_processes(tmp_path, ["7"]) == []
-    assert read_jobs(tmp_path, ["7"]) == {}

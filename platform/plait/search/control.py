@@ -31,7 +31,7 @@ from plait.search.recorded import RecordedCommand, command_on
 from plait.search.storage import Patience, SharedStudy, passes, quiet
 from plait.search.stored import Standing, read_standing, stored_study
 from plait.search.suggest import read_space
-from plait.tracking.processes import ProcessRow, read_jobs, read_processes
+from plait.tracking.processes import ProcessRow, read_processes
 from plait.utils.counts import counted
 from plait.utils.paths import search_folder
 
@@ -85,8 +85,7 @@ class SearchControl:
 
     def standing(self) -> Standing:
         """The present state of the search."""
-        jobs = read_jobs(self._folder, self._living())
-        return self._patience(lambda: read_standing(self._study, jobs))
+        return self._patience(lambda: read_standing(self._study))
 
     def status(self) -> list[str]:
         """The present state of the search, as lines of text."""
@@ -116,11 +115,7 @@ class SearchControl:
 
     def _processes(self) -> list[ProcessRow]:
         """How the processes of its runs on this host are doing, where a run has several."""
-        return read_processes(self._folder, self._living())
-
-    def _living(self) -> list[str]:
-        """Ids of the processes of this host that train the search."""
-        return [process_id(each) for each in living(self._folder / WORKERS)]
+        return read_processes(self._folder, map(process_id, living(self._folder / WORKERS)))
 
     # ---- orders --------------------------------------------------------------------------------------------
 

@@ -270,7 +270,7 @@ class Launch:
         settings, source, data, many = self._settings, self._source, prepared.data, self._processes
         folder = search_folder(settings.tracking.root, source.name)
         tracker = Tracker(settings.tracking, peers=self._peers, writes_curves=source.claims.writes_curves)
-        watch = ProcessWatch(folder, lambda: tracker.board, lambda: source.claims.own)
+        watch = ProcessWatch(folder, lambda: tracker.board)
         if many is not None:
             many.watch, many.say = (lambda: watch.show()), self._say
         self._say(_loading(settings))
@@ -466,7 +466,7 @@ class Attend:
         say: shows a line to the user.
         unreachable: why the tracking store does not answer; empty if it does.
         store: what it is called.
-        keep: keeps for other terminals how far the jobs are.
+        keep: keeps for other terminals how the processes are doing.
         clock: seconds, rising.
     """
 

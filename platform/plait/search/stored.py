@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import optuna
@@ -14,7 +13,7 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
 from plait.core.errors import StorageError
-from plait.core.lifecycle import JobState, described_state
+from plait.core.lifecycle import JobState
 from plait.core.objectives import Objective
 from plait.core.rungs import Share, step_of
 from plait.core.settings import TrackingSettings
@@ -29,7 +28,6 @@ from plait.search.storage import JOURNAL, missing_file, open_storage, quiet
 from plait.search.trials import Trial
 from plait.tracking.leaderboard import JobRecord, Leaderboard
 from plait.tracking.location import locate, sqlite_in
-from plait.tracking.processes import JobNow
 from plait.utils.addresses import redact
 from plait.utils.counts import counted
 
@@ -38,7 +36,6 @@ if TYPE_CHECKING:
 
 MOST_LINES = 40  # most live trials that are listed
 ORDER = {state: place for place, state in enumerate(JobState)}  # in which states are counted
-NOTHING: Mapping[str, JobNow] = MappingProxyType({})
 
 
 class NoStudyError(StorageError):
@@ -75,7 +72,6 @@ class TrialStanding:
         values: values of the searched keys, as far as suggested, and of those outside the space.
         outside: its settings outside the search space, as overrides; "" if there are none.
         reason: why it ended as it did.
-        now: how far it is, if a process of this host trains it.
         metric: what was reported: the objective, or the metric of rungs.
     """
 
@@ -87,17 +83,10 @@ class TrialStanding:
     values: Mapping[str, Value]
     reason: str
     outside: str = ""
-    now: JobNow | None = None
     metric: str = ""
 
-    @property
-    def described_state(self) -> str:
-        """Its state, and why it is paused, as far as that is known here: ``paused (at a rung)``."""
-        return described_state(self.state, "" if self.now is None else self.now.paused)
-
     def __str__(self) -> str:
-        parts = [f"{Trial(self.number).name}  {self.described_state:<8}"]
-        parts += [] if self.now is None else [self.now.describe(self.step)]
+        parts = [f"{Trial(self.number).name}  {self.state:<8}"]
         if self.reported is not None:
             label = self.metric.replace("/", " ").replace("_", " ")
             parts.append(f"{label} {self.reported:.6g} at step {self.step}".lstrip())
@@ -124,7 +113,7 @@ class Standing:
         if not self.trials:
             return ["It has no trials yet."]
         here = sorted((each for each in self.trials if not each.host), key=lambda each: ORDER[each.state])
-        counts = Counter(trial.described_state for trial in here)
+        counts = Counter(trial.state for trial in here)
         parts = [f"{number} {state}" for state, number in counts.items()]
         away = Counter((trial.host, trial.state) for trial in self.trials if trial.host)
         parts += [f"{number} {state} on host {host}" for (host, state), number in away.items()]
@@ -145,11 +134,10 @@ class Standing:
                 "name": Trial(trial.number).name,
                 "state": trial.state,
                 "host": trial.host,
-                "step": trial.step if trial.now is None else max(trial.step, trial.now.step),
+                "step": trial.step,
                 "reported": trial.reported,
                 "metric": trial.metric if trial.reported is not None else "",
                 "reported_step": trial.step if trial.reported is not None else None,
-                "now": None if trial.now is None else asdict(trial.now),
                 "parameters": dict(trial.values),
                 "outside": trial.outside,
                 "objectives": objectives.get(trial.number, []),
@@ -160,12 +148,8 @@ class Standing:
         return {"trials": len(self.trials), "ended": len(self.result.finished), "jobs": jobs}
 
 
-def read_standing(study: Study, jobs: Mapping[str, JobNow] = NOTHING) -> Standing:
-    """The present state of a study's search. Must not be called by a process that trains it.
-
-    Args:
-        jobs: how far the jobs are that processes of this host train, by name.
-    """
+def read_standing(study: Study) -> Standing:
+    """The present state of a study's search. Must not be called by a process that trains it."""
     trials = study.get_trials(deepcopy=False)
     hosts = hosts_of(trials)
     objectives = _objectives(study)
@@ -173,8 +157,7 @@ def read_standing(study: Study, jobs: Mapping[str, JobNow] = NOTHING) -> Standin
     found = []
     for item, host in zip(trials, hosts, strict=True):
         metric = objectives[0].metric if item.intermediate_values else at_rungs
-        now = jobs.get(Trial(item.number).name)
-        found.append(replace(_trial(item, host), now=now, metric=metric))
+        found.append(replace(_trial(item, host), metric=metric))
     result = SearchEnd(tuple(result_of(item) for item in trials if item.state.is_finished()))
     return Standing(tuple(found), result, objectives)
 

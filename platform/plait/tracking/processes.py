@@ -1,4 +1,4 @@
-"""How far the jobs of a run are and how its processes are doing, for the live view and `plait control`.
+"""How the processes of a run are doing, for the live view and `plait control`.
 
 The process that you started keeps it in a file below the search's folder, for other terminals. It is of use
 while that process lives: with it, the file goes.
@@ -9,15 +9,14 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plait.core.lifecycle import JobState
 from plait.core.spans import ProcessState, ReplicaTotals
-from plait.tracking.leaderboard import JobRecord, Leaderboard
+from plait.tracking.leaderboard import Leaderboard
 from plait.utils.durations import duration
 from plait.utils.files import write_text
 
@@ -74,40 +73,21 @@ def process_rows(
     return tuple(sorted(rows, key=lambda row: (not row.silent, row.state.replica))) if rows[1:] else ()
 
 
-@dataclass(frozen=True, slots=True)
-class JobNow:
-    """How far a job is: its step, of how many, and the training loss of that step; why it is paused."""
-
-    step: int
-    steps: int
-    loss: float | None
-    paused: str = ""
-
-    def describe(self, newest: int) -> str:
-        """The job's progress; ``newest``: a step that is known from elsewhere, and may be newer."""
-        when = "" if newest <= self.step else f" at step {self.step}"
-        loss = "" if self.loss is None else f"  train loss {self.loss:.4f}{when}"
-        return f"step {max(self.step, newest)} of {self.steps}{loss}"
-
-
 class ProcessWatch:
-    """Follows the jobs and processes of a run, also while it waits for them: for views here and, in a file,
-    for other terminals.
+    """Follows the processes of a run, also while it waits for them: for views here and, in a file, for other
+    terminals.
 
     Args:
         folder: of the search.
-        board: knows what each replica has done so far, and the jobs.
-        own: numbers of the trials of this process.
+        board: knows what each replica has done so far.
 
     Attributes:
         show: called every second or so while processes are waited for; in the thread that trains.
     """
 
-    def __init__(
-        self, folder: Path, board: Callable[[], Leaderboard], own: Callable[[], Collection[int]]
-    ) -> None:
+    def __init__(self, folder: Path, board: Callable[[], Leaderboard]) -> None:
         self.show: Callable[[], None] = lambda: None
-        self._board, self._own = board, own
+        self._board = board
         self._path = folder / FOLDER / f"{os.getpid()}{SUFFIX}"
         self._next = 0.0
         self._fleet: Fleet | None = None
@@ -127,18 +107,13 @@ class ProcessWatch:
         return () if self._fleet is None else process_rows(self._fleet.states(), self._board().replicas)
 
     def keep(self) -> None:
-        """Write the file, if that is due. A disk that is full does not matter."""
+        """Write the file, if there are several processes and it is due. A disk that is full does not
+        matter."""
         now = time.monotonic()
-        if now < self._next:
+        if self._fleet is None or now < self._next:
             return
         self._next = now + WRITE_SECONDS
-        own = self._own()
-        records = (each for each in self._board().jobs.values() if each.trial in own and each.steps)
-        facts = {
-            "at": time.time(),
-            "processes": [row.facts() for row in self.rows()],
-            "jobs": {each.name: asdict(_now(each)) for each in records},
-        }
+        facts = {"at": time.time(), "processes": [row.facts() for row in self.rows()]}
         with suppress(OSError):
             write_text(self._path, json.dumps(facts), durable=False)
 
@@ -167,20 +142,6 @@ def read_processes(folder: Path, living: Iterable[str]) -> list[ProcessRow]:
             age = max(0.0, time.time() - kept["at"])
             rows += [_row(each, age) for each in kept["processes"]]
     return rows
-
-
-def read_jobs(folder: Path, living: Iterable[str]) -> dict[str, JobNow]:
-    """How far the jobs are, by name, that processes of this host train; otherwise as `read_processes`."""
-    jobs: dict[str, JobNow] = {}
-    for pid in sorted(living):
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            jobs |= {name: JobNow(**facts) for name, facts in _kept(folder, pid)["jobs"].items()}
-    return jobs
-
-
-def _now(record: JobRecord) -> JobNow:
-    paused = record.reason if record.state == JobState.PAUSED else ""
-    return JobNow(record.step, record.steps, record.loss, str(paused))
 
 
 def _kept(folder: Path, pid: str) -> Any:
