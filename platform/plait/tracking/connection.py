@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import base64
-import http.client
-import ssl
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from urllib.parse import unquote, urlsplit, urlunsplit
 
+import requests
 import sqlalchemy
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
@@ -21,7 +16,7 @@ from plait.core.errors import StorageError
 from plait.core.settings import TrackingSettings
 from plait.tracking.location import Location, check_folder, locate
 from plait.tracking.mlflow_store import Store
-from plait.utils.addresses import first_line, foreign_tables, redact, sqlite_fault
+from plait.utils.addresses import first_line, foreign_tables, sqlite_fault
 from plait.utils.file_locks import file_lock
 
 ANSWER_SECONDS = 5
@@ -157,36 +152,21 @@ def _is_away(location: Location, error: Exception) -> bool:
 
 
 def _check_server(location: Location) -> None:
-    """Send one short request, because MLflow's own client would retry for minutes."""
-    address = urlsplit(location.uri)
-    login, _, host = address.netloc.rpartition("@")
-    path = f"{address.path.rstrip('/')}/health"
-    request = urllib.request.Request(urlunsplit((address.scheme, host, path, "", "")))
-    if login:  # for this host only, wherever it may redirect to
-        user, _, password = (unquote(part) for part in login.partition(":"))
-        encoded = base64.b64encode(f"{user}:{password}".encode()).decode()
-        request.add_unredirected_header("Authorization", f"Basic {encoded}")
+    """Send one short request, because MLflow's own client would wait for a minute."""
     try:
-        with urllib.request.urlopen(request, timeout=ANSWER_SECONDS):
-            return
-    except urllib.error.HTTPError as error:
-        error.close()
-        if error.code < 500:
-            return  # something answers HTTP; MLflow's client reports what is wrong
-        cause: object = f"status {error.code}"
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        cause = getattr(error, "reason", error)
-        if isinstance(cause, ssl.SSLError):
-            return  # it answers; the settings of MLflow's client decide which certificates to trust
-    kind = (
-        StorageError if isinstance(cause, PermissionError) else AwayError
-    )  # missing rights are not temporary
-    raise kind(
-        f"tracking.uri={location}: no answer ({redact(str(cause))})",
-        "An MLflow server must answer at this address.",
-        "Start it (mlflow server), correct tracking.uri or MLFLOW_TRACKING_URI, or unset both to write to "
-        "a SQLite file.",
-    )
+        status = requests.get(f"{location.uri.rstrip('/')}/health", timeout=ANSWER_SECONDS).status_code
+        cause = "" if status < 500 else f"status {status}"  # else MLflow's client reports what is wrong
+    except requests.exceptions.SSLError:
+        return  # it answers; the settings of MLflow's client decide which certificates to trust
+    except requests.RequestException as error:
+        cause = first_line(error)
+    if cause:
+        raise AwayError(
+            f"tracking.uri={location}: no answer ({cause})",
+            "An MLflow server must answer at this address.",
+            "Start it (mlflow server), correct tracking.uri or MLFLOW_TRACKING_URI, or unset both to write "
+            "to a SQLite file.",
+        )
 
 
 def _check_database(location: Location) -> None:
