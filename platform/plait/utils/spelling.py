@@ -3,36 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from difflib import SequenceMatcher, get_close_matches
+from difflib import SequenceMatcher
 
-ALIKE = 0.6  # least ratio of difflib, used if counting edits finds nothing
-LETTERS_AN_EDIT = 4  # one letter may be wrong for so many letters of a word
+ALIKE = 0.6  # least ratio of difflib
+NEAR = 0.75  # the same, from which on no other guess is better
 LONGEST = 200  # most letters of a word that is looked up: time grows with them, and no typo is that long
 LEAST_BEGUN = 3  # least letters of a name that identify it as a prefix
-
-
-def edits(one: str, other: str) -> int:
-    """The optimal string alignment distance of two words: letters inserted, deleted or changed, and
-    neighbours swapped."""
-    before: list[int] = []
-    row = list(range(len(other) + 1))
-    for i, letter in enumerate(one, 1):
-        earlier, before, row = before, row, [i]
-        for j, wanted in enumerate(other, 1):
-            best = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != wanted))
-            if i > 1 and j > 1 and letter == other[j - 2] and one[i - 2] == wanted:
-                best = min(best, earlier[j - 2] + 1)
-            row.append(best)
-    return row[-1]
 
 
 def alike(word: str, known: Iterable[str], *, cutoff: float = ALIKE) -> list[str]:
     """The names that ``word`` most likely means: one if it stands out, else several.
 
-    First come names that end in the word, with only their group left out (``lr``: ``train.lr``), all of them.
-    Then those with the fewest edits; among equals, a swap of neighbours precedes a missing or extra letter
-    (``modle``: ``model``, not ``mode``). If none is near enough, keys of that name in other groups
-    (``train.rank``: ``adapter.rank``), names that begin with the word, and those that difflib finds.
+    First come names that end in the word, with only their group left out (``lr``: ``train.lr``), all of them;
+    then the most similar one. If that is not very similar, keys of that name in other groups (``train.rank``:
+    ``adapter.rank``) and names that begin with the word come before it.
 
     Args:
         word: what was written.
@@ -44,13 +28,13 @@ def alike(word: str, known: Iterable[str], *, cutoff: float = ALIKE) -> list[str
     names = list(dict.fromkeys(known))
     if ends := [name for name in names if _last(name) == word]:
         return ends
-    nearest = min(names, key=lambda name: _rank(word, name), default=None)
-    if nearest is not None and _rank(word, nearest)[0] <= _allowed(word, nearest):
+    nearest = max(names, key=lambda name: _likeness(word, name), default="")
+    if (likeness := _likeness(word, nearest)) >= NEAR:
         return [nearest]
     if elsewhere := [name for name in names if _last(name) == _last(word)]:
         return elsewhere
     begun = [name for name in names if name.startswith(word) and len(_last(word)) >= LEAST_BEGUN]
-    return begun[:1] or get_close_matches(word, names, n=1, cutoff=cutoff)
+    return begun[:1] or ([nearest] if nearest and likeness >= cutoff else [])
 
 
 def did_you_mean(word: str, known: Iterable[str], *, before: str = "", cutoff: float = ALIKE) -> str:
@@ -60,24 +44,13 @@ def did_you_mean(word: str, known: Iterable[str], *, before: str = "", cutoff: f
     return f"Did you mean {' or '.join(found)}? " if found else ""
 
 
-def _rank(word: str, name: str) -> tuple[int, bool, bool, float]:
-    """A key that sorts the likeliest first, mainly by edits. A word without a group is also compared with the
-    last word of a name, which counts as slightly less alike."""
+def _likeness(word: str, name: str) -> float:
+    """From 0 to 1, the latter also where only the order of the letters differs (``modle``: ``model``, not
+    ``mode``). A word without a group is also compared with the last word of a name."""
     word, name = word.lower(), name.lower()
-    texts = dict.fromkeys([name] if _last(word) != word else [name, _last(name)])
-    return min(
-        (edits(word, text), text != name, sorted(word) != sorted(text), -_ratio(word, text)) for text in texts
-    )
-
-
-def _allowed(word: str, name: str) -> int:
-    """The most edits allowed between two names; a group that both share does not count."""
-    own = word.removeprefix(f"{name.rpartition('.')[0]}.")
-    return max(1, len(own) // LETTERS_AN_EDIT)
-
-
-def _ratio(word: str, text: str) -> float:
-    return SequenceMatcher(None, word, text).ratio()
+    texts = [name] if _last(word) != word else [name, _last(name)]
+    same = any(sorted(word) == sorted(text) for text in texts)
+    return 1.0 if same else max(SequenceMatcher(None, word, text).ratio() for text in texts)
 
 
 def _last(name: str) -> str:
