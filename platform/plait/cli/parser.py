@@ -25,8 +25,10 @@ class Parser(argparse.ArgumentParser):
 
     def _as_option(self, word: str) -> str:
         key = STORE_KEY.match(word)
-        known = key is not None and f"--{key[1]}" in self._option_string_actions
-        return STORE_KEY.sub(r"--\1=", word) if known else word
+        if key is None or f"--{key[1]}" not in self._option_string_actions:
+            return word
+        value = word[key.end() :].strip("'\"")  # in quotes, as a value of Hydra's may be
+        return f"--{key[1]}={value}"
 
     def error(self, message: str) -> NoReturn:
         """Raise it, with the usage as the rule."""

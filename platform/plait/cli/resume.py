@@ -9,6 +9,7 @@ from contextlib import chdir, nullcontext
 from pathlib import Path
 
 from plait.cli.control import running
+from plait.cli.parser import Parser
 from plait.config.build import key_of
 from plait.core.errors import EXIT_DONE, ConfigError
 from plait.core.settings import TrackingSettings
@@ -18,7 +19,6 @@ from plait.search.recorded import (
     URI,
     RecordedCommand,
     command_on,
-    given,
     known_command,
     quoted,
     recorded_commands,
@@ -26,51 +26,34 @@ from plait.search.recorded import (
 )
 from plait.utils.addresses import redact
 from plait.utils.counts import counted
-from plait.utils.paths import search_folder, user_path
+from plait.utils.paths import as_path, search_folder
 
-USAGE = """plait resume NAME [KEY=VALUE ...]
-
-Resume a search that was killed or interrupted, with the settings it was started with.
-Settings that do not change what is searched can be changed, for example
-engine.threads=4 or search.trials=64. Searches are looked up in tracking.root.
-
-`plait resume` without a name lists the searches that can be resumed."""
+DESCRIPTION = (
+    "Resume a search that was killed or interrupted, with the settings it was started with. Settings that do "
+    "not change what is searched can be changed, for example engine.threads=4 or search.trials=64. Without a "
+    "name, it lists the searches that can be resumed."
+)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Resume a search as it was started."""
-    if set(arguments) & {"-h", "--help"}:
-        print(USAGE)
-        return EXIT_DONE
-    arguments = _root_as_key(arguments)
-    names = [argument for argument in arguments if "=" not in argument]
-    overrides = [argument for argument in arguments if "=" in argument]
-    if len(names) > 1 or any(name.startswith("-") for name in names):
+    usage = "plait resume NAME [KEY=VALUE ...]"
+    parser = Parser(prog="plait resume", usage=usage, description=DESCRIPTION)
+    parser.add_argument("words", nargs="*", metavar="NAME | KEY=VALUE", help="the search; settings to change")
+    usual = TrackingSettings().root
+    parser.add_argument("--root", default=usual, type=as_path, help=f"folder of the runs; default: {usual}")
+    known = parser.parse_intermixed_args(arguments)
+    names = [word for word in known.words if "=" not in word]
+    if len(names) > 1:
         value = f"plait resume {shlex.join(arguments)}"
-        raise ConfigError(value, "`plait resume` takes the name of one search.", USAGE.splitlines()[0])
-    root = _root(overrides)
+        raise ConfigError(value, "`plait resume` takes the name of one search.", usage)
+    root = known.root.absolute()
     if not names:
-        _list(Path(_typed_root(overrides)))
+        _list(known.root)
         return EXIT_DONE
     command = known_command(root, names[0])
     _check_owner(search_folder(root, command.name) / FILE, command)
-    return _resume(command, root, overrides)
-
-
-def _root_as_key(arguments: Sequence[str]) -> list[str]:
-    """The arguments with `--root FOLDER`, as other commands write it, as the key that this one takes."""
-    if "--root" in arguments[:-1]:
-        at = list(arguments).index("--root")
-        return [*arguments[:at], f"{ROOT}={arguments[at + 1]}", *arguments[at + 2 :]]
-    return [f"{ROOT}={each[len('--root=') :]}" if each.startswith("--root=") else each for each in arguments]
-
-
-def _root(overrides: Sequence[str]) -> Path:
-    return user_path(_typed_root(overrides)).absolute()
-
-
-def _typed_root(overrides: Sequence[str]) -> str:
-    return given(overrides, ROOT) or str(TrackingSettings().root)
+    return _resume(command, known.root, [word for word in known.words if "=" in word])
 
 
 def _check_owner(file: Path, command: RecordedCommand) -> None:
@@ -91,7 +74,7 @@ def _check_owner(file: Path, command: RecordedCommand) -> None:
 def _list(typed: Path) -> None:
     """List the searches that can be resumed, each with its adapters so far and its command; then those that
     are running, and files that cannot be read."""
-    root = user_path(typed).absolute()
+    root = typed.absolute()
     unfinished = [command for command in recorded_commands(root) if not command.finished]
     now = running(root)
     waiting = [command for command in unfinished if command.name not in now]
@@ -107,18 +90,18 @@ def _list(typed: Path) -> None:
         print(f"Cannot be read: {path}")
 
 
-def _resume(command: RecordedCommand, root: Path, overrides: Sequence[str]) -> int:
+def _resume(command: RecordedCommand, typed: Path, overrides: Sequence[str]) -> int:
     """Run the recorded command in its original folder, if that still exists."""
     from plait.cli.main import main as plait
     from plait.tracking.location import VARIABLE, sqlite_in
 
     directory = Path(command.directory)
     here = not directory.is_dir() or directory.samefile(Path.cwd())
-    where = _typed_root(overrides) if here else str(root)  # from the folder in which it runs
-    more = [f"{ROOT}={quoted(where)}", *(each for each in overrides if key_of(each) != ROOT)]
+    where = typed if here else typed.absolute()  # from the folder in which it runs
+    more = [f"{ROOT}={quoted(str(where))}", *overrides]
     keys = {key_of(each) for each in (*command.arguments, *more)}
     if command.store is None and VARIABLE in os.environ and URI not in keys:
-        more.append(f"{URI}={quoted(sqlite_in(root))}")  # the search was started without the variable
+        more.append(f"{URI}={quoted(sqlite_in(typed.absolute()))}")  # as without the variable
     if not directory.is_dir():
         print(f"{directory} no longer exists: relative paths start at {Path.cwd()}")
     with chdir(directory) if directory.is_dir() else nullcontext():

@@ -7,7 +7,6 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from plait.config.build import JOB_SPECS
@@ -31,21 +30,14 @@ class OutsideValue(NamedTuple):
     value: Value
 
 
-@dataclass(frozen=True, slots=True)
-class EnqueuedPoint:
-    """A point of ``search.enqueue``; ``request`` identifies it independently of its position in the list."""
-
-    values: Mapping[str, Value]
-    request: str
-
-
-def read_enqueued(settings: SearchSettings, space: Space) -> list[EnqueuedPoint]:
-    """The points of ``search.enqueue``, in order. A point given twice is tried twice.
+def read_enqueued(settings: SearchSettings, space: Space) -> dict[str, dict[str, Value]]:
+    """The points of ``search.enqueue``, in order, by what identifies each independently of its position. A
+    point given twice is tried twice.
 
     Raises:
         SearchError: a point is not in the space.
     """
-    found: list[EnqueuedPoint] = []
+    found: dict[str, dict[str, Value]] = {}
     times: Counter[str] = Counter()
     for at, written in enumerate(settings.enqueue):
         try:
@@ -53,7 +45,7 @@ def read_enqueued(settings: SearchSettings, space: Space) -> list[EnqueuedPoint]
         except SearchError as error:
             raise SearchError(f"search.enqueue[{at}]: {error.value}", error.rule, error.remedy) from error
         text = json.dumps(dict(values), sort_keys=True)
-        found.append(EnqueuedPoint(values, f"enqueue {text} {times[text]}"))
+        found[f"enqueue {text} {times[text]}"] = values
         times[text] += 1
     return found
 
@@ -75,14 +67,9 @@ def read_values(space: Space, values: Mapping[str, object]) -> dict[str, Value]:
     return {key: read_value(known[key], as_written(value)) for key, value in values.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class AddedPoint:
-    """The settings that a user gives to an additional trial.
-
-    Attributes:
-        values: values of searched keys within their domains.
-        outside: other settings of the job, by key: outside their domains, or not searched at all.
-    """
+class AddedPoint(NamedTuple):
+    """What a user gives to an additional trial: searched keys within their domains, and other settings of the
+    job, outside their domains or not searched at all."""
 
     values: Mapping[str, Value]
     outside: Mapping[str, OutsideValue]

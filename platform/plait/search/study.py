@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,6 @@ from plait.search.objective import rejection
 from plait.search.orders import StudyOrders
 from plait.search.ownership import Claims, Workers, lives_here, trainer_of
 from plait.search.points import (
-    EnqueuedPoint,
     outside_of,
     overrides_of,
     points_left,
@@ -225,13 +224,13 @@ class StudyTrials:
         self._suggester.complete(self.shared.trials())
         return self._trial(self.shared.trials()[item.number])
 
-    def _enqueue_all(self, points: Sequence[EnqueuedPoint]) -> None:
+    def _enqueue_all(self, points: Mapping[str, Mapping[str, Value]]) -> None:
         """Enqueue the points of the settings. Those added to a search that has suggested all its trials are
         in addition to them."""
-        for point in points:
+        for request, values in points.items():
             trials = self.shared.trials()
             own = sum(not item.user_attrs.get(BEYOND) for item in trials)
-            enqueue(self._study, point.values, beyond=own >= self._settings.trials, request=point.request)
+            enqueue(self._study, values, beyond=own >= self._settings.trials, request=request)
 
     def _earlier_trials(self) -> list[FrozenTrial]:
         with self.shared.exclusive():
