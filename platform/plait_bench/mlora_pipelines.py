@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import overload
 
 from plait.config.fields import build
 from plait.core.errors import ConfigError
@@ -150,25 +151,34 @@ class Rates:
     Attributes:
         lorapp: of mLoRA's pipeline: jobs in turn, each batch whole.
         alone: of 1F1B by split, one job after another.
-        plait: of Plait's schedule, its batches split as is best for it.
+        plait: of Plait's schedule, its batches split as is best for it; None beside another assumption.
     """
 
     lorapp: float
     alone: Mapping[int, float]
-    plait: float
+    plait: float | None
+
+    def over(self, rate: float) -> float | None:
+        """Plait's over another rate."""
+        return None if self.plait is None else self.plait / rate
 
 
-def rates(model: Model, devices: int, jobs: int, asked: PipelineOptions) -> Rates:
-    """Both systems' steady tokens a second."""
-    works = [Work(((f"job{job}", turn),)) for turn in range(TURNS) for job in range(jobs)]
-    lorapp = _steady(simulate({0: _pipeline(works, model, devices, 1, BackwardFirst(), asked)}), jobs, asked)
-    alone = {}
+def rates(model: Model, devices: int, jobs: int, asked: PipelineOptions, *, compared: bool = True) -> Rates:
+    """Both systems' steady tokens a second, and Plait's of what is ``compared``."""
+    lorapp, alone = lorapp_rate(model, devices, jobs, asked), {}
     for split in asked.splits:
         batch = [Work((("job", 0),)) for _ in range(split)]
         one = simulate({0: _pipeline(batch, model, devices, split, OneFOneB([split]), asked)})
         alone[split] = asked.tokens / one.makespan
-    own = max(_plaits(model, devices, jobs, split, asked) for split in {1, *asked.splits})
+    splits = {1, *asked.splits} if compared else ()
+    own = max((_plaits(model, devices, jobs, split, asked) for split in splits), default=None)
     return Rates(lorapp, alone, own)
+
+
+def lorapp_rate(model: Model, devices: int, jobs: int, asked: PipelineOptions) -> float:
+    """Steady tokens a second of mLoRA's pipeline."""
+    works = [Work(((f"job{job}", turn),)) for turn in range(TURNS) for job in range(jobs)]
+    return _steady(simulate({0: _pipeline(works, model, devices, 1, BackwardFirst(), asked)}), jobs, asked)
 
 
 def _steady(run: Run, jobs: int, asked: PipelineOptions) -> float:
@@ -228,7 +238,7 @@ def pipelines(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[s
             counts = [each or devices for each in asked.jobs]
             case = f"{name}, {devices} devices"
             for loss, at in _losses(asked):
-                found = {count: rates(model, devices, count, at) for count in counts}
+                found = {count: rates(model, devices, count, at, compared=not loss) for count in counts}
                 figures += _case(case, found, at, loss)
                 if asked.beside_others:
                     figures += _over_others(case, model, devices, found, at, loss)
@@ -253,14 +263,13 @@ def _case(case: str, found: Mapping[int, Rates], asked: PipelineOptions, loss: s
     for count, each in found.items():
         label = f"{case}, {count} jobs"
         for number, split in enumerate(asked.splits):
-            saved = 100 * (1 - each.alone[split] / each.lorapp)
+            saved, ours = _saved(each.lorapp / each.alone[split]), _saved(each.over(each.alone[split]))
             beside = "" if number == 0 else f", 1F1B in {split}"
             note = f"LoRAPP {each.lorapp:,.0f}, 1F1B in {split} {each.alone[split]:,.0f} tokens/s"
-            ours = 100 * (1 - each.alone[split] / each.plait)
             name = f"{label}: time saved{beside}{loss}"
             figures.append(Figure(name, saved, "%", "simulated", note=note, plait=ours))
         first = found[min(found)]
-        gain, own = each.lorapp / first.lorapp, each.plait / first.lorapp
+        gain, own = each.lorapp / first.lorapp, each.over(first.lorapp)
         name = f"{label}: LoRAPP{loss}"
         figures.append(Figure(name, each.lorapp, "tokens/s", "simulated", plait=each.plait))
         if len(found) > 1:
@@ -276,7 +285,7 @@ def _over_others(
     figures = []
     for other, rate in _whole_model_rates(model, devices, asked).items():
         for count, each in found.items():
-            note, own = f"{each.lorapp:,.0f} over {rate:,.0f} tokens/s", each.plait / rate
+            note, own = f"{each.lorapp:,.0f} over {rate:,.0f} tokens/s", each.over(rate)
             over, saved = (f"{case}, {count} jobs: {what} over {other}{loss}" for what in OVER)
             figures += [
                 Figure(over, each.lorapp / rate, "×", "simulated", note=note, plait=own),
@@ -285,9 +294,13 @@ def _over_others(
     return figures
 
 
-def _saved(faster: float) -> float:
+@overload
+def _saved(faster: float) -> float: ...
+@overload
+def _saved(faster: float | None) -> float | None: ...
+def _saved(faster: float | None) -> float | None:
     """The share of time that a system saves that is so many times as fast, in percent."""
-    return 100 * (1 - 1 / faster)
+    return None if faster is None else 100 * (1 - 1 / faster)
 
 
 def _whole_model_rates(model: Model, devices: int, asked: PipelineOptions) -> dict[str, float]:
@@ -318,12 +331,12 @@ def _scaling(name: str, model: Model, asked: PipelineOptions) -> list[Figure]:
     figures = []
     for number, spare in enumerate(asked.spare if len(asked.devices) > 1 else ()):
         first, *others = asked.devices
-        base = rates(model, first, first + spare, asked).lorapp
+        base = lorapp_rate(model, first, first + spare, asked)
         label = "" if number == 0 else f", {spare} jobs more"
         for devices in others:
             found = rates(model, devices, devices + spare, asked)
             case = f"{name}: tokens/s of {devices} devices over {first}{label}"
-            figures.append(Figure(case, found.lorapp / base, "×", "simulated", plait=found.plait / base))
+            figures.append(Figure(case, found.lorapp / base, "×", "simulated", plait=found.over(base)))
     return figures
 
 
