@@ -340,7 +340,7 @@ def test_a_limit_is_named_as_the_client_names_it_with_the_way_out(
         ("/v1/completions", {"prompt": "a", "temprature": 0}, "Did you mean temperature?"),
         ("/v1/completions", {"promt": "a"}, "Did you mean prompt?"),
         ("/v1/chat/completions", {"messages": HELLO, "max_token": 1}, "Did you mean max_tokens?"),
-        ("/v1/completions", {"prompt": "a", "tools": []}, "tools=[]\nThis server does not support it."),
+        ("/v1/completions", {"prompt": "a", "tools": [1]}, "tools=[1]\nThis server does not support it."),
         (
             "/v1/completions",
             {"prompt": "a", "stream": True, "stream_options": {"include_usge": True}},
@@ -356,6 +356,46 @@ def test_a_misspelled_name_is_refused_with_the_likely_one(
     assert meant in answer["error"]["message"]
     status, answer = served.ask("/v1/load_lora_adapter", {"lora_name": "a", "lora_pth": "b"})
     assert (status, "Did you mean lora_path?" in answer["error"]["message"]) == (422, True)
+
+
+def test_what_a_client_gets_wrong_first_is_said(served: Served) -> None:
+    """A base address without /v1, a GET where a POST is meant, a body that is cut off."""
+    status, answer = served.ask("/models")
+    assert status == 404
+    assert "nothing at /models" in answer["error"]["message"]
+    assert "/v1/models" in answer["error"]["message"]
+    connection, response = served.send("/v1/completions")
+    assert (response.status, response.headers["allow"]) == (405, "POST")
+    assert "GET /v1/completions: It takes POST." in response.read().decode()
+    connection.close()
+    status, answer = served.ask("/v1/completions", b'{"model": "best"')
+    assert status == 422
+    assert "no JSON: Expecting ',' delimiter, at character 17." in answer["error"]["message"]
+
+
+def test_the_key_s_scheme_is_written_in_any_case(served: Served) -> None:
+    for scheme, status in (("bearer", 200), ("BEARER", 200), ("Basic", 401), ("", 401)):
+        connection = served.connect()
+        connection.request("GET", "/v1/models", headers={"Authorization": f"{scheme} {KEY}".strip()})
+        assert connection.getresponse().status == status
+        connection.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "status"),
+    [
+        ({"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}}, 200),
+        ({"modalities": ["text"], "tool_choice": "none"}, 200),
+        ({"tools": [{"type": "function"}]}, 422),
+        ({"tool_choice": "required"}, 422),
+        ({"response_format": {"type": "json_object"}}, 422),
+    ],
+)
+def test_options_are_taken_where_they_change_nothing(
+    served: Served, options: dict[str, Any], status: int
+) -> None:
+    body = {"model": "best", "messages": HELLO, "max_tokens": 1}
+    assert served.ask("/v1/chat/completions", body | options)[0] == status
 
 
 def test_a_body_says_that_it_is_json(served: Served) -> None:

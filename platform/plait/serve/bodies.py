@@ -29,6 +29,10 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "presence_penalty": (0,),
     "logit_bias": ({},),
     "suffix": ("",),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
 }
 PROMPT = "a text, a list of texts, a list of token ids, or a list of such lists"
 MOST_ANSWERS = 128  # of one request, as OpenAI's

@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -47,6 +48,7 @@ STOPPING_SECONDS = 30
 LOG = logging.getLogger("uvicorn.error")
 FAILED = "The server failed; its log says why."
 HEALTH = "/health"
+SHOWN = "/v1/models, /v1/completions and /v1/chat/completions"
 Made = TypeVar("Made")
 Updates = AsyncGenerator[tuple[int, Update]]  # with the places of their requests
 COMPARED = 100_000  # letters of a name times those of all models: no stream moves while they are compared
@@ -315,7 +317,8 @@ class Guard:
         await (self._app if refusal is None else refusal)(scope, receive, send)
 
     def _refusal(self, method: str, headers: Headers) -> Response | None:
-        given = headers.get("authorization", "").removeprefix("Bearer ")
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        given = given if scheme.lower() == "bearer" else ""
         if self._key is not None and not hmac.compare_digest(given.encode(), self._key.encode()):
             return _error(401, "The API key is missing or wrong.")
         length = headers.get("content-length", "")
@@ -364,10 +367,19 @@ def make_app(endpoint: Endpoint, driver: Driver, *, key: str | None, limits: Lim
 def _add_errors(app: FastAPI) -> None:
     """Errors in OpenAI's form."""
 
-    async def refused(_: Request, error: Any) -> Response:
-        return _error(error.status_code, str(error.detail))
+    async def refused(request: Request, error: Any) -> Response:
+        path, said, headers = request.url.path[:100], str(error.detail), error.headers or {}
+        if said == HTTPStatus.NOT_FOUND.phrase:  # the framework's; ours say more
+            said = f"There is nothing at {path}. OpenAI's interface begins with /v1, as {SHOWN} do."
+        elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+            said = f"{request.method} {path}: It takes {headers.get('Allow', 'another method')}."
+        return _error(error.status_code, said, headers)
 
     async def wrong(_: Request, error: Any) -> Response:
+        first = error.errors()[0]
+        if first["type"] == "json_invalid":
+            place = f"{first['ctx']['error']}, at character {first['loc'][-1] + 1}"
+            return _error(422, f"The body is no JSON: {place}.")
         own = "Value error, "  # pydantic's, before what a rule of ours says
         places = [
             (".".join(map(str, each["loc"][1:])), each["msg"].removeprefix(own)) for each in error.errors()
