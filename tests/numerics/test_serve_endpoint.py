@@ -359,11 +359,20 @@ def test_a_misspelled_name_is_refused_with_the_likely_one(
 
 
 def test_what_a_client_gets_wrong_first_is_said(served: Served) -> None:
-    """A base address without /v1, a GET where a POST is meant, a body that is cut off."""
+    """An address without /v1, an image, a name with a blank, a GET where a POST is meant, a cut-off body."""
     status, answer = served.ask("/models")
     assert status == 404
     assert "nothing at /models" in answer["error"]["message"]
     assert "/v1/models" in answer["error"]["message"]
+    for content in ([{"type": "image_url", "image_url": {"url": "a"}}], [{"type": "text"}], ["a"], 3):
+        body = {"model": "best", "messages": [{"role": "user", "content": content}]}
+        status, answer = served.ask("/v1/chat/completions", body)
+        assert status == 422
+        assert answer["error"]["message"].startswith("messages.0.content: It is a text, or a list of parts")
+    for name in ("a b", "", "a" * 129, "a\n", ".a"):
+        status, answer = served.ask("/v1/load_lora_adapter", {"lora_name": name, "lora_path": "b"})
+        assert status == 422
+        assert answer["error"]["message"].startswith("lora_name: It has at most 128 letters")
     connection, response = served.send("/v1/completions")
     assert (response.status, response.headers["allow"]) == (405, "POST")
     assert "GET /v1/completions: It takes POST." in response.read().decode()

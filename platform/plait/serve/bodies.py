@@ -6,6 +6,7 @@ A seam: pure data, without a server.
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import time
 from collections import Counter
@@ -186,6 +187,16 @@ class Message(BaseModel):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[Part]
 
+    @field_validator("content", mode="before")
+    @classmethod
+    def _content(cls, value: Any) -> Any:
+        """A text or parts of text, in one message; pydantic's own would name both forms of each part."""
+        parts = value if isinstance(value, list) else [{"type": "text", "text": value}]
+        for part in parts:
+            if not isinstance(part, dict) or part.get("type") != "text" or type(part.get("text")) is not str:
+                raise ValueError('It is a text, or a list of parts {"type": "text", "text": …}.')
+        return value
+
     def plain(self) -> dict[str, str]:
         """The message as a chat template reads it."""
         parts = self.content
@@ -217,8 +228,17 @@ class ChatBody(_Body):
 class AdapterBody(_Spelled):
     """The body of /v1/load_lora_adapter and /v1/unload_lora_adapter, as vLLM has them."""
 
-    lora_name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
+    lora_name: str
     lora_path: str | None = None
+
+    @field_validator("lora_name")
+    @classmethod
+    def _name(cls, value: str) -> str:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", value):
+            raise ValueError(
+                "It has at most 128 letters, digits, dots, _ and -, and begins with one of the first two."
+            )
+        return value
 
 
 class Answer:

@@ -370,7 +370,7 @@ def _add_errors(app: FastAPI) -> None:
     async def refused(request: Request, error: Any) -> Response:
         path, said, headers = request.url.path[:100], str(error.detail), error.headers or {}
         if said == HTTPStatus.NOT_FOUND.phrase:  # the framework's; ours say more
-            said = f"There is nothing at {path}. OpenAI's interface begins with /v1, as {SHOWN} do."
+            said = f"There is nothing at {path}. This server answers {SHOWN}."
         elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
             said = f"{request.method} {path}: It takes {headers.get('Allow', 'another method')}."
         return _error(error.status_code, said, headers)
