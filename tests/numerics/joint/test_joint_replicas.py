@@ -27,7 +27,6 @@ from laboratory import (
     stopping,
     with_train,
 )
-from peft_runs import assert_same_as_peft, peft_run
 from processes import ForkedProcess, fleet
 from torch import Tensor
 
@@ -82,16 +81,6 @@ def test_replicas_train_as_one_process_does(
     assert all(tokens <= capacities[replica] for replica, tokens in largest.items())
     assert [each.job_tokens for each in first.steps] == [each.job_tokens for each in alone.steps]
     assert_same(first, alone, jobs)
-
-
-def test_replicas_train_as_peft(laboratory: Any, tmp_path: Path) -> None:
-    lab = laboratory("llama")
-    jobs = lab.group()  # after few steps an update is small, and PEFT's own rounding counts for more
-    with fleet(2, TINY, ENGINE, tmp_path / "processes", **UNLIKE) as worker:
-        found = lab.run(jobs, worker=worker, cluster=ClusterSettings(processes=2, **UNLIKE))
-    start = lab.undisturbed(jobs, kernels="grouped").start
-    for job in jobs:
-        assert_same_as_peft(found, peft_run(lab, job, start[job.name]))
 
 
 def test_jobs_that_join_finish_and_diverge_leave_the_others_as_they_were(
