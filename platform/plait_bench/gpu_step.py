@@ -131,9 +131,9 @@ def _measure(file: Path, kept: dict[str, Any], part: str, run: Callable[[], list
 
 
 def free(device: torch.device) -> None:
-    """Give memory back that nothing names any more."""
-    gc.collect()
+    """Give a device's memory back that nothing names any more."""
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()
 
 

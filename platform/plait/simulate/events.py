@@ -155,8 +155,10 @@ def simulate(pipelines: Mapping[int, Pipeline]) -> Run:
 
 @dataclass(slots=True)
 class _Stage:
+    place: int  # among all stages, in the order in which they choose
     replica: int
     index: int
+    choose: Choose
     busy: bool = False
     in_flight: int = 0
     ready: dict[Kind, set[int]] = field(default_factory=lambda: {"forward": set(), "backward": set()})
@@ -165,16 +167,12 @@ class _Stage:
 class _Simulation:
     def __init__(self, pipelines: Mapping[int, Pipeline]) -> None:
         self.pipelines = pipelines
-        self.stages = {
-            (replica, s): _Stage(replica, s)
-            for replica, pipeline in pipelines.items()
-            for s in range(pipeline.stages)
-        }
-        self.choosers = {
-            (replica, s): pipeline.order.chooser(s, pipeline.stages)
-            for replica, pipeline in pipelines.items()
-            for s in range(pipeline.stages)
-        }
+        self.stages: dict[tuple[int, int], _Stage] = {}
+        for replica, pipeline in pipelines.items():
+            for s in range(pipeline.stages):
+                choose = pipeline.order.chooser(s, pipeline.stages)
+                self.stages[replica, s] = _Stage(len(self.stages), replica, s, choose)
+        self.changed: dict[int, _Stage] = {}  # by place: those that may start something now
         self.left: Counter[Key] = Counter(
             key for pipeline in pipelines.values() for work in pipeline.works for key in work.parts
         )
@@ -189,14 +187,13 @@ class _Simulation:
         self._block()
 
     def run(self) -> Run:
-        for where in self.stages:
-            self._start(where)
+        self.changed = {stage.place: stage for stage in self.stages.values()}
+        self._start()
         while self.events:
             self.now = self.events[0][0]
             while self.events and self.events[0][0] == self.now:
                 heapq.heappop(self.events)[2]()
-            for where in self.stages:
-                self._start(where)
+            self._start()
         wanted = sum(2 * len(pipeline.works) * pipeline.stages for pipeline in self.pipelines.values())
         if len(self.spans) != wanted:
             raise SimulationError(
@@ -220,13 +217,14 @@ class _Simulation:
                 if not needs:
                     self.stages[replica, 0].ready["forward"].add(place)
 
-    def _start(self, where: tuple[int, int]) -> None:
-        stage = self.stages[where]
-        if stage.busy:
-            return
-        action = self.choosers[where](stage.ready, stage.in_flight)
-        if action is None:
-            return
+    def _start(self) -> None:
+        """Have stages choose whose inputs changed or that became idle: any other would choose as it did."""
+        for _, stage in sorted(self.changed.items()):
+            if not stage.busy and (action := stage.choose(stage.ready, stage.in_flight)) is not None:
+                self._begin(stage, action)
+        self.changed.clear()
+
+    def _begin(self, stage: _Stage, action: Action) -> None:
         stage.busy = True
         stage.ready[action.kind].discard(action.work)
         stage.in_flight += 1 if action.kind == "forward" else -1
@@ -237,6 +235,7 @@ class _Simulation:
 
     def _end(self, stage: _Stage, action: Action, start: float) -> None:
         stage.busy = False
+        self.changed[stage.place] = stage
         replica, s, work = stage.replica, stage.index, action.work
         self.spans.append(Span(replica, s, action.kind, work, start, self.now))
         forward = action.kind == "forward"
@@ -244,21 +243,25 @@ class _Simulation:
         if target < 0:
             self._finish(replica, work)
         elif target == self.pipelines[replica].stages:
-            stage.ready["backward"].add(work)
+            self._ready(stage, Action("backward", work))
         else:
             self._send(self.stages[replica, target], action)
 
     def _send(self, target: _Stage, action: Action) -> None:
         pipeline = self.pipelines[target.replica]
         if not pipeline.transfer:
-            target.ready[action.kind].add(action.work)
+            self._ready(target, action)
             return
         seconds = pipeline.transfer[action.work]
         if pipeline.sizes:
             seconds *= pipeline.sizes[target.index - (action.kind == "forward")]
         link = (target.replica, target.index, action.kind)
         self.links[link] = max(self.now, self.links.get(link, 0)) + seconds
-        self._at(self.links[link], lambda: target.ready[action.kind].add(action.work))
+        self._at(self.links[link], lambda: self._ready(target, action))
+
+    def _ready(self, stage: _Stage, action: Action) -> None:
+        stage.ready[action.kind].add(action.work)
+        self.changed[stage.place] = stage
 
     def _finish(self, replica: int, work: int) -> None:
         """Take the steps whose global batch is complete, now that the first stage's backward is done."""
@@ -270,7 +273,7 @@ class _Simulation:
             for where in self.waiting.pop(key, ()):
                 self.blocked[where] -= 1
                 if not self.blocked[where]:
-                    self.stages[where[0], 0].ready["forward"].add(where[1])
+                    self._ready(self.stages[where[0], 0], Action("forward", where[1]))
 
     def _at(self, time: float, event: Callable[[], None]) -> None:
         self.count += 1
