@@ -18,7 +18,7 @@ from plait.simulate.orders import BackwardFirst, arrange
 from plait.simulate.report import measure
 from plait_bench.benchmarks import BENCHMARKS
 from plait_bench.figures import Figure, Report
-from plait_bench.inputs import OPTIONS, at_least_one
+from plait_bench.inputs import OPTIONS, above_zero, at_least_one
 
 TURNS = 24  # simulated steps of each job
 OVER = ("LoRAPP", "time saved")  # over other systems: of its tokens a second, and of seconds
@@ -52,7 +52,7 @@ class Model:
 
     def shares(self, devices: int) -> list[float]:
         """Layers of each stage; the last one, which has the head, has as many fewer as are best."""
-        if not self.vocabulary:
+        if devices == 1 or not self.vocabulary:
             return [self.layers / devices] * devices
         extra = self.head / (self.weights / self.layers)
 
@@ -112,8 +112,9 @@ class PipelineOptions:
                 raise ConfigError(
                     f"{OPTIONS}.{name}={getattr(self, name)}", "There must be one, of at least 1."
                 )
-        if not (self.teraflops > 0 and self.backward > 0):
-            raise ConfigError(f"{OPTIONS}: teraflops={self.teraflops}", "It and backward must be above 0.")
+        speeds = ("gigabytes_per_s", "memory_gigabytes_per_s")
+        given = [name for name in speeds if getattr(self, name) is not None]
+        above_zero(self, "teraflops", "backward", *given)
 
     def layer(self, model: Model, slices: int = 1) -> float:
         """Seconds of a token's forward in a layer, on one of ``slices`` devices that share it."""

@@ -1,0 +1,32 @@
+"""mLoRA's pipelines: what stages hold, and options that are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from plait.core.errors import ConfigError
+from plait_bench.mlora_pipelines import Model, PipelineOptions, lorapp_rate
+
+SMALL = Model(weights=8e6, hidden=100, layers=8, vocabulary=20_000)  # the head is as two layers
+
+
+def test_the_last_stage_has_fewer_layers_as_it_has_the_head() -> None:
+    assert SMALL.shares(2) == [5.0, 3.0]
+    assert Model(weights=8e6, hidden=100, layers=8).shares(2) == [4.0, 4.0]
+
+
+@pytest.mark.parametrize("logits", [False, True])
+def test_one_device_has_all_layers_and_the_head(logits: bool) -> None:
+    asked = PipelineOptions(models={"small": SMALL}, devices=(1,), jobs=(1,), teraflops=1.0, logits=logits)
+    assert SMALL.shares(1) == [8.0]
+    # forward and backward, two operations of each of 8e6 weights and 2e6 of the head
+    assert lorapp_rate(SMALL, 1, 1, asked) == pytest.approx(1e12 / (2 * 2 * 10e6))
+
+
+@pytest.mark.parametrize("name", ["teraflops", "backward", "gigabytes_per_s", "memory_gigabytes_per_s"])
+def test_speeds_are_above_zero(name: str) -> None:
+    wrong: dict[str, Any] = {name: 0.0}
+    with pytest.raises(ConfigError, match=f"{name}=0"):
+        PipelineOptions(models={"small": SMALL}, devices=(2,), jobs=(1,), **wrong)
