@@ -3,11 +3,14 @@
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+from job_results import ended
+
 from plait.core.lifecycle import JobState
 from plait.search.launch import Attend, Launch
 from plait.search.orders import Orders
 from plait.search.ownership import DeadWorker, Owner
 from plait.search.results import SearchEnd
+from plait.terminal.text import status_line
 from plait.tracking.leaderboard import JobRecord, Leaderboard
 
 CLAIMS = SimpleNamespace(own=set(), dead_workers=list)
@@ -41,6 +44,20 @@ def test_the_total_that_is_shown_is_the_studys() -> None:
         attend()
         shown.append(board.trials)
     assert shown == [14, 14, 16, 17]
+
+
+def test_trials_that_other_workers_ended_are_shown_at_once() -> None:
+    """The store tells of them a while later; what this worker trains it knows better than the study."""
+    board = Leaderboard("minimize", 3)
+    board.add(JobRecord("trial-0001", 1, {}, state=JobState.RUNNING, steps=10, step=5))
+    results = [ended("finished", 1.5, job="trial-0000", trial=0), ended("stopped", job="trial-0001", trial=1)]
+    claims = SimpleNamespace(own={1}, dead_workers=list)
+    source = SimpleNamespace(revision=0, total=3, claims=claims, finished=lambda: results)
+    Attend(source, board, print, Orders)()
+    assert status_line(board, None).endswith("1 of 3 ended, 1 running")
+    best = board.best()
+    assert best is not None
+    assert (best.name, best.objective) == ("trial-0000", 1.5)
 
 
 def test_an_outage_of_the_store_is_reported_once() -> None:

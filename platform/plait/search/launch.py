@@ -492,6 +492,7 @@ class Attend:
         if self.source.revision != self._revision or now >= self._next_look:  # each check reads all trials
             self._revision, self.board.trials = self.source.revision, self.source.total
             self._next_look = now + LOOK_SECONDS
+            self._take_ended()
         return orders
 
     def say_dead(self) -> None:
@@ -500,6 +501,13 @@ class Attend:
             left = worker.trials.keys() - self.source.claims.own  # free trials are adopted immediately
             orphan(self.board.jobs.values(), {Trial(number).name for number in left})
             self.say(worker.describe())
+
+    def _take_ended(self) -> None:
+        """Show the trials that other processes have ended; the store is not asked for other hosts'."""
+        for result in self.source.finished():
+            known = self.board.jobs.get(result.job)
+            if result.trial not in self.source.claims.own and (known is None or not known.ended):
+                self.board.take_result(result)
 
     def watch_store(self) -> None:
         """Report when the tracking store becomes unavailable, and when it is back."""
