@@ -23,6 +23,8 @@ KEYS = ["mode", "model", "data", "train", "train.lr", "train.seed", "data.task",
         ("data.ta", ["data.task"]),
         ("train.see", ["train.seed"]),
         ("train.task", ["data.task"]),
+        ("train.id", ["model.id"]),  # not train.lr, with which it has only the group in common
+        ("train.lt", ["train.lr"]),
         ("nonsense", []),
         ("", []),
     ],

@@ -29,12 +29,12 @@ def alike(word: str, known: Iterable[str], *, cutoff: float = ALIKE) -> list[str
     if ends := [name for name in names if _last(name) == word]:
         return ends
     nearest = max(names, key=lambda name: _likeness(word, name), default="")
-    if (likeness := _likeness(word, nearest)) >= NEAR:
+    if _likeness(*_own(word, nearest)) >= NEAR:
         return [nearest]
     if elsewhere := [name for name in names if _last(name) == _last(word)]:
         return elsewhere
     begun = [name for name in names if name.startswith(word) and len(_last(word)) >= LEAST_BEGUN]
-    return begun[:1] or ([nearest] if nearest and likeness >= cutoff else [])
+    return begun[:1] or ([nearest] if nearest and _likeness(word, nearest) >= cutoff else [])
 
 
 def did_you_mean(word: str, known: Iterable[str], *, before: str = "", cutoff: float = ALIKE) -> str:
@@ -51,6 +51,13 @@ def _likeness(word: str, name: str) -> float:
     texts = [name] if _last(word) != word else [name, _last(name)]
     same = any(sorted(word) == sorted(text) for text in texts)
     return 1.0 if same else max(SequenceMatcher(None, word, text).ratio() for text in texts)
+
+
+def _own(word: str, name: str) -> tuple[str, str]:
+    """Both without the group that they share, which says nothing about the rest (``train.rank`` is not
+    ``train.lr``)."""
+    group = f"{name.rpartition('.')[0]}."
+    return (word.removeprefix(group), name.removeprefix(group)) if word.startswith(group) else (word, name)
 
 
 def _last(name: str) -> str:
