@@ -95,6 +95,11 @@ def test_addresses_that_mlflow_cannot_write_to(tmp_path: Path, uri: str) -> None
     refuse(TrackingSettings(uri=uri, root=tmp_path), repr(uri), "sqlite:///")
 
 
+@pytest.mark.parametrize("uri", ["http://a..b", f"http://{'a' * 70}.org", "http://x:99999"])
+def test_addresses_of_no_server(tmp_path: Path, uri: str) -> None:
+    refuse(TrackingSettings(uri=uri, root=tmp_path), "no answer", "mlflow server")
+
+
 def test_a_server_that_is_not_there(tmp_path: Path) -> None:
     uri = f"http://127.0.0.1:{closed_port()}"
     refuse(TrackingSettings(uri=uri, root=tmp_path), uri, "no answer", "refused", "mlflow server")

@@ -158,7 +158,7 @@ def _check_server(location: Location) -> None:
         cause = "" if status < 500 else f"status {status}"  # else MLflow's client reports what is wrong
     except requests.exceptions.SSLError:
         return  # it answers; the settings of MLflow's client decide which certificates to trust
-    except requests.RequestException as error:
+    except (requests.RequestException, ValueError) as error:  # urllib3's own of some addresses
         cause = first_line(error)
     if cause:
         raise AwayError(
