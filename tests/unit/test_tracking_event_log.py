@@ -351,7 +351,10 @@ def test_adopting_a_log_whose_points_were_sent_keeps_the_newest_of_the_searchs_r
     other.close()
     mine.adopt_ended()
     assert mine.newest == point(HEAD.parent, 3)
-    mine.close()
+    mine.close()  # killed before a point of its own
+    later = open_event_log(tmp_path, HEAD)
+    assert later.newest == point(HEAD.parent, 3)
+    later.close()
 
 
 def test_what_was_not_sent_is_counted_and_named(log: EventLog) -> None:

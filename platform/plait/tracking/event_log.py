@@ -218,17 +218,13 @@ class EventLog:
                 steps = self._steps.setdefault(line.run, {})
                 for key in line.values:
                     steps[f"{key}{LATE}" if line.late else key] = line.step
-                if line.run == self.head.parent:
-                    self._follow(line)
+                if line.run == self.head.parent and (self.newest is None or line.step > self.newest.step):
+                    self.newest = line
             case Written():
                 self._count(line.run, line.device_seconds)
                 steps = self._steps.setdefault(line.run, {})
                 for key, step in line.steps.items():
                     steps[key] = max(step, steps.get(key, step))
-
-    def _follow(self, point: LogPoints) -> None:
-        if self.newest is None or point.step > self.newest.step:
-            self.newest = point
 
     def _count(self, run: str, device_seconds: float) -> None:
         self._device_seconds[run] = max(self.device_seconds(run), device_seconds)
@@ -291,10 +287,10 @@ class EventLog:
                 self._adopt_text(record)
             else:
                 self._write(record)
+        if (point := other.newest) is not None and (self.newest is None or point.step > self.newest.step):
+            self._write(point)  # sent once more, which changes nothing, for a process that adopts this log
         for run, steps in other._steps.items():
             self._write(Written(run, steps, other.device_seconds(run)))
-        if other.newest is not None:
-            self._follow(other.newest)
         self.commit()
         other.remove()
 
