@@ -15,7 +15,7 @@ import pytest
 import torch
 from recorders import Again, Refusing, Short
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import Gemma3Config, GPT2Config, LlamaConfig
 
 from plait.adapters.peft_folder import export_adapter
 from plait.adapters.variants import attach
@@ -280,9 +280,14 @@ def test_nothing_is_replayed_without_a_gpu_or_without_tritons_kernels(base: Base
 def test_heads_that_are_too_wide_are_known_by_the_configuration() -> None:
     like = torch.empty(0, device=DEVICE)
     recorded.check_model(LlamaConfig(hidden_size=512, num_attention_heads=2), "triton", like, 4)
-    for wide in ({"hidden_size": 512, "num_attention_heads": 1}, {"head_dim": 258}):
+    recorded.check_model(Gemma3Config(), "triton", like, 4)  # its text's sizes are not known here
+    for wide in (
+        LlamaConfig(hidden_size=512, num_attention_heads=1),
+        LlamaConfig(head_dim=258),
+        GPT2Config(n_embd=512, n_head=1),  # has no head_dim
+    ):
         with pytest.raises(ConfigError, match="4 rows as CUDA graphs"):
-            recorded.check_model(LlamaConfig(**wide), "triton", like, 4)
+            recorded.check_model(wide, "triton", like, 4)
 
 
 SERVED: dict[str, Any] = {
