@@ -318,7 +318,23 @@ def test_one_worker_writes_the_searchs_own_curves_until_it_leaves_or_dies(tmp_pa
     first.close()
     assert elsewhere.claims.writes_curves()
     assert not second.claims.writes_curves()
-    elsewhere.close()
+    assert elsewhere._workers is not None
+    elsewhere._workers.close()  # as if it had been killed
+    assert second.claims.writes_curves()
+    second.close()
+
+
+def test_a_worker_that_ends_leaves_the_curves_to_another_host_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = []
+    for host in ("node1", "node2"):
+        monkeypatch.setattr("plait.search.ownership.this_host", lambda host=host: host)
+        space, settings = space_of("adapter.rank=1,2"), SearchSettings(name="s", sampler="grid")
+        both.append(study_of(space, settings, open_storage(None, tmp_path), folder=lambda _: tmp_path))
+    first, second = both
+    assert [each.claims.writes_curves() for each in both] == [True, False]
+    first.close()
     assert second.claims.writes_curves()
     second.close()
 

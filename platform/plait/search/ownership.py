@@ -270,6 +270,14 @@ class Claims:
             named = found
         return named == workers.own
 
+    def leave_curves(self) -> None:
+        """Leave the search's own curves to another process, if the storage answers: one of another host would
+        take this one for living for a minute more."""
+        workers, study = self._workers, self._shared.study
+        with suppress(Exception):
+            if workers is not None and owner_of(study.user_attrs.get(CURVES)) == workers.own:
+                study.set_user_attr(CURVES, None)
+
     # ---- under the study's lock ----------------------------------------------------------------------------
 
     def sign(self, item: FrozenTrial) -> None:

@@ -319,6 +319,7 @@ class StudyTrials:
     def close(self) -> None:
         """End this process's part: the trials that it has not ended can be adopted."""
         if self._workers is not None:
+            self.claims.leave_curves()
             self._workers.close()
 
     # ---- reading -------------------------------------------------------------------------------------------
