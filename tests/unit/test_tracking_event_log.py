@@ -343,6 +343,17 @@ def test_each_process_has_a_log_of_its_own_and_adopts_that_of_one_that_ended(tmp
     mine.close()
 
 
+def test_adopting_a_log_whose_points_were_sent_keeps_which_are_written(tmp_path: Path) -> None:
+    mine, other = open_event_log(tmp_path, HEAD), open_event_log(tmp_path, HEAD)
+    other.points("a", 3, {TRAIN_LOSS: 1.0, DEVICE_SECONDS: 4.0})
+    send(other, 1)
+    other.close()
+    mine.adopt_ended()
+    mine.points("a", 3, {TRAIN_LOSS: 1.0, DEVICE_SECONDS: 4.0})
+    assert (mine.waiting, mine.last_step("a", TRAIN_LOSS), mine.device_seconds("a")) == (0, 3, 4.0)
+    mine.close()
+
+
 def test_adopting_a_log_whose_points_were_sent_keeps_the_newest_of_the_searchs_run(tmp_path: Path) -> None:
     mine, other = open_event_log(tmp_path, HEAD), open_event_log(tmp_path, HEAD)
     for log, step in ((mine, 2), (other, 3)):
