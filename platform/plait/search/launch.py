@@ -503,7 +503,7 @@ class Attend:
             self.say(worker.describe())
 
     def _take_ended(self) -> None:
-        """Show the trials that other processes have ended: the store is asked for those of this host alone."""
+        """Show the trials that other processes have ended: the store is asked for those of this host."""
         for result in self.source.finished():
             known = self.board.jobs.get(result.job)
             if result.trial not in self.source.claims.own and (known is None or not known.ended):
