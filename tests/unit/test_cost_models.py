@@ -281,8 +281,6 @@ def test_described_clusters_load_and_name_their_source(path: Path) -> None:
         ({"max_tokens_tables": {"appendix": [[1, 1, None]]}}, r"appendix\[0\]\[2\]=None"),
         ({"max_tokens_tables": {"appendix": [[1, 1, -2048]]}}, "max_tokens=-2048"),
         ({"shape": {"hidden_size": 64}}, "shape has no intermediate_size"),
-        ({"memory": {"token": -1.0}}, "memory.token=-1"),
-        ({"memory": "x"}, "memory='x'"),
         ({"shape": [1]}, "shape=.1."),
         ({"speed": 3}, "options.speed"),
         ({"time": "x"}, "time='x'"),

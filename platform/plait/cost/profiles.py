@@ -9,7 +9,6 @@ from typing import Annotated, Any
 from plait.config.fields import build
 from plait.core.checks import above, at_least, check
 from plait.core.errors import ConfigError, choices
-from plait.cost.memory import MemoryCoefficients, MemoryModel
 from plait.cost.replica import Configuration
 from plait.cost.time import HeadTime, LayerTime, TimeModel, by_degree
 
@@ -54,7 +53,6 @@ class ClusterProfile:
         source: where its figures come from, and what is assumed.
         configurations: tp, pp and the most tokens of a microbatch, from the table named ``table``.
         table: which of ``tables`` is used; published tables that disagree are all kept.
-        memory: fitted memory model; None if no figures were published.
         shape: sizes of the model, named as in a LlamaConfig; None if they are not given.
         restart_seconds: time between saving the adapters and resuming training on other replicas.
         error: mean absolute relative error of its seconds on measurements that it was not fitted to; None if
@@ -71,7 +69,6 @@ class ClusterProfile:
     configurations: tuple[Configuration, ...]
     table: str
     tables: tuple[str, ...]
-    memory: MemoryModel | None = None
     shape: Mapping[str, int] | None = None
     restart_seconds: float = RESTART_SECONDS
     error: float | None = None
@@ -158,7 +155,6 @@ class _Options:
     max_tokens_tables: dict[str, tuple[tuple[int, int, int], ...]]
     dtype: str = "bfloat16"
     shape: _Shape | None = None
-    memory: MemoryCoefficients | None = None
     restart_seconds: Annotated[float, at_least(0)] = RESTART_SECONDS
 
     def __post_init__(self) -> None:
@@ -201,7 +197,6 @@ def cluster_profile(options: Mapping[str, Any]) -> ClusterProfile:
         configurations=given.configurations(),
         table=given.max_tokens,
         tables=tuple(sorted(given.max_tokens_tables)),
-        memory=None if given.memory is None else MemoryModel.of(given.memory),
         shape=None if given.shape is None else asdict(given.shape),
         restart_seconds=given.restart_seconds,
         error=given.time.error,
