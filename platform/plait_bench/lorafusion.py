@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
 from time import perf_counter
-from typing import Any, cast
 
 from plait.config.fields import build
 from plait.core.errors import ConfigError
@@ -211,20 +210,6 @@ class Options:
         )
 
 
-def read_options(options: Mapping[str, object]) -> Options:
-    """``bench.options`` as :class:`Options`.
-
-    Raises:
-        ConfigError: an unknown or missing key, or a value out of range.
-    """
-    values: dict[str, Any] = dict(options)
-    for name, cls in (("data_sets", DataSet), ("alternatives", Alternative)):
-        rows = cast("Sequence[Mapping[str, object]]", values.pop(name, ()))
-        values[name] = tuple(build(cls, row, f"{OPTIONS}.{name}[{index}]") for index, row in enumerate(rows))
-    parts = {name: values.pop(name) for name in ("data_sets", "alternatives")}
-    return replace(build(Options, {**values, "data_sets": ()}, OPTIONS), **parts)
-
-
 def machine(profile: ClusterProfile, split: Sequence[int]) -> Machine:
     """A pipeline of single devices with this many layers each."""
     return Machine(profile.time, tuple(split))
@@ -263,7 +248,7 @@ def opened(settings: RunSettings, options: Mapping[str, object]) -> Opening:
         ConfigError: no described cluster, or an unknown option.
         DataError: the trace cannot be read.
     """
-    asked, profile = read_options(options), read_profile(settings)
+    asked, profile = build(Options, options, OPTIONS), read_profile(settings)
     if settings.engine.checkpointing:
         profile = replace(profile, time=profile.time.recomputing())
     profile = replace(profile, time=with_head(profile.time, asked.head))
@@ -534,7 +519,7 @@ def scheduler_time(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapp
         ConfigError: an unknown option.
     """
     del jobs, settings
-    asked = read_options(options)
+    asked = build(Options, options, OPTIONS)
     workers = min(asked.workers, os.cpu_count() or 1)
     figures = []
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:

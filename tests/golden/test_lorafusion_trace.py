@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import yaml
 
+from plait.config.fields import build
 from plait.core.settings import ClusterSettings, RunSettings
 from plait.utils.paths import conf_dir, sweeps_dir
 from plait_bench.figures import Report
-from plait_bench.lorafusion import WHOLE, Options, bubble_ratio, read_options
+from plait_bench.inputs import OPTIONS
+from plait_bench.lorafusion import WHOLE, Options, bubble_ratio
 from plait_bench.progress import shown
 
 RECORDED = Path(__file__).with_name("lorafusion_bubble_ratio.json")
@@ -28,7 +30,7 @@ def file() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def options() -> Options:
-    return read_options(file()["bench"]["options"])
+    return build(Options, file()["bench"]["options"], OPTIONS)
 
 
 @pytest.fixture(scope="module")

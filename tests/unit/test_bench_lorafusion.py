@@ -10,18 +10,20 @@ from typing import Any
 import pytest
 import yaml
 
+from plait.config.fields import build
 from plait.core.errors import ConfigError
 from plait.core.settings import ClusterSettings, RunSettings
 from plait.cost.time import StageTime
 from plait.simulate.events import OneFOneB, Pipeline, Work, simulate
 from plait.utils.paths import conf_dir, sweeps_dir
 from plait_bench.blocking import blocking_seconds
+from plait_bench.inputs import OPTIONS
 from plait_bench.lorafusion import (
+    Options,
     bubble_ratio,
     lorafusion,
     opened,
     packing_gain,
-    read_options,
     scheduler_time,
 )
 from plait_bench.lorafusion_runs import rate_in_runs
@@ -43,7 +45,7 @@ def h100() -> RunSettings:
 
 
 def short_trace(tmp_path: Path) -> dict[str, str]:
-    trace = read_options(content("lorafusion/bubble_ratio")["bench"]["options"]).lengths()
+    trace = build(Options, content("lorafusion/bubble_ratio")["bench"]["options"], OPTIONS).lengths()
     short = {job: own[:6] for job, own in trace.items()}
     (tmp_path / "short.json").write_text(json.dumps({"jobs": short}))
     return {"trace": str(tmp_path / "short.json")}
@@ -131,7 +133,7 @@ def test_other_numbers_of_samples_are_tried_for_mlora(tmp_path: Path) -> None:
     expected = next(figure.ours for figure in eight if figure.name == "mLoRA, packed")
     assert idle["mLoRA, packed; 8 samples a microbatch"] == expected != idle["mLoRA, packed"]
     with pytest.raises(ConfigError, match=r"other_samples=\[0\].*\n.*at least 1"):
-        read_options(options | {"other_samples": [0]})
+        build(Options, options | {"other_samples": [0]}, OPTIONS)
 
 
 def test_planning_time_is_measured_by_samples() -> None:
@@ -154,11 +156,15 @@ def test_mlora_formulas_are_met() -> None:
 def test_wrong_options_and_clusters_are_refused() -> None:
     options = content("lorafusion/bubble_ratio")["bench"]["options"]
     with pytest.raises(ConfigError, match=r"bench\.options\.tiles"):
-        read_options({**options, "tiles": 3})
+        build(Options, {**options, "tiles": 3}, OPTIONS)
     with pytest.raises(ConfigError, match=r"bench\.options\.capacity=0"):
-        read_options({**options, "capacity": 0})
+        build(Options, {**options, "capacity": 0}, OPTIONS)
     with pytest.raises(ConfigError, match=r"bench\.options\.data_sets\[0\]"):
-        read_options({**options, "data_sets": [{"name": "x", "family": "normal", "mean": 1, "sigma": 1}]})
+        build(
+            Options,
+            {**options, "data_sets": [{"name": "x", "family": "normal", "mean": 1, "sigma": 1}]},
+            OPTIONS,
+        )
     with pytest.raises(ConfigError, match=r"cluster\.kind=local"):
         bubble_ratio(RunSettings(), (), options)
 
