@@ -19,8 +19,8 @@ from plait.cost.fitting import Fit
 from plait.cost.profiles import ClusterProfile
 from plait.cost.replica import Configuration, ReplicaCost
 from plait.cost.time import LayerTime, MicrobatchShape, TimeModel, fit_layer
-from plait.planner.buckets import BUCKETS, Buckets, dynamic_buckets, fixed_buckets
-from plait.planner.deployment import Deployment, best_equal_replicas, deploy
+from plait.planner.buckets import BUCKETS, INTERVAL, Buckets, dynamic_buckets, fixed_buckets
+from plait.planner.deployment import GAP, Deployment, best_equal_replicas, deploy
 from plait.planner.deployment_patterns import Devices
 from plait.planner.dispatch import (
     Dispatch,
@@ -156,18 +156,13 @@ class Workload:
             taken.append(loaded(lengths, task.batch_size, steps, assumption.clip))
         return cls(assumption, np.concatenate(taken, axis=1))
 
-    @property
-    def batch(self) -> int:
-        """B, sequences of one step."""
-        return int(self.batches.shape[1])
-
     def buckets(self, profile: ClusterProfile) -> Buckets:
         """Boundaries from all steps together, including the configurations' limits."""
         return dynamic_buckets(self.batches.ravel(), buckets=BUCKETS, required=limits(profile))
 
     def expected(self, buckets: Buckets) -> tuple[int, ...]:
         """B_j of the expected step."""
-        return expected_counts(buckets.counts, self.batch)
+        return expected_counts(buckets.counts, self.batches.shape[1])
 
 
 def limits(profile: ClusterProfile) -> tuple[int, ...]:
@@ -175,10 +170,32 @@ def limits(profile: ClusterProfile) -> tuple[int, ...]:
     return tuple(sorted({configuration.max_tokens for configuration in profile.configurations}))
 
 
-def costs_of(profile: ClusterProfile, lengths: Sequence[int], devices: int) -> list[ReplicaCost]:
-    """T of every configuration that fits into ``devices``."""
-    able = [each for each in profile.configurations if each.devices <= devices]
+def costs_of(profile: ClusterProfile, lengths: Sequence[int]) -> list[ReplicaCost]:
+    """T of every configuration that fits into the profile's devices."""
+    able = [each for each in profile.configurations if each.devices <= profile.devices.count]
     return [BucketedCost.of(each, lengths, profile.time) for each in able]
+
+
+def devices_of(profile: ClusterProfile) -> Devices:
+    """The profile's devices, as deployments are given them."""
+    return {profile.kind: profile.devices.count}
+
+
+def deployed(profile: ClusterProfile, lengths: Sequence[int], rows: Rows) -> list[ReplicaKind]:
+    """The kinds of replica of these rows, with their costs for samples of these lengths.
+
+    Raises:
+        ConfigError: a configuration that the profile does not have.
+    """
+    return replicas(costs_of(profile, lengths), rows)
+
+
+def planned(profile: ClusterProfile, known: Int64, *, gap: float = GAP, interval: int = ALIGNED) -> Rows:
+    """Plait's deployment for a sample of steps, within ``gap`` of the proved bound if possible."""
+    buckets = dynamic_buckets(known.ravel(), interval=interval, required=limits(profile))
+    expected = expected_counts(buckets.counts, known.shape[1])
+    plan = deploy(costs_of(profile, buckets.lengths), expected, devices_of(profile), gap=gap)
+    return tuple((each.tp, each.pp, count) for each, count in plan.shape)
 
 
 def replicas(costs: Sequence[ReplicaCost], deployment: Rows) -> list[ReplicaKind]:
@@ -253,11 +270,10 @@ def compare(
     workload = Workload.draw(tasks, assumption, SAMPLE_STEPS)
     buckets = workload.buckets(profile)
     counts = workload.expected(buckets)
-    devices = {profile.kind: profile.devices.count}
-    costs = costs_of(profile, buckets.lengths, profile.devices.count)
-    theirs = exact_dispatch(replicas(costs, published), counts, DEPLOY_LIMITS)
-    figures = []
-    needs = _needs_largest(replicas(costs, published), costs, counts)
+    costs, devices = costs_of(profile, buckets.lengths), devices_of(profile)
+    kinds = replicas(costs, published)
+    theirs = exact_dispatch(kinds, counts, DEPLOY_LIMITS)
+    figures, needs = [], _needs_largest(kinds, costs, counts)
     for name, allowed in (("all", costs), ("tp only", [cost for cost in costs if not cost.ramp])):
         ours = best(allowed, counts, devices)
         figures.append(
@@ -381,11 +397,8 @@ def savings(
     name of the fixed boundaries."""
     known = Workload.draw(options.tasks, assumption, SAMPLE_STEPS).batches
     batches = Workload.load(options.tasks, assumption, options.steps).batches
-    seen = dynamic_buckets(known.ravel(), required=limits(profile))  # finer ones are planned for in minutes
-    costs = costs_of(profile, seen.lengths, profile.devices.count)
-    expected = Workload(assumption, known).expected(seen)
-    plan = deploy(costs, expected, {profile.kind: profile.devices.count})
-    rows = tuple(_row(kind) for kind in plan.kinds)
+    seen = dynamic_buckets(known.ravel(), required=limits(profile))
+    rows = planned(profile, known, interval=INTERVAL)  # finer ones take minutes
     seconds = {name: np.zeros(len(STEPS) + 2) for name in options.boundaries}
     for batch in batches:
         fused, moved, ours = _moving_seconds(profile, batch, options, rows)
@@ -402,12 +415,11 @@ def _moving_seconds(
 ) -> tuple[float, float, float]:
     """Seconds of one step whatever the fixed boundaries: Task-Fused, LobRA with dynamic buckets, and Plait on
     ``rows``."""
-    count = profile.devices.count
     seven, moving = fixed_buckets(batch, SEVEN), dynamic_buckets(batch, interval=ALIGNED)
     kept = dynamic_buckets(batch, interval=ALIGNED, required=limits(profile))
-    fused = replicas(costs_of(profile, seven.lengths, count), options.fused)
-    theirs = replicas(costs_of(profile, moving.lengths, count), options.deployment)
-    ours = replicas(costs_of(profile, kept.lengths, count), rows)
+    fused = deployed(profile, seven.lengths, options.fused)
+    theirs = deployed(profile, moving.lengths, options.deployment)
+    ours = deployed(profile, kept.lengths, rows)
     balanced = dispatch(theirs, moving.counts)
     sizes = [task.batch_size for task in options.tasks]
     return (
@@ -422,15 +434,11 @@ def _fixed_seconds(
 ) -> tuple[float, float]:
     """Seconds of one step of LobRA with fixed boundaries: by length, and balanced."""
     fixed = fixed_buckets(batch, edges)
-    kinds = replicas(costs_of(profile, fixed.lengths, profile.devices.count), options.deployment)
+    kinds = deployed(profile, fixed.lengths, options.deployment)
     tasks = counts_by_task(fixed, batch, [task.batch_size for task in options.tasks])
     by_length = length_based(kinds, fixed.counts).assigned
     balanced = dispatch(kinds, fixed.counts).assigned
     return dealt_seconds(kinds, by_length, tasks), dealt_seconds(kinds, balanced, tasks)
-
-
-def _row(kind: ReplicaKind) -> tuple[int, int, int]:
-    return kind.cost.configuration.tp, kind.cost.configuration.pp, kind.count
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from plait.planner.buckets import dynamic_buckets, fixed_buckets
 from plait.planner.deployment import GAP, Deployment, best_equal_replicas, deploy
 from plait.planner.dispatch import dispatch, spread
 from plait_bench.figures import Figure
-from plait_bench.lobra import ALIGNED, SEVEN, Rows, costs_of, expected_counts, limits, replicas
+from plait_bench.lobra import ALIGNED, SEVEN, Rows, costs_of, devices_of, expected_counts, limits, replicas
 
 Shape = tuple[int, int]  # ⟨tp, pp⟩
 TIE = 0.005  # seconds of plans that LobRA's planner does not tell apart: its solver's gap
@@ -43,10 +43,10 @@ def plan_figures(
     """
     buckets = dynamic_buckets(known.ravel(), interval=ALIGNED, required=limits(profile))
     counts = expected_counts(buckets.counts, known.shape[1])
-    costs = costs_of(profile, buckets.lengths, profile.devices.count)
+    costs = costs_of(profile, buckets.lengths)
     kinds = replicas(costs, theirs)
     seconds = spread(kinds, counts, dispatch(kinds, counts)).makespan
-    ours = deploy(costs, counts, {profile.kind: profile.devices.count}, gap=gap)
+    ours = deploy(costs, counts, devices_of(profile), gap=gap)
     ratio, unlike = seconds / ours.makespan, _unlike(ours, theirs)
     note = f"published {_shown(theirs)}, {seconds:.2f} s; Plait {ours}, {ours.makespan:.2f} s"
     longest = max(kind.cost.seconds([0] * (len(counts) - 1) + [1]) for kind in kinds if kind.cost.batch[-1])
@@ -59,12 +59,12 @@ def plan_figures(
     ]
     if without_pipelines:
         whole = [cost for cost in costs if not cost.ramp]
-        plan = deploy(whole, counts, {profile.kind: profile.devices.count}, gap=gap)
+        plan = deploy(whole, counts, devices_of(profile), gap=gap)
         note = f"{plan}, {plan.makespan:.2f} s"
         figures.append(Figure(f"{name}; without pipelines", _unlike(plan, theirs), "", "computed", note=note))
     if lacking:
         left = [cost for cost in costs if (cost.configuration.tp, cost.configuration.pp) not in lacking]
-        plan = deploy(left, counts, {profile.kind: profile.devices.count}, gap=gap)
+        plan = deploy(left, counts, devices_of(profile), gap=gap)
         without = f"{case} without " + ", ".join(f"⟨{tp},{pp}⟩" for tp, pp in lacking)
         name, ratio, note = f"{without}: replicas unlike{label}", seconds / plan.makespan, f"Plait {plan}"
         figures += [
@@ -109,12 +109,12 @@ class EqualReplicas:
         drawn = known.ravel()
         most = min(longest or int(drawn.max()), max(limits(profile)))
         buckets = fixed_buckets(np.append(np.minimum(drawn, most), most), SEVEN)
-        costs = costs_of(profile, buckets.lengths, profile.devices.count)
+        costs = costs_of(profile, buckets.lengths)
         return cls(profile, costs, expected_counts(buckets.counts, known.shape[1]), most)
 
     def by_seconds(self) -> Deployment:
         """The equal replicas with the shortest step."""
-        return best_equal_replicas(self.costs, self.counts, self._devices)
+        return best_equal_replicas(self.costs, self.counts, devices_of(self.profile))
 
     def by_throughput(self) -> Deployment:
         """Those with the most tokens a device and second at the longest sequence (LobRA, appendix A)."""
@@ -122,11 +122,7 @@ class EqualReplicas:
         able = [cost for cost in self.costs if cost.batch[last]]
         rates = [1 / float((cost.linear[:, last] * cost.configuration.devices).max()) for cost in able]
         best = able[int(np.argmax(rates))]
-        return best_equal_replicas([best], self.counts, self._devices)
-
-    @property
-    def _devices(self) -> dict[str, int]:
-        return {self.profile.kind: self.profile.devices.count}
+        return best_equal_replicas([best], self.counts, devices_of(self.profile))
 
     def figure(self, name: str, plan: Deployment, before: str = "") -> Figure:
         """Devices of one of the plan's replicas."""

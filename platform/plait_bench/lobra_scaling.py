@@ -16,9 +16,9 @@ from plait.cost.profiles import ClusterProfile
 from plait_bench.benchmarks import BENCHMARKS
 from plait_bench.figures import Figure, Report
 from plait_bench.inputs import OPTIONS, at_least_one, read_profile
-from plait_bench.lobra import SAMPLE_STEPS, SEVEN, Assumption, Rows, Task, Workload
+from plait_bench.lobra import SAMPLE_STEPS, SEVEN, Assumption, Rows, Task, Workload, planned
 from plait_bench.lobra_plans import fused_figure, plan_figures
-from plait_bench.lobra_steps import balanced_seconds, lobra_seconds, planned
+from plait_bench.lobra_steps import balanced_seconds, lobra_seconds
 from plait_bench.progress import part
 
 GAP = 0.05  # to the proved bound at which planning ends

@@ -19,21 +19,23 @@ from plait.planner.buckets import INTERVAL, Buckets, dynamic_buckets, fixed_buck
 from plait.planner.deployment import GAP, deploy
 from plait.planner.dispatch import Float64, dispatch, spread
 from plait_bench.benchmarks import BENCHMARKS
-from plait_bench.exact import exact_deployment
 from plait_bench.figures import Baseline, Figure, Report
 from plait_bench.inputs import OPTIONS, at_least_one, read_profile
 from plait_bench.lobra import (
     ALIGNED,
-    DEPLOY_LIMITS,
     SAMPLE_STEPS,
     SEVEN,
     Assumption,
     Rows,
     Task,
     Workload,
+    best,
     costs_of,
+    deployed,
+    devices_of,
     length_based,
     limits,
+    planned,
     replicas,
 )
 from plait_bench.lobra_dealing import counts_by_task, dealt_seconds
@@ -79,11 +81,11 @@ def worked_example(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapp
     """
     del jobs
     asked, profile = build(ExampleOptions, options, OPTIONS), read_profile(settings)
-    every = costs_of(profile, asked.lengths, profile.devices.count)
+    every = costs_of(profile, asked.lengths)
     costs = [cost for cost in every if not cost.ramp]
     kinds = replicas(costs, asked.deployment)
     by_length = length_based(kinds, asked.counts)
-    own = deploy(every, asked.counts, {profile.kind: profile.devices.count})
+    own = deploy(every, asked.counts, devices_of(profile))
     plan, took = dict(own.shape), f"Plait's plan: {own}, {own.makespan:.2f} s"
     figures = [
         Figure(name, seconds, "s", "simulated", note=took, plait=own.makespan)
@@ -91,24 +93,22 @@ def worked_example(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapp
         for name in [f"by length: {kind.cost.configuration}"]
     ]
     for shortest in asked.shortest:
-        others = costs_of(profile, (shortest, *asked.lengths[1:]), profile.devices.count)
-        found = length_based(replicas(others, asked.deployment), asked.counts)
+        others = deployed(profile, (shortest, *asked.lengths[1:]), asked.deployment)
+        found = length_based(others, asked.counts)
         for kind, seconds in zip(kinds, found.seconds, strict=True):
             name = f"by length: {kind.cost.configuration}; {shortest} tokens"
             figures.append(Figure(name, seconds, "s", "simulated"))
-    best = exact_deployment(
-        costs, asked.counts, {profile.kind: profile.devices.count}, equal_shares=True, limits=DEPLOY_LIMITS
-    )
+    proved = best(costs, asked.counts, devices_of(profile))
     balanced = dispatch(kinds, asked.counts)
     saved = 100 * (1 - balanced.makespan / by_length.makespan)
     figures.append(
         Figure("balanced dispatch saves", saved, "%", "simulated", note=f"{balanced.makespan:.2f} s")
     )
-    shape = dict(best.shape)
+    shape = dict(proved.shape)
     for cost in costs:
         name = f"best deployment: {cost.configuration}"
         number, mine = shape.get(cost.configuration, 0), plan.get(cost.configuration, 0)
-        note = f"{best}, {best.makespan:.2f} s; {took}"
+        note = f"{proved}, {proved.makespan:.2f} s; {took}"
         figures.append(Figure(name, number, "replicas", "computed", note=note, plait=mine))
     return Report("LobRA's worked example", tuple(figures), (f"Profile: {profile.source}",))
 
@@ -242,19 +242,6 @@ def _seen(profile: ClusterProfile, known: Int64) -> tuple[int, ...]:
     return tuple(dynamic_buckets(known.ravel(), interval=ALIGNED, required=limits(profile)).lengths)
 
 
-def planned(profile: ClusterProfile, known: Int64, *, gap: float = GAP, interval: int = ALIGNED) -> Rows:
-    """Plait's deployment for a sample of steps, within ``gap`` of the proved bound if possible."""
-    buckets = dynamic_buckets(known.ravel(), interval=interval, required=limits(profile))
-    expected = tuple(-(-known.shape[1] * count // sum(buckets.counts)) for count in buckets.counts)
-    costs = costs_of(profile, buckets.lengths, profile.devices.count)
-    plan = deploy(costs, expected, _devices(profile), gap=gap)
-    return tuple((each.tp, each.pp, count) for each, count in plan.shape)
-
-
-def _devices(profile: ClusterProfile) -> dict[str, int]:
-    return {profile.kind: profile.devices.count}
-
-
 def lobra_seconds(
     profile: ClusterProfile,
     rows: Rows,
@@ -279,7 +266,7 @@ def lobra_seconds(
 
 def _dealt(profile: ClusterProfile, rows: Rows, made: Buckets, cut: Int64, sizes: Sequence[int]) -> float:
     """Seconds with LobRA's balanced dispatch of the sequences ``cut`` in buckets, dealt by task."""
-    kinds = replicas(costs_of(profile, made.lengths, profile.devices.count), rows)
+    kinds = deployed(profile, made.lengths, rows)
     tasks = counts_by_task(made, cut, sizes)
     assigned = [made.counts] if len(kinds) == 1 else dispatch(kinds, made.counts).assigned
     return dealt_seconds(kinds, assigned, tasks)
@@ -309,7 +296,7 @@ def _longest(profile: ClusterProfile, rows: Rows) -> int:
 
 
 def _balanced(profile: ClusterProfile, rows: Rows, moving: Buckets) -> float:
-    kinds = replicas(costs_of(profile, moving.lengths, profile.devices.count), rows)
+    kinds = deployed(profile, moving.lengths, rows)
     return spread(kinds, moving.counts, dispatch(kinds, moving.counts)).makespan
 
 
@@ -389,7 +376,7 @@ def case_study(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[
     fixed, moving = fixed_buckets(batch, SIXTEEN), dynamic_buckets(batch, interval=ALIGNED)
     figures = []
     for name, buckets in (("by length", fixed), ("balanced", fixed), ("balanced, dynamic buckets", moving)):
-        kinds = replicas(costs_of(profile, buckets.lengths, profile.devices.count), asked.deployment)
+        kinds = deployed(profile, buckets.lengths, asked.deployment)
         how = length_based if name == "by length" else dispatch
         found = how(kinds, buckets.counts)
         for kind, seconds in zip(kinds, found.seconds, strict=True):

@@ -16,7 +16,7 @@ from plait.core.settings import RunSettings
 from plait.cost.profiles import ClusterProfile
 from plait.planner.buckets import dynamic_buckets
 from plait.planner.deployment import GAP, deploy, relaxation_bound
-from plait.planner.dispatch import ReplicaKind, dispatch, spread
+from plait.planner.dispatch import dispatch, spread
 from plait.planner.dispatch_step import Replicas, plan_step
 from plait.planner.solver import Limits
 from plait_bench.benchmarks import BENCHMARKS
@@ -31,8 +31,9 @@ from plait_bench.lobra import (
     Task,
     Workload,
     costs_of,
+    deployed,
+    devices_of,
     limits,
-    replicas,
 )
 from plait_bench.lobra_plans import plan_figures
 from plait_bench.progress import part
@@ -97,12 +98,13 @@ def planning_time(settings: RunSettings, jobs: Sequence[JobSpec], options: Mappi
         if rows := asked.plans.get(devices):
             for number, each in enumerate(workloads):
                 label = f"; {each.assumption}" if number else ""
-                some = replace(profile, devices=replace(profile.devices, count=int(devices)))
-                figures += plan_figures(some, each.batches, rows, f"{devices} devices", label, gap=asked.gap)
+                some, case = _on(profile, int(devices)), f"{devices} devices"
+                figures += plan_figures(some, each.batches, rows, case, label, gap=asked.gap)
     batches = workloads[0].batches[: asked.steps]
     part("dispatch by step")
-    figures += _dispatch_figures(profile, batches, asked.kinds)
-    figures += _ahead_figures(profile, batches, asked.kinds, asked.step_seconds)
+    some = _on(profile, sum(tp * pp * count for tp, pp, count in asked.kinds))
+    figures += _dispatch_figures(some, batches, asked.kinds)
+    figures += _ahead_figures(some, batches, asked.kinds, asked.step_seconds)
     return Report(
         "Planning time", tuple(figures), (*map(str, asked.assumptions), f"cost model: {profile.source}")
     )
@@ -112,19 +114,19 @@ def _deployment_figures(
     profile: ClusterProfile, workloads: Sequence[Workload], devices: int, theirs: float | None, gap: float
 ) -> list[Figure]:
     """One batch whatever the devices, as published, and a batch that grows with them: medians, the worst."""
-    figures = []
+    figures, some = [], _on(profile, devices)
     for name, share in (("one batch", profile.devices.count), ("batch by devices", devices)):
         seconds, plans, instances = [], [], []
         for workload in workloads:
             buckets = workload.buckets(profile)
-            costs = costs_of(profile, buckets.lengths, devices)
+            costs = costs_of(some, buckets.lengths)
             counts = [-(-count * share // profile.devices.count) for count in workload.expected(buckets)]
             instances.append((costs, counts))
             begin = process_time()  # other work on the machine does not count
-            plans.append(deploy(costs, counts, {profile.kind: devices}, gap=gap))
+            plans.append(deploy(costs, counts, devices_of(some), gap=gap))
             seconds.append(process_time() - begin)
         case, plan = f"deployment, {devices} devices, {name}", plans[0]
-        linear = relaxation_bound(*instances[0], {profile.kind: devices})
+        linear = relaxation_bound(*instances[0], devices_of(some))
         published = (  # of another model, on another machine
             None if theirs is None else Published(theirs, SOURCE, sense="at most", weak="other workload")
         )
@@ -148,8 +150,7 @@ def _dispatch_figures(profile: ClusterProfile, batches: Int64, rows: Rows) -> li
         begin = perf_counter()
         buckets = dynamic_buckets(batch, interval=ALIGNED, required=limits(profile))
         seconds["bucketing"].append(perf_counter() - begin)
-        costs = costs_of(profile, buckets.lengths, _devices(rows))
-        kinds: list[ReplicaKind] = replicas(costs, rows)
+        kinds = deployed(profile, buckets.lengths, rows)
         begin = perf_counter()
         found = dispatch(kinds, buckets.counts)
         seconds["search"].append(perf_counter() - begin)
@@ -177,8 +178,8 @@ def _ahead_figures(profile: ClusterProfile, batches: Int64, rows: Rows, step_sec
 
     Ahead is in a thread, as the engine does it.
     """
-    costs = costs_of(profile, limits(profile), _devices(rows))
-    kinds = ((kind.cost.configuration, profile.time, kind.count) for kind in replicas(costs, rows))
+    deployment = deployed(profile, limits(profile), rows)
+    kinds = ((kind.cost.configuration, profile.time, kind.count) for kind in deployment)
     to = Replicas(tuple(kinds))
     steps = [[int(length) for length in batch] for batch in batches]
     now, ahead = [], []
@@ -204,5 +205,6 @@ def _ahead_figures(profile: ClusterProfile, batches: Int64, rows: Rows, step_sec
     ]
 
 
-def _devices(rows: Rows) -> int:
-    return sum(tp * pp * count for tp, pp, count in rows)
+def _on(profile: ClusterProfile, count: int) -> ClusterProfile:
+    """The profile on so many devices."""
+    return replace(profile, devices=replace(profile.devices, count=count))

@@ -113,7 +113,7 @@ def test_proposal_keeps_the_best_for_each_length_and_size() -> None:
     profile = cluster_profile(
         yaml.safe_load((ROOT / "conf/cluster/a100_40g_llama2_7b.yaml").read_text())["options"]
     )
-    costs = costs_of(profile, (2048, 4096, 8192, 16384), 16)
+    costs = costs_of(profile, (2048, 4096, 8192, 16384))
     proposed = set()
     for size in {cost.configuration.devices for cost in costs}:
         able = [cost for cost in costs if cost.configuration.devices <= size]
