@@ -10,24 +10,17 @@ the sender's time. So each stage has a core of its own, whatever else runs; a me
 
 from __future__ import annotations
 
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore
 
-from plait.core.errors import LostProcessError
 from plait.core.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
 from plait.core.messages import Attach, Detach, RunSchedule, StepJob
 from plait.core.plans import Microbatch
@@ -47,10 +40,10 @@ from plait.models.load import inspect_model, load_part
 from plait.models.parts import Part
 from plait.planner.instructions import Key
 from plait.utils.paths import cache_dir
+from plait_bench.gloo_processes import LIMIT, answers, gloo_processes
 from plait_bench.order_cases import MODEL, PROCESSOR, WALL, Case, OrderOptions, Times
 from plait_bench.progress import part
 
-LIMIT = timedelta(minutes=5)  # a case that takes longer hangs
 VOCABULARY = 200  # token ids are drawn below it: any model has so many
 RATE = 1e-4  # of learning
 CPU = torch.device("cpu")
@@ -330,51 +323,17 @@ def spans_of(cases: Sequence[Case], setting: Setting) -> list[list[ReplicaSpans]
         LostProcessError: a process died or hangs.
     """
     found: list[list[ReplicaSpans]] = []
-    with _processes(cases, setting) as links:
+    count = max(case.stages for case in cases)
+    with gloo_processes(count, _serve, count, cases, setting) as links:
         piece = part("measuring", len(cases))
         for case in cases:
             piece(case.label)
-            spans: list[ReplicaSpans] = []
-            for link in links[: case.stages]:
-                with suppress(EOFError):
-                    if link.poll(LIMIT.total_seconds()):
-                        spans.append(link.recv())
-            if len(spans) < case.stages:
-                raise LostProcessError(
-                    f"a stage of {case.label} is lost",
-                    "Every stage answers within 5 minutes.",
-                    "Run it again.",
-                )
-            found.append(spans)
+            found.append(answers(links[: case.stages], f"a stage of {case.label} is lost"))
     return found
 
 
-@contextmanager
-def _processes(cases: Sequence[Case], setting: Setting) -> Iterator[list[Connection]]:
-    """The links to as many processes as the cases need at most."""
-    count, context = max(case.stages for case in cases), get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        pipes = [context.Pipe() for _ in range(count)]
-        processes = [
-            context.Process(target=_serve, args=(number, count, folder, far, cases, setting), daemon=True)
-            for number, (_, far) in enumerate(pipes)
-        ]
-        for each in processes:
-            each.start()
-        for _, far in pipes:
-            far.close()
-        yield [near for near, _ in pipes]
-        for each in processes:
-            each.join()
-
-
-def _serve(
-    number: int, count: int, folder: str, link: Connection, cases: Sequence[Case], setting: Setting
-) -> None:
+def _serve(number: int, link: Connection, count: int, cases: Sequence[Case], setting: Setting) -> None:
     """One process: the stage of its number in every case that has it."""
-    torch.set_num_threads(1)
-    store = FileStore(str(Path(folder) / "store"), count)
-    dist.init_process_group("gloo", store=store, rank=number, world_size=count, timeout=LIMIT)
     stages: Stages = Training(number, setting) if setting.work == MODEL else Sleeping(number, count, setting)
     for case in cases:
         run = stages.case(case) if number < case.stages else None
@@ -382,4 +341,3 @@ def _serve(
         if run is not None:
             link.send(ReplicaSpans(number, "", 0, "cpu", tuple(run())))
         dist.barrier()  # no process gets ready for the next one while another still runs
-    dist.destroy_process_group()

@@ -6,24 +6,16 @@ the others for a sum, in forward and in backward.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore
 
 from plait.adapters.slices import AdapterSlices
 from plait.adapters.variants import attach
 from plait.config.fields import build
-from plait.core.errors import LostProcessError
 from plait.core.jobs import AdapterSpec, JobSpec
 from plait.core.settings import ModelSettings, RunSettings
 from plait.distributed.tensor import TensorGroup
@@ -33,11 +25,11 @@ from plait.models.load import load_model
 from plait.utils.paths import cache_dir
 from plait_bench.benchmarks import BENCHMARKS
 from plait_bench.figures import Baseline, Figure, Report
+from plait_bench.gloo_processes import answers, gloo_processes
 from plait_bench.inputs import OPTIONS, at_least_one
 from plait_bench.progress import part
 from plait_kernels import Bank, RoutedSegment, Routing, RowCounters
 
-LIMIT = timedelta(minutes=5)  # a process that takes longer hangs
 SPEC = AdapterSpec(rank=8, target_modules="all-linear", dropout=0.0)
 EDGES = "embedding and head have sums of their own; the first layer's input needs no gradient"
 
@@ -86,42 +78,16 @@ def count(settings: ModelSettings, asked: TensorOptions) -> list[Counted]:
     Raises:
         LostProcessError: a process died or hangs.
     """
-    context = get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        pipes = [context.Pipe() for _ in range(asked.slices)]
-        processes = [
-            context.Process(target=_serve, args=(number, folder, far, settings, asked), daemon=True)
-            for number, (_, far) in enumerate(pipes)
-        ]
-        for each in processes:
-            each.start()
-        for _, far in pipes:
-            far.close()
-        found = []
-        for near, _ in pipes:
-            with suppress(EOFError):
-                if near.poll(LIMIT.total_seconds()):
-                    found.append(near.recv())
-        if len(found) < asked.slices:
-            raise LostProcessError(
-                "a slice is lost", "Every process answers within 5 minutes.", "Run it again."
-            )
-        for each in processes:
-            each.join()
-    return found
+    with gloo_processes(asked.slices, _serve, settings, asked) as links:
+        return answers(links, "a slice is lost")
 
 
-def _serve(number: int, folder: str, link: Connection, settings: ModelSettings, asked: TensorOptions) -> None:
-    torch.set_num_threads(1)
-    store = FileStore(str(Path(folder) / "store"), asked.slices)
-    dist.init_process_group("gloo", store=store, rank=number, world_size=asked.slices, timeout=LIMIT)
+def _serve(number: int, link: Connection, settings: ModelSettings, asked: TensorOptions) -> None:
     group = CountingGroup(range(asked.slices), number, torch.device("cpu"))
     base = load_model(settings, cache=cache_dir())
     base.install(backend="reference")
     base.take_slice(group)
     link.send(_count(base, group, asked.tokens))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def _count(base: BaseModel, group: CountingGroup, length: int) -> Counted:

@@ -6,14 +6,14 @@ import pytest
 from forked import FORKS
 
 from plait.core.settings import ModelSettings
-from plait_bench import tensor_measured
+from plait_bench import gloo_processes
 from plait_bench.tensor_measured import TensorOptions, count
 
 
 def test_two_sums_a_layer_in_each_direction_and_those_of_embedding_and_head(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tensor_measured, "get_context", lambda _: FORKS)
+    monkeypatch.setattr(gloo_processes, "get_context", lambda _: FORKS)
     tokens = 16
     found = count(ModelSettings(kind="tiny", dtype="float32"), TensorOptions(slices=2, tokens=tokens))
     assert len(found) == 2

@@ -22,7 +22,7 @@ from plait.engine.devices import Cores
 from plait.planner.instructions import Replay
 from plait.simulate.lowering import Lowering
 from plait.simulate.orders import ORDERS, OrderName, rule
-from plait_bench import order_processes
+from plait_bench import gloo_processes
 from plait_bench.order_cases import MODEL, Case, OrderOptions, Times, case_of, with_collectives
 from plait_bench.order_processes import (
     RECEIVED,
@@ -198,7 +198,7 @@ def test_training_stages_run_the_case_and_its_simulation_is_nearest(
 ) -> None:
     """Real processes; a wrong order beside the measured one is further off by processor seconds. The wall's
     clock also measures what else runs on the machine."""
-    monkeypatch.setattr(order_processes, "get_context", lambda _: FORKS)
+    monkeypatch.setattr(gloo_processes, "get_context", lambda _: FORKS)
     asked = replace(ASKED, work=MODEL, clock=clock, tokens=64, forward=15, backward=30)
     model = ModelSettings(kind="tiny", dtype="float32")
     setting = Setting(asked, replace(RunSettings(), model=model, engine=EngineSettings(device="cpu")))
