@@ -6,12 +6,9 @@ The tracker gets the calls that a search makes of it, without the search: as man
 from __future__ import annotations
 
 import math
-import os
 import socket
-import subprocess
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -38,7 +35,7 @@ from plait.tracking.location import locate
 from plait.tracking.mlflow_store import Store
 from plait.tracking.names import EVAL_LOSS, OBJECTIVE, TRAIN_LOSS
 from plait.tracking.tracker import Tracker
-from plait.tracking.ui import ui_command
+from plait.tracking.ui import serving, ui_command
 from plait.utils.durations import duration
 from plait_bench.benchmarks import BENCHMARKS
 from plait_bench.figures import Baseline, Figure, Report
@@ -163,7 +160,6 @@ class Caller:
 
 STORES = ("sqlite", "server")
 MEASURED_STEPS = 5
-START_SECONDS = 120.0
 ADAPTER_BYTES = 2**16
 USUAL_SECONDS = {"sqlite": 2.5e-4, "server": 3.5e-4}  # for a step of one adapter: what is said beforehand
 SHARE = 2  # % of a run's time that tracking may take
@@ -423,27 +419,12 @@ def _served(folder: Path) -> Iterator[tuple[str, psutil.Process]]:
         port = probe.getsockname()[1]
     arguments = ["--port", str(port), "--artifacts-destination", str(folder / "kept")]
     command = ui_command(TrackingSettings(uri=f"sqlite:///{folder / 'mlflow.db'}", root=folder), arguments)
-    environment = os.environ | command.environment
-    environment.pop("MLFLOW_DEFAULT_ARTIFACT_ROOT", None)  # it keeps artifacts itself
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(command.command, env=environment, stdout=log, stderr=log)
-        try:
-            _wait_for(command.url, process, folder / "log")
-            yield command.url, psutil.Process(process.pid)
-        finally:
-            process.terminate()
-            process.wait()
-
-
-def _wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    until = time.monotonic() + START_SECONDS
-    while time.monotonic() < until and process.poll() is None:
-        try:
-            with urllib.request.urlopen(f"{url}/health", timeout=5):
-                return
-        except OSError:
-            time.sleep(0.2)
-    words = log.read_text(errors="replace").strip().splitlines()
-    raise StorageError(
-        f"{url}: no answer ({words[-1] if words else ''})", "MLflow's server must start on this machine."
-    )
+    command.environment.pop("MLFLOW_DEFAULT_ARTIFACT_ROOT", None)  # it keeps artifacts itself
+    with (folder / "log").open("wb") as log, serving(command, log) as server:
+        if server.poll() is not None:
+            words = (folder / "log").read_text(errors="replace").strip().splitlines()
+            raise StorageError(
+                f"{command.url}: no answer ({words[-1] if words else ''})",
+                "MLflow's server must start on this machine.",
+            )
+        yield command.url, psutil.Process(server.pid)

@@ -11,10 +11,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException
+from typing import IO
 from urllib.parse import urlencode, urlsplit
 
 from plait.core.errors import ConfigError
@@ -146,22 +147,31 @@ def run_ui(command: UiCommand, ready: Callable[[], None]) -> int:
         The server's exit status; 0 after an interrupt.
     """
     with tempfile.TemporaryFile() as log:
-        server = subprocess.Popen(
-            command.command, env=os.environ | command.environment, stdout=log, stderr=subprocess.STDOUT
-        )
         try:
-            _wait_for_answer(command.url, server)
-            if server.poll() is None:
-                ready()
-            status = server.wait()
+            with serving(command, log) as server:
+                if server.poll() is None:
+                    ready()
+                status = server.wait()
         except KeyboardInterrupt:
             return 0
-        finally:
-            _end(server)
         if status:
             log.seek(0)
             sys.stderr.write(log.read()[-MOST_SHOWN:].decode(errors="replace"))
         return status
+
+
+@contextmanager
+def serving(command: UiCommand, log: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    """The server's process, which writes to ``log``: once the pages answer, it has ended, or
+    ``START_SECONDS`` have passed. It is ended afterwards."""
+    server = subprocess.Popen(
+        command.command, env=os.environ | command.environment, stdout=log, stderr=subprocess.STDOUT
+    )
+    try:
+        _wait_for_answer(command.url, server)
+        yield server
+    finally:
+        _end(server)
 
 
 def _wait_for_answer(url: str, server: subprocess.Popen[bytes]) -> None:
