@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 from plait.cli.parser import Parser
 from plait.cli.results import no_such_search
 from plait.core.errors import EXIT_DONE, ConfigError, StorageError, choices
-from plait.core.settings import TrackingSettings
 from plait.search.locks import trains_here
 from plait.search.recorded import RecordedCommand, command_on, known_command, quoted, read_command
-from plait.utils.paths import as_path, begun_name, search_folder, search_names
+from plait.utils.paths import begun_name, search_folder, search_names
 from plait.utils.progress import say
 from plait.utils.spelling import did_you_mean
 
@@ -226,6 +225,5 @@ def _parser() -> Parser:
         metavar="SECONDS",
         help=f"how long to wait for a storage that does not answer; default: {WAIT_SECONDS:g}",
     )
-    root = TrackingSettings().root
-    parser.add_argument("--root", type=as_path, default=root, help=f"folder of the runs; default: {root}")
+    parser.add_root()
     return parser

@@ -8,6 +8,8 @@ import sys
 from typing import Any, NoReturn
 
 from plait.core.errors import ConfigError
+from plait.core.settings import TrackingSettings
+from plait.utils.paths import as_path
 
 STORE_KEY = re.compile(r"^tracking\.(uri|root|experiment)=")
 
@@ -29,6 +31,11 @@ class Parser(argparse.ArgumentParser):
             return word
         value = word[key.end() :].strip("'\"")  # in quotes, as a value of Hydra's may be
         return f"--{key[1]}={value}"
+
+    def add_root(self) -> None:
+        """Add ``--root``, the folder of the runs."""
+        usual = TrackingSettings().root
+        self.add_argument("--root", type=as_path, default=usual, help=f"folder of the runs; default: {usual}")
 
     def error(self, message: str) -> NoReturn:
         """Raise it, with the usage as the rule."""

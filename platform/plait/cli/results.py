@@ -10,7 +10,7 @@ from pathlib import Path
 from plait.cli.parser import STORE_KEY, Parser
 from plait.core.errors import EXIT_DONE, ConfigError, choices
 from plait.core.settings import TrackingSettings
-from plait.utils.paths import as_path, search_folder, search_names
+from plait.utils.paths import search_folder, search_names
 from plait.utils.progress import say
 from plait.utils.spelling import did_you_mean
 
@@ -69,12 +69,7 @@ def store_parser(verb: str, description: str) -> Parser:
     parser.add_argument(
         "--uri", help="MLflow tracking URI; default: MLFLOW_TRACKING_URI, else SQLite under --root"
     )
-    parser.add_argument(
-        "--root",
-        type=as_path,
-        default=defaults.root,
-        help=f"folder of the runs; default: {defaults.root}",
-    )
+    parser.add_root()
     parser.add_argument(
         "--experiment", default=defaults.experiment, help=f"MLflow experiment; default: {defaults.experiment}"
     )
@@ -96,11 +91,10 @@ def forget(arguments: Sequence[str]) -> int:
         description="Delete a search: its folder with checkpoints and adapters, its study and its MLflow "
         "runs. Lists what will be deleted and asks first.",
     )
-    root = TrackingSettings().root
     parser.add_argument("name", help="name of the search")
     parser.add_argument("--yes", action="store_true", help="do not ask")
     parser.add_argument("--keep-adapters", action="store_true", help="keep the exported adapters")
-    parser.add_argument("--root", type=as_path, default=root, help=f"folder of the runs; default: {root}")
+    parser.add_root()
     known = parser.parse_args(arguments)
     if not search_folder(known.root, known.name).is_dir():
         raise no_such_search("plait forget", known.root, known.name)

@@ -12,7 +12,6 @@ from plait.cli.control import running
 from plait.cli.parser import Parser
 from plait.config.build import key_of
 from plait.core.errors import EXIT_DONE, ConfigError
-from plait.core.settings import TrackingSettings
 from plait.search.recorded import (
     FILE,
     ROOT,
@@ -26,7 +25,7 @@ from plait.search.recorded import (
 )
 from plait.utils.addresses import redact
 from plait.utils.counts import counted
-from plait.utils.paths import as_path, search_folder
+from plait.utils.paths import search_folder
 
 DESCRIPTION = (
     "Resume a search that was killed or interrupted, with the settings it was started with. Settings that do "
@@ -40,8 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     usage = "plait resume NAME [KEY=VALUE ...]"
     parser = Parser(prog="plait resume", usage=usage, description=DESCRIPTION)
     parser.add_argument("words", nargs="*", metavar="NAME | KEY=VALUE", help="the search; settings to change")
-    usual = TrackingSettings().root
-    parser.add_argument("--root", default=usual, type=as_path, help=f"folder of the runs; default: {usual}")
+    parser.add_root()
     known = parser.parse_intermixed_args(arguments)
     names = [word for word in known.words if "=" not in word]
     if len(names) > 1:

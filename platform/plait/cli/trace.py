@@ -11,7 +11,6 @@ from pathlib import Path
 from plait.cli.parser import Parser
 from plait.cli.results import no_such_search
 from plait.core.errors import EXIT_DONE, ConfigError
-from plait.core.settings import TrackingSettings
 from plait.tracking.spans import write_trace
 from plait.utils.files import disk_errors, write_text
 from plait.utils.paths import as_path, begun_name, file_name, search_folder, search_names
@@ -25,10 +24,9 @@ def main(arguments: Sequence[str]) -> int:
         "microbatches, exchanges, steps, evaluations, checkpoints, and waiting. Open it at ui.perfetto.dev "
         "or chrome://tracing.",
     )
-    root = TrackingSettings().root
     parser.add_argument("name", help="name of the search, as `plait sweep` prints it")
     parser.add_argument("--to", type=as_path, metavar="FILE", help="default: NAME-trace.json")
-    parser.add_argument("--root", type=as_path, default=root, help=f"folder of the runs; default: {root}")
+    parser.add_root()
     known = parser.parse_args(arguments)
     known.name = begun_name(known.name, search_names(known.root))
     folder = search_folder(known.root, known.name)
