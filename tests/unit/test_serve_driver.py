@@ -21,6 +21,18 @@ from plait.serve.requests import Request, Update
 from plait.serve.server import Endpoint, Limits, Models, make_app, run
 
 
+class NoAdapters:
+    """Of a server with fixed names alone."""
+
+    names = ()
+
+    def __contains__(self, name: str) -> bool:
+        return False
+
+
+NONE: Any = NoAdapters()
+
+
 class Engine:
     """An engine that runs no model.
 
@@ -127,7 +139,7 @@ def test_too_many_prompts_are_refused_before_they_are_read() -> None:
 
     driver = Driver(Engine(), most_waiting=999)  # type: ignore[arg-type]
     base: Any = SimpleNamespace(tokeniser=unread)
-    endpoint = Endpoint(driver, base, Models({"base": None}), Limits())
+    endpoint = Endpoint(driver, base, Models({"base": None}, NONE), Limits())
     body = TextBody(model="base", prompt=["a"] * 65, n=2)
     with pytest.raises(HTTPException, match="130 answers: one request may ask for at most 128"):
         asyncio.run(endpoint.text(body, None))  # type: ignore[arg-type]
@@ -151,12 +163,12 @@ def test_a_likely_name_is_looked_for_among_few_only(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("plait.serve.server.did_you_mean", count)
     for number, meant in ((100, " Did you mean another?"), (2000, "")):
-        models = Models({f"customer-{each:05d}": None for each in range(number)})
+        models = Models({f"customer-{each:05d}": None for each in range(number)}, NONE)
         with pytest.raises(HTTPException) as refused:
             models.adapter("customer-000x1")
         assert str(refused.value.detail).endswith(f"/v1/models lists them.{meant}")
     with pytest.raises(HTTPException):
-        Models({f"{each:0128d}": None for each in range(100)}).adapter("a" * 9999)
+        Models({f"{each:0128d}": None for each in range(100)}, NONE).adapter("a" * 9999)
     assert compared == [100], "a hundred long names are too many, too"
 
 
@@ -165,7 +177,7 @@ def test_a_server_whose_engine_has_died_says_so_and_ends_with_the_error() -> Non
     driver = Driver(Engine(SystemExit("as memory has run out")), most_waiting=9)  # type: ignore[arg-type]
     base: Any = SimpleNamespace(tokeniser=lambda _: {"input_ids": [1]})
     limits = Limits()
-    endpoint = Endpoint(driver, base, Models({"base": None}), limits)
+    endpoint = Endpoint(driver, base, Models({"base": None}, NONE), limits)
     app = make_app(endpoint, driver, key=None, limits=limits, local=True)
     address = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{address.getsockname()[1]}"

@@ -87,19 +87,18 @@ class Models:
     """
 
     named: Mapping[str, str | None]
-    adapters: FolderAdapters | None = None
+    adapters: FolderAdapters
     root: Path | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
         """All models."""
-        return (*self.named, *(self.adapters.names if self.adapters else ()))
+        return (*self.named, *self.adapters.names)
 
     def adapter(self, model: str) -> str | None:
         """The adapter of a model; HTTPException if there is no such model."""
         found = self.named.get(model, model)
-        known = model in self.named if self.adapters is None else found is None or found in self.adapters
-        if not known:
+        if found is not None and found not in self.adapters:
             shown, names = model[:100], self.names
             few = len(shown) * sum(map(len, names)) <= COMPARED
             meant = did_you_mean(shown, names) if few else ""
@@ -108,7 +107,7 @@ class Models:
 
     def add(self, name: str, path: str) -> None:
         """Add the adapter of a folder below the root, to which ``path`` is relative unless it is absolute."""
-        if self.adapters is None or self.root is None:
+        if self.root is None:
             raise HTTPException(403, "This server takes no adapters: start it with --adapters FOLDER.")
         root = self.root.resolve()
         folder = user_path(root / path).resolve()
@@ -120,7 +119,7 @@ class Models:
 
     def remove(self, name: str) -> None:
         """Remove an adapter; requests that have it end as they would."""
-        if self.adapters is None or self.root is None:
+        if self.root is None:
             raise HTTPException(403, "This server's adapters are fixed: start it with --adapters FOLDER.")
         if name not in self.adapters.names:
             raise HTTPException(404, f"There is no adapter {name!r}.")
@@ -168,8 +167,7 @@ class Endpoint:
 
     async def metrics(self) -> Response:
         """Prometheus's page."""
-        adapters = self._models.adapters
-        number = len(self._models.named) - 1 if adapters is None else len(adapters.names)
+        number = len(self._models.adapters.names)
         return Response(
             metrics.page(self._driver.counts, self._driver.engine, number), media_type=metrics.TYPE
         )
