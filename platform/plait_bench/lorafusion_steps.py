@@ -314,7 +314,7 @@ def _plait_copies(begun: Opening, number: int) -> tuple[float, float]:
     layers = balanced(profile, asked)
     replicas = [Replica(each, pp=asked.stages, layer_split=layers) for each in range(number)]
     options = PlanOptions({each.id: asked.capacity for each in replicas}, drained=False)  # as theirs are
-    plan = make_plan(global_batches(_larger(asked, number)), replicas, profile.time, options, None)
+    plan = make_plan(global_batches(_larger(asked, number)), replicas, profile.time, options)
     groups = {job: group.jobs[0] for group in plan.groups for job in group.jobs}
     return _both(plan_pipelines(plan, profile.time, options), groups)
 

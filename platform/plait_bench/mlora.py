@@ -38,13 +38,8 @@ def gpipe(stages: int, split: int) -> Fraction:
     return Fraction(stages - 1, split + stages - 1)
 
 
-def lorapp(stages: int, jobs: int) -> Fraction:
-    """max((D − L) / D, 0): L jobs in turn, unsplit, in the steady state."""
-    return max(Fraction(stages - jobs, stages), Fraction(0))
-
-
-def lorapp_split(stages: int, jobs: int, split: int) -> Fraction:
-    """max((D − 1 + N − L·N) / (D + N − 1), 0): the same with N microbatches a step."""
+def lorapp(stages: int, jobs: int, split: int) -> Fraction:
+    """max((D − 1 + N − L·N) / (D + N − 1), 0): L jobs in turn in the steady state, N microbatches a step."""
     return max(Fraction(stages - 1 + split - jobs * split, stages + split - 1), Fraction(0))
 
 
@@ -103,7 +98,7 @@ def bubble_ratio(settings: RunSettings, jobs: Sequence[JobSpec], options: Mappin
     del settings, jobs
     asked = build(BubbleOptions, options, OPTIONS)
     lorapp_cases = [
-        simulated_lorapp(stages, count, split) == lorapp_split(stages, count, split)
+        simulated_lorapp(stages, count, split) == lorapp(stages, count, split)
         for stages in asked.stages
         for count in asked.jobs
         for split in asked.splits
@@ -116,7 +111,7 @@ def bubble_ratio(settings: RunSettings, jobs: Sequence[JobSpec], options: Mappin
     figures = [_met("LoRAPP cases met exactly", lorapp_cases), _met("GPipe cases met exactly", gpipe_cases)]
     for stages, count, split in asked.shown:
         name = f"LoRAPP D={stages} L={count} N={split}"
-        ours, formula = simulated_lorapp(stages, count, split), lorapp_split(stages, count, split)
+        ours, formula = simulated_lorapp(stages, count, split), lorapp(stages, count, split)
         figures.append(_share(name, ours, formula))
         if count == 1:
             ours, formula = simulated_gpipe(stages, split), gpipe(stages, split)

@@ -111,7 +111,7 @@ def test_noops_let_the_list_continue() -> None:
 @given(
     st.lists(st.integers(1, 9), min_size=1, max_size=12),
     st.integers(1, 4),
-    st.sampled_from(["gpipe", "1f1b", "free", "limited"]),
+    st.sampled_from(["gpipe", "1f1b", "free"]),
 )
 def test_every_run_obeys_the_pipeline(sizes: list[int], stages: int, name: str) -> None:
     works = [work(f"j{place % 3}", place // 3, size) for place, size in enumerate(sizes)]
@@ -119,7 +119,6 @@ def test_every_run_obeys_the_pipeline(sizes: list[int], stages: int, name: str) 
         "gpipe": GPipe([1] * len(works)),
         "1f1b": OneFOneB([1] * len(works)),
         "free": BackwardFirst(),
-        "limited": BackwardFirst(limited=True),
     }
     seconds = [[StageTime(s + size, 2 * s + size) for size in sizes] for s in range(stages)]
     pipelines = {0: Pipeline(works, seconds, orders[name])}
@@ -141,7 +140,7 @@ def test_every_run_obeys_the_pipeline(sizes: list[int], stages: int, name: str) 
     for s in range(stages):
         own = sorted((x.start, x.end) for x in run.spans if x.stage == s)
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(own))
-    if name in ("1f1b", "limited"):
+    if name == "1f1b":
         assert all(most(run, s, [1] * len(works)) <= stages - s for s in range(stages))
     parts = metrics.bubble
     assert parts.total == pytest.approx(parts.fill_and_drain + parts.imbalance + parts.raggedness)

@@ -30,7 +30,7 @@ class Action(NamedTuple):
     work: int
 
 
-Choose = Callable[[Ready, int], Action | None]  # from what is ready and in flight: what starts; None waits
+Choose = Callable[[Ready], Action | None]  # from what is ready: what starts; None waits
 
 
 class Order(Protocol):
@@ -44,7 +44,7 @@ def in_order(actions: Sequence[Action]) -> Choose:
     """A choice function that starts these actions one after another."""
     left = deque(actions)
 
-    def choose(ready: Ready, _: int) -> Action | None:
+    def choose(ready: Ready) -> Action | None:
         return left.popleft() if left and left[0].work in ready[left[0].kind] else None
 
     return choose
@@ -160,7 +160,6 @@ class _Stage:
     index: int
     choose: Choose
     busy: bool = False
-    in_flight: int = 0
     ready: dict[Kind, set[int]] = field(default_factory=lambda: {"forward": set(), "backward": set()})
 
 
@@ -220,14 +219,13 @@ class _Simulation:
     def _start(self) -> None:
         """Have stages choose whose inputs changed or that became idle: any other would choose as it did."""
         for _, stage in sorted(self.changed.items()):
-            if not stage.busy and (action := stage.choose(stage.ready, stage.in_flight)) is not None:
+            if not stage.busy and (action := stage.choose(stage.ready)) is not None:
                 self._begin(stage, action)
         self.changed.clear()
 
     def _begin(self, stage: _Stage, action: Action) -> None:
         stage.busy = True
         stage.ready[action.kind].discard(action.work)
-        stage.in_flight += 1 if action.kind == "forward" else -1
         seconds = self.pipelines[stage.replica].seconds[stage.index][action.work]
         duration = seconds.forward if action.kind == "forward" else seconds.backward
         start = self.now

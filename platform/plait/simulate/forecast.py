@@ -250,13 +250,8 @@ def make_plan(
     replicas: Sequence[Replica],
     time: TimeModel,
     options: PlanOptions,
-    dispatcher: Dispatcher | None = None,
 ) -> Plan:
-    """Group, dispatch, pack, order and verify; arguments and errors as in :func:`forecast`.
-
-    Args:
-        dispatcher: for comparisons; None: that of training.
-    """
+    """Group, dispatch, pack, order and verify; arguments and errors as in :func:`forecast`."""
     if not batches or not replicas:
         raise ConfigError(
             f"{len(batches)} jobs on {len(replicas)} replicas", "A plan needs at least one of each."
@@ -272,7 +267,7 @@ def make_plan(
     # Where they drain, the order of steps is that of single stages.
     stages = {each.id: 1 if drained else each.pp for each in deployed}
     grouping = (tuple(batches),) if drained else _grouping(batches, stages, options)
-    dispatcher = dispatcher or _dispatcher(deployed, time, options, drained=drained)
+    dispatcher = _dispatcher(deployed, time, options, drained=drained)
     order = [dispatcher.parts(turn, options.labelled_share) for turn in turns(batches, grouping)]
     packed = _packed(order, options)
     items = build_schedule(packed, stages, capacity=capacities, merging=not drained)

@@ -12,7 +12,6 @@ in all of them. Only the first two put samples of several jobs into one microbat
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -48,22 +47,16 @@ class GPipe:
 
 @dataclass(frozen=True, slots=True)
 class BackwardFirst:
-    """LoRAPP (mLoRA §3.2): whatever is ready, backward before forward, earlier before later.
-
-    Attributes:
-        limited: hold at most stages − s microbatches on stage s, as 1F1B does.
-    """
-
-    limited: bool = False
+    """LoRAPP (mLoRA §3.2): whatever is ready, backward before forward, earlier before later."""
 
     def chooser(self, stage: int, stages: int) -> Choose:
-        """The rule, with the stage's limit."""
-        most = stages - stage if self.limited else math.inf
+        """The rule, the same for every stage."""
+        del stage, stages
 
-        def choose(ready: Ready, in_flight: int) -> Action | None:
+        def choose(ready: Ready) -> Action | None:
             if ready["backward"]:
                 return Action("backward", min(ready["backward"]))
-            return Action("forward", min(ready["forward"])) if ready["forward"] and in_flight < most else None
+            return Action("forward", min(ready["forward"])) if ready["forward"] else None
 
         return choose
 
