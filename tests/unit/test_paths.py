@@ -64,7 +64,7 @@ def test_text_that_cannot_be_a_path_is_refused(tmp_path: Path) -> None:
         ("x" * 300, "File name too long"),
         (tmp_path / "a" / "runs", "symbolic links"),
         ("~nosuchuser/runs", "home directory"),
-        ("a\0b", "null byte"),
+        ("a\0b", "null (byte|character)"),  # Python 3.11 to 3.13
     ):
         with pytest.raises(StorageError, match=said):
             user_path(path)
