@@ -188,18 +188,28 @@ class Engine:
             InputError: as :meth:`add`.
             PlaitError: the adapter of a request cannot be read.
         """
-        left = iter(requests)
-        order: list[int] = []
         ended: dict[int, Completion] = {}
+        for place, update in self.fed(enumerate(requests)):
+            if update.error is not None:
+                raise update.error
+            if update.ended is not None:
+                ended[place] = update.ended
+        return [ended[place] for place in sorted(ended)]
+
+    def fed(self, requests: Iterable[tuple[Result, Request]]) -> Iterator[tuple[Result, Update]]:
+        """The updates of requests, each with what came with the request; they are added as the queue empties.
+
+        Raises:
+            InputError: as :meth:`add`.
+        """
+        left, known = iter(requests), dict[int, Result]()
         while True:
-            order += map(self.add, islice(left, max(0, AHEAD - self.scheduler.waiting)))
+            for key, request in islice(left, max(0, AHEAD - self.scheduler.waiting)):
+                known[self.add(request)] = key
             if self.idle:
-                return [ended[number] for number in order]
+                return
             for update in self.step():
-                if update.error is not None:
-                    raise update.error
-                if update.ended is not None:
-                    ended[update.request] = update.ended
+                yield known[update.request], update
 
     def run(self) -> Iterator[Update]:
         """Iterate until no request is left.

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
-from itertools import islice
 from numbers import Real
 from pathlib import Path
 from traceback import walk_tb
@@ -22,7 +21,7 @@ import torch
 
 from plait.core.errors import ConfigError, InputError, PlaitError
 from plait.models.base import BaseModel
-from plait.serve.engine import AHEAD, Engine
+from plait.serve.engine import Engine
 from plait.serve.requests import Completion, Request, Sampling
 from plait.utils.progress import say
 
@@ -382,30 +381,23 @@ class JointModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 
     def _together(self, count: int, request: Any, answer: Any) -> list[dict[str | None, Any]]:
         """The answers of all adapters to each request; None where one has failed, which ends no other."""
-        left = (
-            (adapter, place)
+        requests = (
+            ((adapter, place), request(place, adapter))
             for adapter in self._adapters
             for place in range(count)
             if adapter not in self._failed
         )
         found: list[dict[str | None, Any]] = [dict.fromkeys(self._adapters) for _ in range(count)]
-        engine, asked = self._engine, {}
-        while True:
-            added = list(islice(left, max(0, AHEAD - engine.scheduler.waiting)))
-            for adapter, place in added:
-                asked[engine.add(request(place, adapter))] = adapter, place
-            if not added and engine.idle:
-                return found
-            for update in engine.step():
-                adapter, place = asked[update.request]
-                if update.error is not None:
-                    self._failed[adapter] = update.error
-                elif update.ended is not None and update.ended.reason == "not finite":
-                    self._failed[adapter] = InputError(
-                        f"{_shown(adapter)}: its logits are not finite", "It has no results."
-                    )
-                elif update.ended is not None:
-                    found[place][adapter] = answer(place, update.ended)
+        for (adapter, place), update in self._engine.fed(requests):
+            if update.error is not None:
+                self._failed[adapter] = update.error
+            elif update.ended is not None and update.ended.reason == "not finite":
+                self._failed[adapter] = InputError(
+                    f"{_shown(adapter)}: its logits are not finite", "It has no results."
+                )
+            elif update.ended is not None:
+                found[place][adapter] = answer(place, update.ended)
+        return found
 
 
 def _no_tokens(texts: Sequence[str]) -> ConfigError:
