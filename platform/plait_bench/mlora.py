@@ -43,9 +43,9 @@ def lorapp(stages: int, jobs: int, split: int) -> Fraction:
     return max(Fraction(stages - 1 + split - jobs * split, stages + split - 1), Fraction(0))
 
 
-def simulated_gpipe(stages: int, split: int, *, forward: int = 1, backward: int = 2) -> Fraction:
+def simulated_gpipe(stages: int, split: int) -> Fraction:
     """Idle share of a whole GPipe step of N equal microbatches."""
-    run = _run(stages, 1, split, 1, GPipe([split]), forward, backward)
+    run = _run(stages, 1, split, 1, GPipe([split]))
     return _idle(run, stages, 0, round(run.makespan))
 
 
@@ -58,7 +58,9 @@ def simulated_lorapp(stages: int, jobs: int, split: int, *, forward: int = 1, ba
     return _idle(run, stages, begin, end)
 
 
-def _run(stages: int, jobs: int, split: int, turns: int, order: Order, forward: int, backward: int) -> Run:
+def _run(
+    stages: int, jobs: int, split: int, turns: int, order: Order, forward: int = 1, backward: int = 2
+) -> Run:
     works = [
         Work(((f"job{job}", turn),)) for turn in range(turns) for job in range(jobs) for _ in range(split)
     ]

@@ -198,14 +198,10 @@ class _Listed:
         return in_order([Action(each.kind, self.places[each.microbatch]) for each in own])  # type: ignore[arg-type]
 
 
-def case_of(name: OrderName, stages: int, adapters: int, asked: OrderOptions, *, slack: int = 0) -> Case:
-    """Plan and lower one case.
-
-    Args:
-        slack: microbatches more between a batch and the next one of its job than the stages need.
-    """
+def case_of(name: OrderName, stages: int, adapters: int, asked: OrderOptions) -> Case:
+    """Plan and lower one case."""
     batches = {f"job{place}": _batches(f"job{place}", asked) for place in range(adapters)}
-    found = arrange(name, batches, stages=stages + slack, capacity=asked.tokens, limits=GREEDY)
+    found = arrange(name, batches, stages=stages, capacity=asked.tokens, limits=GREEDY)
     lists = lower(found.microbatches, stages, found.order)
     return Case(name, stages, adapters, found.microbatches, tuple(map(tuple, lists)))
 
