@@ -34,7 +34,7 @@ from plait.utils.paths import cache_dir
 from plait_bench.benchmarks import BENCHMARKS
 from plait_bench.figures import Baseline, Figure, Report
 from plait_bench.inputs import OPTIONS, at_least_one, require_processor
-from plait_bench.lobra import Assumption, Task, Workload
+from plait_bench.lobra import ALIGNED, Assumption, Task, Workload
 from plait_bench.processor_time import fitted_time, timed
 from plait_bench.progress import part
 
@@ -51,18 +51,16 @@ class Options:
 
     Attributes:
         capacities: most tokens of a microbatch, by replica.
-        interval: bucket boundaries are multiples of it.
     """
 
     tasks: tuple[Task, ...]
     capacities: tuple[int, ...]
     assumption: Assumption = Assumption()  # noqa: RUF009
     steps: int = 3
-    interval: int = 16
     rank: int = 16
 
     def __post_init__(self) -> None:
-        at_least_one(self, "steps", "interval", "rank")
+        at_least_one(self, "steps", "rank")
         if len(self.tasks) < 2 or len(self.capacities) < 2 or self.assumption.clip > max(self.capacities):
             raise ConfigError(
                 f"{len(self.tasks)} tasks, capacities {list(self.capacities)}, clip {self.assumption.clip}",
@@ -87,7 +85,7 @@ class Drawn:
         }
         every = [length for own in self._lengths.values() for length in own]
         found = dynamic_buckets(
-            every, buckets=BUCKETS, interval=options.interval, required=sorted(set(options.capacities))
+            every, buckets=BUCKETS, interval=ALIGNED, required=sorted(set(options.capacities))
         )
         self._edges = np.asarray(found.lengths)
         self.jobs = [

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
-from pathlib import Path
 from time import perf_counter
 
 from plait.config.fields import build
@@ -22,7 +21,6 @@ from plait.planner.schedule import turns
 from plait.simulate.events import Pipeline
 from plait.simulate.forecast import Machine
 from plait.simulate.report import measure
-from plait.simulate.timeline import chrome_trace
 from plait_bench.benchmarks import BENCHMARKS
 from plait_bench.figures import Figure, Report
 from plait_bench.inputs import OPTIONS, above_zero, at_least_one, read_profile, shipped
@@ -102,7 +100,6 @@ class Options:
         head: factor of the profile's seconds of head and loss.
         sizes: the same by system and workload, where they differ.
         alternatives: other assumptions.
-        timeline: where to write Plait's schedule as a Chrome trace; None writes none.
         workers: processes that pack.
         batches: global batches of one adapter, if planning itself is timed.
         capacities: by workload, those that LoRAFusion chose.
@@ -128,7 +125,6 @@ class Options:
     head: float = 1.0
     sizes: dict[str, dict[str, int]] = field(default_factory=dict)
     alternatives: tuple[Alternative, ...] = ()
-    timeline: str | None = None
     workers: int = 2
     batches: tuple[int, ...] = ()
     capacities: dict[str, int] = field(default_factory=dict)
@@ -376,9 +372,6 @@ def planned(trace: Trace, on: Machine, asked: Options) -> Pipeline:
 def _plait(trace: Trace, profile: ClusterProfile, asked: Options) -> list[Figure]:
     split, equal = balanced(profile, asked), even_split(profile.time.layers, asked.stages)
     pipeline = planned(trace, machine(profile, split), asked)
-    if asked.timeline:
-        _, run = measure({0: pipeline})
-        Path(asked.timeline).write_text(chrome_trace(run, {0: pipeline}), encoding="utf-8")
     floor = imbalance_floor(pipeline.seconds)
     return [
         _idle("Plait", pipeline, note=f"layers {split}"),

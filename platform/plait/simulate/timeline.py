@@ -1,4 +1,7 @@
-"""Shows a simulated run as a Chrome trace, for Perfetto and chrome://tracing."""
+"""Shows a simulated run as a Chrome trace, for Perfetto and chrome://tracing.
+
+A seam: it knows runs alone, and neither plans nor the command that writes the file.
+"""
 
 from __future__ import annotations
 
