@@ -66,11 +66,22 @@ static inline lanes dot_bf16(lanes sum, const uint16_t *a, const uint16_t *b) {
 }
 
 enum { MOST_ROWS = 8, FOUR = 4 };
-/* An adapter's ranks from `first` on. Its table is (sites, 2, rank); a negative offset: the adapter is not there. */
+/* An adapter's ranks from `first` on. Its table is (sites, 2, rank); a negative offset: the adapter is not there.
+ * `fetch`: they come next, and no row before has read them. */
 struct ranks {
     const int64_t *table;
     int64_t rank, first;
+    int fetch;
 };
+/* 0, after two products of the 0 before: a fetch at an address that this is added to goes out no sooner, and loads of
+ * what is needed now can go before it. That takes a fifth of the time off rows whose adapters come from memory. */
+static inline int64_t paced(int64_t nought) {
+    for (int n = 0; n < 2; n++) {
+        nought *= nought;
+        __asm__("" : "+r"(nought)); /* so that the compiler does not know it */
+    }
+    return nought;
+}
 static inline int there(struct ranks of, int64_t site) { return of.table[2 * of.rank * site] >= 0; }
 
 /* tiles (n, 4): first row of x and out, rows (at most MOST_ROWS), offset of their adapter's table, rank. sites (m, 3):
@@ -93,9 +104,13 @@ static inline int there(struct ranks of, int64_t site) { return of.table[2 * of.
         lanes sums[FOUR][FOUR] = {{{0}}};                                                                       \
         vectors_##NAME(v, pool, now, 2 * site);                                                                 \
         vectors_##NAME(soon, pool, next, 2 * site);                                                             \
-        int64_t i = 0;                                                                                          \
+        int64_t i = 0, pace = 0;                                                                                \
         for (; i + STEP_##NAME <= features; i += STEP_##NAME) {                                                 \
-            for (int k = 0; k < FOUR; k++) __builtin_prefetch(soon[k] + i, 0, 2);                               \
+            if (next.fetch)                                                                                     \
+                for (int k = 0; k < FOUR; k++) {                                                                \
+                    pace = paced(pace);                                                                         \
+                    __builtin_prefetch(soon[k] + i + pace, 0, 2);                                               \
+                }                                                                                               \
             for (int r = 0; r < rows; r++)                                                                      \
                 for (int k = 0; k < FOUR; k++)                                                                  \
                     sums[r][k] = dot_##NAME(sums[r][k], x + r * x_stride + i, v[k] + i);                        \
@@ -120,7 +135,7 @@ static inline int there(struct ranks of, int64_t site) { return of.table[2 * of.
             lanes values[FOUR];                                                                                 \
             for (int k = 0; k < FOUR; k++) {                                                                    \
                 values[k] = load_##NAME(w[k] + i);                                                              \
-                if (i % STEP_##NAME == 0) __builtin_prefetch(soon[k] + i, 0, 2);                                \
+                if (next.fetch && i % STEP_##NAME == 0) __builtin_prefetch(soon[k] + i, 0, 2);                  \
             }                                                                                                   \
             for (int r = 0; r < rows; r++) {                                                                    \
                 lanes sum = load_f32(out + r * stride + i);                                                     \
@@ -147,20 +162,21 @@ static inline int there(struct ranks of, int64_t site) { return of.table[2 * of.
                           now, next, sites[3 * s]);                                                             \
     }                                                                                                           \
     static void tile_##NAME(TYPE *out, int64_t out_stride, const TYPE *x, int64_t x_stride, int64_t features,   \
-                            const TYPE *pool, struct ranks now, struct ranks then, int64_t rows, float scale,   \
-                            const int64_t *sites, int64_t m, float *sums, int64_t width, float *f) {            \
+                            const TYPE *pool, struct ranks now, struct ranks then, int read, int64_t rows,      \
+                            float scale, const int64_t *sites, int64_t m, float *sums, int64_t width,           \
+                            float *f) {                                                                         \
         for (const int64_t *s = sites; s < sites + 3 * m; s += 3)                                               \
             for (int64_t r = 0; r < rows; r++)                                                                  \
                 for (int64_t i = s[1]; i < s[1] + s[2]; i++)                                                    \
                     sums[r * width + i] = one_##NAME(out[r * out_stride + i]);                                  \
         for (; now.first < now.rank; now.first += FOUR) {                                                       \
-            struct ranks next = {now.table, now.rank, now.first + FOUR};                                        \
+            struct ranks next = {now.table, now.rank, now.first + FOUR, !read};                                 \
             if (next.first >= next.rank) next = then;                                                           \
             int64_t r = 0;                                                                                      \
-            for (; r + FOUR <= rows; r += FOUR)                                                                 \
+            for (; r + FOUR <= rows; r += FOUR, next.fetch = 0)                                                 \
                 block_##NAME(FOUR, sums + r * width, width, x + r * x_stride, x_stride, features, pool, now,    \
                              next, scale, sites, m, f);                                                         \
-            for (; r < rows; r++)                                                                               \
+            for (; r < rows; r++, next.fetch = 0)                                                               \
                 block_##NAME(1, sums + r * width, width, x + r * x_stride, x_stride, features, pool, now, next, \
                              scale, sites, m, f);                                                               \
         }                                                                                                       \
@@ -184,10 +200,12 @@ static inline int there(struct ranks of, int64_t site) { return of.table[2 * of.
             _Pragma("omp for schedule(static)")                                                                 \
             for (int64_t i = 0; i < n; i++) {                                                                   \
                 const int64_t *own = tiles + 4 * i, *after = i + 1 < n ? own + 4 : own;                         \
-                struct ranks now = {tables + own[2], own[3], 0}, then = {tables + after[2], after[3], 0};       \
+                struct ranks now = {tables + own[2], own[3], 0, 0};                                             \
+                struct ranks then = {tables + after[2], after[3], 0, after[2] != own[2]};                       \
+                const int read = i > 0 && own[-2] == own[2]; /* by the tile before */                           \
                 if (scratch != NULL)                                                                            \
                     tile_##NAME(out + own[0] * out_stride, out_stride, x + own[0] * x_stride, x_stride,         \
-                                features, pool, now, then, own[1], scales[i], sites, m, scratch, width,         \
+                                features, pool, now, then, read, own[1], scales[i], sites, m, scratch, width,   \
                                 scratch + MOST_ROWS * width);                                                   \
             }                                                                                                   \
             free(scratch);                                                                                      \
