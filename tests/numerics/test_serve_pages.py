@@ -1,7 +1,10 @@
 """Attention over pages: by compiled code and by torch, against float64, whatever else lies in the pages."""
 
+import ctypes
 import itertools
 import math
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -163,3 +166,37 @@ def test_a_pool_that_does_not_fit_into_memory_is_refused() -> None:
         layers = made(2**10, reserve)
         assert [layer.shape for layer in layers] == [(2**10, 2**10)] * 2
         assert not any(layer.any() for layer in layers)
+
+
+# Blocks as layers of prompts take and free them, in a process whose heap nothing else has been in.
+FREED = """
+import ctypes, resource, torch
+from types import SimpleNamespace
+from plait.serve.pages import pool_memory
+
+library = ctypes.CDLL(None)
+library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+library.free.argtypes = [ctypes.c_void_p]
+base = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32)
+pool = pool_memory(1, 1, 1024, base, reserve=2**23)
+
+def new_pages():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [library.malloc(12 << 20) for _ in range(8)]
+    for block in blocks:
+        ctypes.memset(block, 1, 12 << 20)
+    for block in blocks:
+        library.free(block)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+counts = [new_pages() for _ in range(5)]
+assert max(counts[2:]) < 1000 < counts[0], counts
+"""
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "mallopt"), reason="another C library"
+)
+def test_a_server_keeps_the_memory_that_iterations_free() -> None:
+    ran = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr

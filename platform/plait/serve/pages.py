@@ -6,8 +6,10 @@ compiled code; both read the pages where they lie. Others go through torch, whic
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
@@ -37,6 +39,9 @@ from plait_kernels.uploads import upload
 FEW = 8  # rows of one request for which compiled code is the faster
 FEWER = "Give the pool fewer tokens."
 GATHERED = 2**25  # elements of keys and values that are copied out of their pages at once
+KEPT_BYTES = 256 << 20  # of freed memory that the C library keeps for the next iterations
+_MOST_KEPT = 32 << 20  # bytes of what it keeps, the most that it takes
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # as malloc.h has them
 
 
 def pool_memory(
@@ -48,8 +53,8 @@ def pool_memory(
     apart, so that with small ones the processor looks for nearly each one's address.
 
     Args:
-        reserve: take the memory now, of so many bytes that are free; None: a CPU takes it when it is first
-            used.
+        reserve: take the memory now, of so many bytes that are free, and keep what iterations free; None: a
+            CPU takes it when it is first used.
 
     Raises:
         CapacityError: there is not so much memory.
@@ -62,7 +67,21 @@ def pool_memory(
     whole = torch.frombuffer(memory, dtype=base.dtype, count=size)
     if reserve is not None:
         whole.zero_()
+        _keep_freed()
     return list(whole.view(layers, *shape).unbind())
+
+
+def _keep_freed() -> None:
+    """Have the C library keep the memory that iterations free.
+
+    By itself it returns the end of its heap to the system now and then, by chance of what lies there, and the
+    next prompts' layers take the same pages again and again.
+    """
+    if sys.platform == "linux":
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc has it, musl has not
+        if mallopt is not None:
+            mallopt(_M_MMAP_THRESHOLD, _MOST_KEPT)
+            mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
 def _host_memory(size: int, free: int | None) -> mmap.mmap:
