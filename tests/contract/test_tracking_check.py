@@ -146,7 +146,7 @@ def test_a_server_other_than_mlflow_does_not_count_as_unavailable(
 
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         with pytest.raises(StorageError) as caught:
             check_tracking(TrackingSettings(uri=f"http://127.0.0.1:{server.server_port}", root=tmp_path))
         server.shutdown()

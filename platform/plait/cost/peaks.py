@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Mapping
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -78,13 +79,18 @@ class StorageCounter:
         """Count the tensor's storage, once."""
         storage = tensor.untyped_storage()
         address, size = storage._cdata, storage.nbytes()
-        if address not in self._counted:
-            self._counted[address] = weakref.ref(storage, lambda _: self._freed(address))
-        self.live += size - self._sizes.get(address, 0)
+        before = self._sizes.get(address)
+        if before == size:
+            return  # most are, many times over
+        if before is None:
+            self._counted[address] = weakref.ref(storage, partial(self._freed, address))
+            before = 0
         self._sizes[address] = size
-        self.peak = max(self.peak, self.live)
+        self.live += size - before
+        if self.live > self.peak:
+            self.peak = self.live
 
-    def _freed(self, address: int) -> None:
+    def _freed(self, address: int, _storage: object) -> None:
         del self._counted[address]
         self.live -= self._sizes.pop(address)
 

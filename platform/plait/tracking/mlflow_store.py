@@ -63,6 +63,7 @@ class Store:
         self.experiment = experiment
         self.client = MlflowClient(location.uri)
         self.experiment_id = self._experiment_id()
+        self._began: dict[str, int] = {}  # when runs began that were made here and have not ended
 
     def _experiment_id(self) -> str:
         found = self.client.get_experiment_by_name(self.experiment)
@@ -136,8 +137,9 @@ class Store:
     def create_run(self, name: str, tags: Mapping[str, str], time_ms: int) -> str:
         """Make a run with status RUNNING and return its id."""
         shortened = {key: value[:TAG_LENGTH] for key, value in tags.items()}
-        run = self.client.create_run(self.experiment_id, time_ms, shortened, name)
-        return str(run.info.run_id)
+        run_id = str(self.client.create_run(self.experiment_id, time_ms, shortened, name).info.run_id)
+        self._began[run_id] = time_ms
+        return run_id
 
     def log_parameters(self, run_id: str, parameters: Mapping[str, str]) -> None:
         """Log parameters; existing ones must have the same value."""
@@ -174,7 +176,8 @@ class Store:
         if status in ("RUNNING", "SCHEDULED"):
             self.client.update_run(run_id, status=status)
             return
-        began = self.client.get_run(run_id).info.start_time
+        if (began := self._began.pop(run_id, None)) is None:
+            began = self.client.get_run(run_id).info.start_time
         self.client.set_terminated(run_id, status, max(time_ms, began))
 
     # ---- jobs ------------------------------------------------------------------------------------------
