@@ -252,7 +252,7 @@ def test_a_task_whose_own_file_is_missing_is_not_blamed_on_the_network(tmp_path:
     tasks = write_tasks(tmp_path / "tasks", {"sums": TASKS["sums"]}, tmp_path / "rows.jsonl")
     with pytest.raises(ConfigError, match=r"No such file or directory: .*rows.jsonl") as raised:
         load_tasks(["sums"], tasks, shots=None, limit=None, chat=False)
-    assert "its rows must have what the task says" in raised.value.rule
+    assert "its rows must have the fields that the task uses" in raised.value.rule
     assert "network" not in str(raised.value)
 
 

@@ -134,7 +134,7 @@ def test_a_beginning_lists_all_benchmarks_that_have_it(capsys: pytest.CaptureFix
 def test_an_unknown_option_is_refused_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--list"]) == 2
     assert "`plait bench` has no such option" in (shown := capsys.readouterr().err)
-    assert "--papers; without any it lists the benchmarks" in shown
+    assert "--papers; without a name it lists the benchmarks" in shown
 
 
 def test_help_of_papers_says_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None:

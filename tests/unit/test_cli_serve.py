@@ -69,8 +69,8 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path, capsys: pytest.Capture
     for words, said in (
         ([str(one), str(other)], "belong to one base model"),
         ([str(one), str(adapter(tmp_path / "again" / "one"))], "another folder named one"),
-        (["--adapters", str(tmp_path / "none")], "a folder of adapters"),
-        (["./typo"], "no folder that contains"),
+        (["--adapters", str(tmp_path / "none")], "contains adapters' folders"),
+        (["./typo"], "not a folder that contains"),
         (["a", "b"], "One search can be served"),
         ([str(one), "--wait", "-1"], "at least 0"),
         ([str(one), "--wait", "nan"], "at least 0"),

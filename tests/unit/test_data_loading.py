@@ -661,7 +661,7 @@ def test_a_named_function_scores_the_answers_to_a_file_s_rows(
         ({"scorer": "own_scorer"}, "package.module:function"),
         (
             {"scorer": "own_scorer:__name__"},
-            "'__name__' is no function of <module 'own_scorer' from",
+            "'__name__' is not a function of <module 'own_scorer' from",
         ),
     ):
         with pytest.raises(ConfigError, match=said):

@@ -597,7 +597,7 @@ def test_an_interface_that_a_host_has_not_is_named_before_the_search(tmp_path: P
     wrong = pytest.raises(ConfigError, match=r"cluster\.interface=typo")
     with wrong as caught, launched(tmp_path, ForkedProcess, interface="typo"):
         pass
-    assert "Here it may be" in caught.value.remedy
+    assert "Available: " in caught.value.remedy
 
 
 def test_a_process_that_rejoins_after_a_loss_hears_that_the_run_has_ended(

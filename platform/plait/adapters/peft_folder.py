@@ -255,6 +255,6 @@ def unreadable(folder: Path, error: Exception) -> StorageError:
     """That an adapter's folder cannot be read."""
     return StorageError(
         f"{folder}: {type(error).__name__}: {error}",
-        f"An adapter is a folder of PEFT with {CONFIG} and {WEIGHTS}.",
+        f"An adapter is a folder in PEFT's format with {CONFIG} and {WEIGHTS}.",
         "Write or copy it again. A folder in Plait's cache may be removed: it is then fetched again.",
     )

@@ -71,7 +71,8 @@ def sweep_arguments(arguments: Sequence[str]) -> list[str]:
         raise ConfigError(
             name,
             "`plait bench` has no such option.",
-            f"{did_you_mean(name, options)}It has {choices(options)}; without any it lists the benchmarks.",
+            f"{did_you_mean(name, options)}Its options are {choices(options)}; "
+            "without a name it lists the benchmarks.",
         )
     marked = {each.name: " (GPU)" * (each.takes == GPU) for each in named_sweeps(sweeps_dir())}
     if name not in marked:
@@ -104,7 +105,7 @@ def _run_papers(words: Sequence[str]) -> None:
         elif word != JSON:
             raise ConfigError(
                 word,
-                f"`plait bench {ALL_PAPERS}` takes {JSON} and {ROOT}FOLDER alone.",
+                f"`plait bench {ALL_PAPERS}` takes only {JSON} and {ROOT}FOLDER.",
                 f"`plait bench {ALL_PAPERS} --help` explains them.",
             )
     RUNNERS.get(PAPERS)(root, dict.fromkeys(words, ""))

@@ -27,9 +27,16 @@ def main(arguments: Sequence[str]) -> int:
     parser.epilog = HELP
     add("name", nargs="?", help="name of the search; default: the newest")
     add("--trial", type=int, metavar="N", help="the adapter to begin with; default: the best, else the first")
-    add("--max-new-tokens", type=int, default=256, metavar="N", help="most tokens of an answer; default: 256")
+    add(
+        "--max-new-tokens", type=int, default=256, metavar="N", help="longest answer, in tokens; default: 256"
+    )
     add("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
-    add("--top-p", type=float, default=1.0, help="sample from the likeliest tokens with this probability")
+    add(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="sample from the likeliest tokens with this total probability",
+    )
     add("--seed", type=int, default=0, help="seed of sampling; default: 0")
     known = parser.parse_args(arguments)
     say(READING)
@@ -48,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
         raise SearchError(shown, "Only finished trials have an adapter.")
     base, adapters = load_base(base_model(search, settings), fetched_adapters(search, records, settings))
     if known.trial is not None and first.name not in adapters.names:
-        raise SearchError(first.name, "Its adapter cannot be used, as said above.", "Begin with another.")
+        raise SearchError(first.name, "Its adapter cannot be used; see above.", "Start with another adapter.")
     if not base.tokeniser.chat_template:
         raise ConfigError(
             "plait chat", "The model's tokeniser has no chat template.", "Use `plait generate --plain`."

@@ -80,13 +80,19 @@ def _parser() -> Parser:
     add("--limit", type=int, metavar="N", help="the first N rows of each task; default: all")
     add("--shots", type=int, metavar="N", help="examples before each prompt; default: as the task says")
     add("--chat", action="store_true", help="prompts are messages in the chat template")
-    add("--trial", type=int, action="append", metavar="N", help="may be repeated; default: all finished")
+    add(
+        "--trial",
+        type=int,
+        action="append",
+        metavar="N",
+        help="a trial; may be repeated; default: all finished",
+    )
     add("--no-base", action="store_true", help="without the base model")
     add(
         "--pool-tokens",
         type=int,
         metavar="N",
-        help=f"tokens of all running requests; longer prompts are cut; default: {POOL_TOKENS:,}",
+        help=f"most tokens of all running requests; longer prompts are cut; default: {POOL_TOKENS:,}",
     )
     add("--json", action="store_true", help="one line of JSON for each adapter")
     return parser

@@ -66,7 +66,7 @@ def _base_model(settings: TrackingSettings, name: str | None, record: JobRecord)
     search = load_search(settings, None if name == record.run_id else name)
     if record.run_id not in {each.run_id for each in search.records}:
         raise StorageError(
-            f"{name}", "Only a search's name leads to its base model.", "Give the search and --trial."
+            f"{name}", "The base model is found through the search.", "Give the search and --trial."
         )
     return base_model(search, settings)
 

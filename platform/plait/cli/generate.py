@@ -86,7 +86,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> Parser:
-    parser = store_parser("generate", "Generate texts with a search's adapters, beside the base model.")
+    parser = store_parser("generate", "Generate texts with a search's adapters and with the base model.")
     parser.add_argument("name", nargs="?", help="name of the search; default: the newest")
     add = parser.add_argument
     add("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be given several times")
@@ -98,17 +98,24 @@ def _parser() -> Parser:
         "--best",
         type=int,
         metavar="N",
-        help=f"the N best trials; default: {SHOWN}, or those that can be used",
+        help=f"the N best trials; default: {SHOWN}, or fewer if some cannot be used",
     )
     add("--no-base", action="store_true", help="without the base model's own text")
-    add("--max-new-tokens", type=int, default=128, metavar="N", help="most tokens of a text; default: 128")
+    add("--max-new-tokens", type=int, default=128, metavar="N", help="longest text, in tokens; default: 128")
     add("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
-    add("--top-p", type=float, default=1.0, help="sample from the likeliest tokens with this probability")
+    add(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="sample from the likeliest tokens with this total probability",
+    )
     add("--seed", type=int, default=0, help="seed of sampling; default: 0")
     add("--stop", action="append", default=[], metavar="TEXT", help="ends a text; may be given several times")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--chat", action="store_true", help="prompts are messages in the chat template")
-    form.add_argument("--plain", action="store_true", help="prompts as they are; default: as data.template")
+    form.add_argument(
+        "--plain", action="store_true", help="use prompts as they are; default: by data.template"
+    )
     add("--json", action="store_true", help="one line of JSON for each text")
     add("--table", action="store_true", help="add the texts to the search's run in MLflow, as a table")
     return parser
@@ -118,7 +125,7 @@ def _file_prompts(path: Path) -> list[str]:
     """The prompts of a file, without empty lines."""
     file = user_path(path)
     if not file.is_file():
-        raise ConfigError(f"--file {path}", f"There is no file {file.resolve()}.", "Give an existing one.")
+        raise ConfigError(f"--file {path}", f"There is no file {file.resolve()}.", "Give an existing file.")
     try:
         lines = file.read_text(encoding="utf-8-sig").split("\n")  # other separators may be part of a text
     except UnicodeDecodeError as error:
@@ -173,7 +180,7 @@ def _usable(given: Mapping[str, Given], use: Callable[[str, Given], Used]) -> di
                 raise
             print(f"{name}: {error}", file=sys.stderr)
     if given and not found:
-        raise SearchError(f"adapters {', '.join(given)}", "None of them can be used, as said above.")
+        raise SearchError(f"adapters {', '.join(given)}", "None of them can be used; see above.")
     return found
 
 
@@ -244,7 +251,9 @@ def _validation_prompts(
     tokens = [rows.prompt(sample) for sample in range(len(rows))]
     found = [Prompt(str(base.tokeniser.decode(list(each))), each) for each in tokens if len(each) > 1]
     if not found:
-        raise SearchError("--validation: no row has a prompt", "Its rows are trained on as a whole.")
+        raise SearchError(
+            "--validation: no row has a prompt", "Its rows are plain texts, which are trained on as a whole."
+        )
     return found[:count]
 
 

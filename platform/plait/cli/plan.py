@@ -156,8 +156,8 @@ def _check_trials(command: SearchCommand) -> None:
     if number > MOST_TRIALS:
         raise ConfigError(
             f"search.trials={trials}",
-            f"A plan is of single trials, and of at most {MOST_TRIALS:,}.",
-            "Plan fewer; more of the same space take as much longer.",
+            f"Each trial is planned by itself, and at most {MOST_TRIALS:,} can be planned.",
+            "Plan fewer trials; for more of the same space, time and cost grow in proportion.",
         )
     if number >= MANY_TRIALS:
         say(f"Composing {number:,} trials ...")

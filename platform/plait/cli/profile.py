@@ -50,7 +50,7 @@ def run_profile(command: SearchCommand, flags: Collection[str]) -> int:
     if command.settings.cluster.kind != "local":
         raise ConfigError(
             f"plait profile cluster={command.settings.cluster.options.get('name')}",
-            "A profile is of this machine; a described cluster has one in its file.",
+            "It measures this machine; a described cluster has its profile in its file.",
             "Run `plait plan` with the same arguments: it chooses the cluster's configurations.",
         )
     made = profile_here(command.settings, command.probes, weights=weights)
@@ -239,5 +239,5 @@ def _check_weights_fit(weights: int, available: int) -> None:
         raise CapacityError(
             f"weights of {weights / 2**30:.2f} GiB",
             f"{available / 2**30:.2f} GiB may be used (planner.memory_share of the device's memory).",
-            f"Use a smaller model, or {WITHOUT_WEIGHTS} to compute its memory alone.",
+            f"Use a smaller model, or {WITHOUT_WEIGHTS} to compute only its memory.",
         )

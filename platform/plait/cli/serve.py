@@ -56,7 +56,9 @@ def main(arguments: Sequence[str]) -> int:
         served.folders[name] = folder
     if len(served.folders) > known.max_adapters:
         raise ConfigError(
-            f"{len(served.folders)} adapters", f"--max-adapters is {known.max_adapters}.", "Ask for more."
+            f"{len(served.folders)} adapters",
+            f"--max-adapters is {known.max_adapters}.",
+            "Raise --max-adapters.",
         )
     model = served.model or _base_of(known, folders)
     base, adapters = load_base(model, served.folders, most=known.max_adapters, graph_rows=known.graph_rows)
@@ -107,7 +109,9 @@ def _given_folders(known: argparse.Namespace) -> dict[str, Path]:
     for name in known.names:
         if name.startswith((os.sep, f"..{os.sep}")):
             raise ConfigError(
-                f"plait serve {name}", f"It is no folder that contains {CONFIG}.", "Give an adapter's folder."
+                f"plait serve {name}",
+                f"This is not a folder that contains {CONFIG}.",
+                "Give an adapter's folder.",
             )
     if len(known.names) > 1:
         raise ConfigError(
@@ -116,7 +120,9 @@ def _given_folders(known: argparse.Namespace) -> dict[str, Path]:
         )
     if known.adapters is not None:
         if not known.adapters.is_dir():
-            raise ConfigError(f"--adapters {known.adapters}", "It is a folder of adapters' folders.")
+            raise ConfigError(
+                f"--adapters {known.adapters}", "It must be a folder that contains adapters' folders."
+            )
         folders += sorted(file.parent for file in known.adapters.glob(f"*/{CONFIG}"))
     found: dict[str, Path] = {}
     for folder in folders:
@@ -153,7 +159,7 @@ def _base_of(known: argparse.Namespace, folders: Mapping[str, Path]) -> ModelSet
         raise ConfigError(
             f"base models quantised as {choices(sorted(map(str, modes)))}",
             "All adapters of a server run on one base model, as each was trained.",
-            "Serve them apart.",
+            "Serve them separately.",
         )
     quantise = next((mode for mode in modes if mode is not None), WHOLE)
     if known.model is not None:
@@ -204,7 +210,7 @@ def _of_search(known: argparse.Namespace) -> _Served:
 
 
 def _parser() -> Parser:
-    parser = store_parser("serve", "Serve adapters with OpenAI's interface: each is a model.")
+    parser = store_parser("serve", "Serve adapters with an OpenAI-compatible API; each is a model.")
     add = parser.add_argument
     parser.epilog = f"{KEY} in the environment is the API key that clients must send."
     add(
@@ -214,16 +220,43 @@ def _parser() -> Parser:
         metavar="NAME | FOLDER",
         help="a search, and adapters' folders in PEFT's format; default: the newest search",
     )
-    add("--adapters", type=as_path, metavar="FOLDER", help="serve the adapters in it; clients may add others")
+    add(
+        "--adapters",
+        type=as_path,
+        metavar="FOLDER",
+        help="serve all adapters in this folder; clients may add others",
+    )
     add("--model", metavar="NAME", help="base model of folders; default: the one that they name")
-    add("--wait", type=float, default=60.0, metavar="SECONDS", help="longest wait for room; default: 60")
-    add("--trial", type=int, action="append", metavar="N", help="may be repeated; default: all finished")
-    add("--host", default="127.0.0.1", help=f"address; others than this machine's own need {KEY}")
+    add(
+        "--wait",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="longest time that a request waits for room; default: 60",
+    )
+    add(
+        "--trial",
+        type=int,
+        action="append",
+        metavar="N",
+        help="a trial; may be repeated; default: all finished",
+    )
+    add(
+        "--host",
+        default="127.0.0.1",
+        help=f"address to listen on; other machines can only reach it with {KEY}",
+    )
     add("--port", type=int, default=8000, help="default: 8000")
-    add("--max-new-tokens", type=int, default=1024, metavar="N", help="most of a request; default: 1024")
-    add("--max-adapters", type=int, default=4096, metavar="N", help="most at once; default: 4096")
+    add("--max-new-tokens", type=int, default=1024, metavar="N", help="longest answer; default: 1024")
+    add("--max-adapters", type=int, default=4096, metavar="N", help="most adapters at once; default: 4096")
     add("--queue", type=int, default=256, metavar="N", help="requests that may wait; default: 256")
-    add("--pool-tokens", type=int, default=POOL_TOKENS, metavar="N", help="tokens of all running requests")
+    add(
+        "--pool-tokens",
+        type=int,
+        default=POOL_TOKENS,
+        metavar="N",
+        help="most tokens of all running requests",
+    )
     add(
         "--graph-rows",
         type=int,

@@ -94,9 +94,9 @@ same arguments as `plait sweep` and reports the same errors. For times on this m
 {_SETTINGS}{_SPACE}  cluster=NAME            a described cluster instead of this machine, simulated:
                           replicas, dispatch, packing, pipeline. NAME is one of
                           {_CLUSTERS}
-  planner.objective=NAME  device_seconds, money or time: what the number of devices minimises
-  --devices 1,2,4,8       seconds, device-seconds and money on each number of its devices;
-                          of several kinds: A100:4,A100:4+A10:8
+  planner.objective=NAME  device_seconds, money or time: what the choice of devices minimises
+  --devices 1,2,4,8       seconds, device-seconds and money on each number of the cluster's devices;
+                          for several kinds: A100:4,A100:4+A10:8
   --json                  the plan as JSON
   --timeline FILE.json    write the simulated run as a trace for Perfetto
 {_HYDRA}
@@ -192,10 +192,12 @@ Examples
 """,
     ),
     Verb("control", "plait.cli.control:main", "pause, stop, extend or inspect a running search"),
-    Verb("generate", "plait.cli.generate:main", "try a search's adapters on prompts, beside the base model"),
+    Verb("generate", "plait.cli.generate:main", "try a search's adapters on prompts, next to the base model"),
     Verb("eval", "plait.cli.evaluate:main", "run lm-eval's tasks for all of a search's adapters together"),
     Verb("chat", "plait.cli.chat:main", "talk to a search's adapters in the terminal"),
-    Verb("serve", "plait.cli.serve:main", "serve adapters of a search or of folders with OpenAI's interface"),
+    Verb(
+        "serve", "plait.cli.serve:main", "serve a search's or folders' adapters with an OpenAI-compatible API"
+    ),
     Verb("ui", "plait.cli.results:ui", "open the results in MLflow"),
     Verb("leaderboard", "plait.cli.results:leaderboard", "print a search's adapters, best first"),
     Verb("trace", "plait.cli.trace:main", "write a timeline of what each process of a search did"),

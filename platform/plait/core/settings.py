@@ -248,12 +248,12 @@ class ClusterSettings:
         if self.deployment:
             raise ConfigError(
                 f"{self._given} with cluster.processes={self.processes}",
-                f"These replicas take {needed} processes, and there must be as many.",
+                f"These replicas need exactly {needed} processes.",
                 f"Use {needed} (cluster.processes={needed}), or change cluster.deployment.",
             )
         raise ConfigError(
             f"{' and '.join(equal)} with cluster.processes={self.processes}",
-            f"Each replica takes {needed} processes, and there must be {needed} or a multiple of it.",
+            f"Each replica takes {needed} processes, so their number must be a multiple of {needed}.",
             f"Use {needed} (cluster.processes={needed}), or list replicas that differ in cluster.deployment.",
         )
 
@@ -282,7 +282,7 @@ class ClusterSettings:
         if given := next((key for key in keys if getattr(self, key) != getattr(usual, key)), None):
             raise ConfigError(
                 f"cluster.{given}={as_written(getattr(self, given))} with cluster.deployment={AUTO}",
-                "Then the replicas, their stages and slices, and whether the base is sharded, are chosen.",
+                "Plait then chooses the replicas, their stages and slices, and whether to shard the base.",
                 f"Leave one of them out; `plait plan` with cluster.deployment={AUTO} shows all candidates.",
             )
 
@@ -302,7 +302,7 @@ class ClusterSettings:
         if self.slicing and self.redeploy:
             raise ConfigError(
                 f"cluster.redeploy=true with {self.slicing}",
-                "Replicas change between one process and several stages; slices of layers stay.",
+                "Replicas change between one process and several stages; slices of layers cannot change.",
                 "Leave one of them out.",
             )
         stages = [shape.pipeline for shape in self.shapes]

@@ -62,9 +62,9 @@ def named_function(name: str) -> Function:
     found: Function | None = getattr(loaded, attribute, None)
     if not callable(found):
         raise ConfigError(
-            f"data.scorer={name}: {attribute!r} is no function of {loaded!r}",
+            f"data.scorer={name}: {attribute!r} is not a function of {loaded!r}",
             rule,
-            "Name a function of this module. Another of its name may come first in PYTHONPATH.",
+            "Name a function of this module. Another module of this name may come first in PYTHONPATH.",
         )
     return found
 
@@ -102,7 +102,7 @@ def score(spec: DataSpec, rows: Sequence[int], texts: Sequence[str]) -> tuple[fl
         raise ConfigError(
             f"data.scorer={scorer}: {type(error).__name__}: {error}",
             "It must return one finite number for each text.",
-            "A trial fails by it at an evaluation, and has no accuracy at its end.",
+            "A trial then fails at an evaluation, and has no accuracy at its end.",
         ) from error
     numbers = [each for each in found if isinstance(each, Real) and math.isfinite(each)]
     if len(found) != len(texts) or len(numbers) != len(found):

@@ -297,7 +297,7 @@ def _refused(where: str, error: Exception) -> DataError:
     if isinstance(error, (TimeoutError, MemoryError)):
         return DataError(
             f"{where}: the chat template is {str(error) or 'too large for the memory'}",
-            f"A template must render a row within {TEMPLATE_SECONDS:g} s; this one may loop for ever.",
+            f"A template must render a row within {TEMPLATE_SECONDS:g} s; this one may loop forever.",
             "Correct it, or set data.chat_template=FILE.jinja or data.template=plain.",
         )
     return DataError(

@@ -378,7 +378,7 @@ def _check_alike(job: str, answers: Mapping[int, Answer]) -> None:
     if len(cursors) < len(answers) or len({repr(each) for each in cursors}) > 1:
         steps = ", ".join(str(each.step) for each in cursors)
         raise ProcessError(
-            f"the stages have read other checkpoints of {job}: of steps {steps or 'unknown'}",
+            f"the stages have read different checkpoints of {job}: of steps {steps or 'unknown'}",
             "Each stage reads its own part of a checkpoint from the search's folder.",
             "Put tracking.root where all hosts see the same files.",
         )
@@ -427,7 +427,7 @@ def _one_step(answers: Iterable[Sequence[WorkerEvent]]) -> Sequence[WorkerEvent]
         if len({repr(replace(event, seconds=0.0)) for event in own}) > 1:
             raise ProcessError(
                 f"the replicas' optimiser steps differ: {'; '.join(map(repr, own))}",
-                "All replicas must step from the same sums to the same weights.",
+                "All replicas must get the same weights from the same sums.",
                 "Use processors of one kind and the same engine.threads for all processes.",
             )
         merged.append(replace(own[0], seconds=sum(event.seconds for event in own)))

@@ -52,7 +52,7 @@ def join_run(place: Place, cluster: ClusterSettings) -> int:
                 raise ProcessError(
                     f"process {place.number} ({socket.gethostname()}) ended with status {status}, for the "
                     f"{cluster.restarts + 1}th time within an hour",
-                    "It is started again so often (cluster.restarts).",
+                    f"It is restarted at most {cluster.restarts} times within an hour (cluster.restarts).",
                     "See what it printed.",
                 )
     return EXIT_INTERRUPTED
@@ -94,7 +94,7 @@ def _meet(place: Place, cluster: ClusterSettings, asked: _Asked) -> Meeting | No
         if time.monotonic() > end:
             raise ProcessError(
                 f"process {place.number} ({socket.gethostname()}): the coordinator at {where} {why}",
-                f"It was waited for {cluster.join_seconds:.0f} s (cluster.join_seconds).",
+                f"This process waited {cluster.join_seconds:.0f} s for it (cluster.join_seconds).",
                 "If it runs, cluster.address and cluster.port must lead to it.",
             )
         time.sleep(LOOK_SECONDS)

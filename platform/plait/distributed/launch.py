@@ -237,7 +237,7 @@ class Launcher:
         """
         self.watch()
         if self.stopping():
-            raise GatheringInterruptedError("interrupted while the processes came together")
+            raise GatheringInterruptedError("interrupted while the processes were joining")
 
     def _check_coming(self, processes: Processes, number: int, *, late: bool) -> None:
         """See whether a process of this host may still come.
@@ -470,7 +470,7 @@ def _port_named(cluster: ClusterSettings) -> Iterator[None]:
     except OSError as error:
         raise ConfigError(
             f"cluster.port={cluster.port}: {error.strerror}",
-            "The processes of other hosts come in at this port and the next one.",
+            "Processes on other hosts connect to this port and the next one.",
             "Set cluster.port to another one, the same for all.",
         ) from error
 

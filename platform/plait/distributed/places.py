@@ -73,7 +73,7 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
     if not 0 <= found.number < found.processes or not 1 <= found.here <= found.processes:
         raise ConfigError(
             f"process {found.number} of {found.processes}, {found.here} of them on this host",
-            "So say the launcher's variables (RANK and WORLD_SIZE, or SLURM_PROCID).",
+            "The launcher's variables say so (RANK and WORLD_SIZE, or SLURM_PROCID).",
             "Unset them to run without a launcher.",
         )
     return found if found.processes > 1 else None

@@ -225,7 +225,7 @@ class Replica:
             raise ConfigError(
                 f"cluster.interface={request.interface}",
                 "This host has no such network interface.",
-                f"Here it may be {choices(there)}.",
+                f"Available: {choices(there)}.",
             )
         interface = request.interface or interface_of(request.address or self._channel.near)
         if interface is not None:

@@ -365,7 +365,7 @@ class Processes:
         self.close(lost=True)
         self.error = LostProcessError(
             f"{process} {self.how}",
-            f"A run ends where one of its processes does; checkpoints are whole.{fate.log}",
+            f"The run ends when one of its processes ends; its checkpoints are complete.{fate.log}",
             "The same command resumes the search.",
         )
         return self.error

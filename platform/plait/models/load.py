@@ -237,7 +237,7 @@ def _without_weights(found: _Found) -> PreTrainedModel:
         if type(found.config) in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise ModelError(
                 f"{name}: {type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')[:200]}",
-                "Its config.json must describe a model that this transformers can make.",
+                "Its config.json must describe a model that this version of transformers can build.",
                 CORRECT,
             ) from error
         raise ModelError(
@@ -365,8 +365,8 @@ def _ask(loader: Any, source: Source, **options: Any) -> Any:
         if "trust_remote_code" in str(error):
             raise ModelError(
                 f"model {source.name!r}: it needs the Python code in its files (auto_map)",
-                "Plait does not run code from a model's files, and this transformers lacks the model.",
-                "Use a model whose model_type transformers knows, or a newer transformers that has this one.",
+                "Plait does not run code from a model's files, and this transformers version lacks the model.",
+                "Use a model whose model_type transformers knows, or a newer version that has this one.",
             ) from error
         if "Weights only load failed" in str(error):
             raise ModelError(
@@ -386,6 +386,6 @@ def _check_dense(model: PreTrainedModel) -> None:
     if packed or getattr(model.config, "quantization_config", None):
         raise ModelError(
             f"{type(model).__name__}: {packed[0] if packed else 'a quantised configuration'}",
-            "Plait quantises weights itself, and does not read files of quantised ones.",
+            "Plait quantises weights itself, and does not read files that are already quantised.",
             "Use the unquantised model with model.quantise=nf4, or a GGUF file with model=gguf.",
         )

@@ -151,7 +151,7 @@ def _sides(
         if style not in SIDES or linear.fan_in_fan_out:
             raise ModelError(
                 f"{asked} with a model of type {config.model_type!r}: {linear.name} ({style})",
-                "Layers are sliced by transformers' plan of a family, which must say colwise or rowwise.",
+                "Layers are sliced by the family's plan in transformers, which must say colwise or rowwise.",
                 "Use cluster.pipeline, or a model such as Llama, Qwen3, Mistral or Gemma.",
             )
         found[linear.name] = SIDES[style]

@@ -72,7 +72,7 @@ def resolve_targets(
         raise ModelError(
             f"adapter.target_modules={target_modules!r} matches {beyond[0]}",
             "Only plain linear layers inside the decoder layers can have adapters, not routed experts.",
-            "Restrict it to those, as by an expression, or use 'all-linear', which skips the others.",
+            "Restrict it to those, for example by an expression, or use 'all-linear', which skips others.",
         )
     return tuple(name for name in names if any(match(name, entry) for entry in entries))
 

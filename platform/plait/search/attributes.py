@@ -196,8 +196,8 @@ def keep_weights(folder: Path, token: str, state: JobState, number: int, request
         raise SearchError(
             f"trial {number} has no saved weights yet",
             "A warm start needs a saved checkpoint.",
-            "`plait control NAME pause` saves all trials: clone it then, and `resume`. Or wait for its next "
-            "checkpoint (engine.checkpoint_minutes), or clone it without --warm.",
+            "`plait control NAME pause` saves all trials: then clone this one, and `resume`. Or wait for its "
+            "next checkpoint (engine.checkpoint_minutes), or clone it without --warm.",
         )
     copy = (folder / WARM_WEIGHTS / request).absolute()
     rule = "The weights for a warm clone are copied first."

@@ -335,7 +335,7 @@ def check_slices(settings: RunSettings, shape: ModelShape, jobs: Sequence[JobSpe
         if not VARIANTS.get(variant).fused:
             raise ConfigError(
                 f"adapter.variant={variant} with {slicing or 'cluster.shard_base=true'}",
-                "Each process has a part of every layer, and other variants than plain LoRA need all of it.",
+                "Each process has a part of every layer; variants other than plain LoRA need whole layers.",
                 "Leave one of them out.",
             )
 

@@ -110,7 +110,9 @@ def read_command(root: Path, name: str) -> RecordedCommand | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise StorageError(f"{path}: {error.strerror}", rule, "Only who started it can read it.") from error
+        raise StorageError(
+            f"{path}: {error.strerror}", rule, "Only the user who started it can read it."
+        ) from error
     except (ValueError, TypeError, KeyError) as error:
         remedy = "Give the `plait sweep` command again: it resumes the search and writes the file again."
         raise StorageError(f"{path}: the file is damaged", rule, remedy) from error

@@ -118,9 +118,9 @@ class _Body(_Spelled):
                 raise InputError(f"{name}={str(value)[:100]}", "This server does not support it.")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if len(stop) > 4:
-            raise InputError(f"{len(stop)} stop texts", "There may be four.")
+            raise InputError(f"{len(stop)} stop texts", "At most four are allowed.")
         if self.stream_options is not None and not self.stream:
-            raise InputError("stream_options without stream", "They are options of a stream.")
+            raise InputError("stream_options without stream", "They apply only to a stream.")
         wanted = self._new_tokens(most_new_tokens)
         first = secrets.randbits(63) if self.seed is None else self.seed
         one = Sampling(wanted, self.temperature, self.top_p, stop=stop, log_probabilities=self.scored)
@@ -135,7 +135,7 @@ class _Body(_Spelled):
             raise InputError(
                 f"{self.asked}={wanted}",
                 f"This server generates from 1 to {most} tokens for a request.",
-                "Ask for as many, or start it with `plait serve --max-new-tokens N`.",
+                "Ask for no more, or start it with `plait serve --max-new-tokens N`.",
             )
         return wanted
 

@@ -152,7 +152,7 @@ class Driver:
         if own > most:
             raise InputError(
                 f"{own} answers",
-                f"They wait together, and {most} may wait.",
+                f"At most {most} answers may wait.",
                 "Ask for fewer, or start the server with `plait serve --queue N`.",
             )
         with self._changed:

@@ -441,7 +441,8 @@ def needed_tokens(request: Request, max_length: int) -> int:
         if not request.scored < prompt <= max_length + 1:
             raise InputError(
                 f"{request.scored} scored tokens of {prompt}",
-                f"There is a token before them, and at most {max_length} before the last, the model's limit.",
+                f"At least one token must come before them, and at most {max_length}, the model's limit, "
+                "before the last.",
             )
         return prompt - 1
     if not 0 < prompt < max_length:

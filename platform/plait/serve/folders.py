@@ -86,7 +86,7 @@ class FolderAdapter:
         if _stamp(self.folder) != self.stamp:  # keys and values in the pool are those of the old weights
             raise InputError(
                 f"{self.folder} has changed",
-                "An adapter is the one that was in its folder when it was added.",
+                "An adapter's files must not change after it was added.",
                 "Remove the adapter, and add it again.",
             )
 
@@ -158,18 +158,18 @@ class FolderAdapters:
         if _stamp(folder) != stamp:  # what was checked and what was located may be of two files
             raise InputError(
                 f"{folder} has changed",
-                "An adapter's files stay as they are while it is added.",
+                "An adapter's files must not change while it is added.",
                 "Add it again.",
             )
         with self._lock:
             if name in self._adapters:
                 raise InputError(
-                    f"adapter {name!r}", "There is one with this name already.", "Remove it first."
+                    f"adapter {name!r}", "There is already an adapter with this name.", "Remove it first."
                 )
             if self._most is not None and len(self._adapters) >= self._most:
                 raise InputError(
                     f"adapter {name!r}",
-                    f"There are {self._most} adapters, which is the most.",
+                    f"There are already {self._most} adapters, the maximum.",
                     "Remove one first, or start the server with more: --max-adapters.",
                 )
             self._added += 1
@@ -192,8 +192,8 @@ class FolderAdapters:
         if trained not in (None, self._quantise):
             raise ModelError(
                 f"{folder}: trained with model.quantise={trained}",
-                f"The base model here has model.quantise={self._quantise}, with which it computes otherwise.",
-                "Serve the adapter apart.",
+                f"The base model here has model.quantise={self._quantise}, so its outputs differ.",
+                "Serve the adapter separately.",
             )
         if trained is None and self._quantise != WHOLE and not self._said_unknown:
             self._said_unknown = True

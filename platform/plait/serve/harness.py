@@ -90,12 +90,12 @@ def _not_loaded(names: Sequence[str], error: Exception, *, fetching: bool) -> Co
     if fetching and isinstance(error, OSError) and type(error) is not FileNotFoundError:
         return ConfigError(
             value,
-            "lm-eval knows the task, but its data could not be fetched; it is not on this machine either.",
+            "lm-eval knows the task, but its data is not on this machine and could not be fetched.",
             "Run this where the network reaches it, or copy the cache from there: HF_HOME names its folder.",
         )
     return ConfigError(
         value,
-        "lm-eval must know each task, and its rows must have what the task says.",
+        "lm-eval must know each task, and its rows must have the fields that the task uses.",
         "`lm-eval ls tasks` lists its own; --include FOLDER adds others.",
     )
 
@@ -352,7 +352,7 @@ class JointModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         unknown = sorted(set(options) - (SAMPLING_OPTIONS if sampled else GREEDY_OPTIONS))
         if unknown:
             raise ConfigError(
-                f"generation_kwargs: {', '.join(unknown)}", "Plait's engine does not have this."
+                f"generation_kwargs: {', '.join(unknown)}", "Plait's engine does not support this."
             )
         if options.get("do_sample") and "temperature" not in options:
             raise ConfigError(

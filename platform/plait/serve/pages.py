@@ -92,7 +92,7 @@ def _host_memory(size: int, free: int | None) -> mmap.mmap:
     try:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
-        raise CapacityError(pool, "The system does not give so much memory.", FEWER) from error
+        raise CapacityError(pool, "The system cannot allocate that much memory.", FEWER) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # the system has none
             memory.madvise(mmap.MADV_HUGEPAGE)
