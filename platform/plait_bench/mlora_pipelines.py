@@ -23,6 +23,10 @@ from plait_bench.inputs import OPTIONS, above_zero, at_least_one
 TURNS = 24  # simulated steps of each job
 OVER = ("LoRAPP", "time saved")  # over other systems: of its tokens a second, and of seconds
 WEIGHT_PASSES = 2.0  # operations of one weight on one token
+PASSES = 8  # of hidden states over a device's link in a layer of tensor parallelism, times (t - 1)/t
+PYTORCH_PASSES = (
+    21  # those of its artifact's benchmark: q, k, v, gate and up are summed apart, o's adapters besides
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,8 @@ class Model:
         vocabulary: words of the head; 0: head, embedding and whole layers are left out.
         moved: megabytes that a token's operators between products move in a layer, forward and backward.
         sliced: those on each device of tensor parallelism.
+        split: microbatches of a batch that are compared; 0: the first of the options' ``splits``.
+        slower: part of the devices' speed at which its products are tried, too; 0: they are not.
     """
 
     weights: float
@@ -41,6 +47,8 @@ class Model:
     vocabulary: int = 0
     moved: float = 0.0
     sliced: float = 0.0
+    split: int = 0
+    slower: float = 0.0
 
     def __post_init__(self) -> None:
         at_least_one(self, "hidden", "layers")
@@ -74,7 +82,7 @@ class PipelineOptions:
         jobs: trained at once; each number is simulated, null for as many as there are stages.
         tokens: of a global batch.
         length: tokens of a sample, for attention's products; 0 leaves them out.
-        splits: microbatches into which 1F1B splits a global batch; the first is what is compared.
+        splits: microbatches into which 1F1B and LoRAPP split a global batch; the first is what is compared.
         teraflops: of a device, which is assumed: with messages it decides what dominates.
         memory_gigabytes_per_s: of a device; null leaves out the operators between products.
         backward: seconds of a backward over those of a forward.
@@ -82,9 +90,7 @@ class PipelineOptions:
         crossings: times that a message crosses such a link: 2 through the host.
         logits: whether the last stage sends its logits to the first device, which computes the loss, as
             mLoRA's artifact does; a loss on the last device, as its text says, is simulated beside it.
-        without_logits: teraflops and gigabytes_per_s that are used there, if they are fitted; null: the same.
         value_bytes: of an activation.
-        spare: jobs more than stages where devices are compared; the first is what is compared.
         beside_others: whether LoRAPP stands beside tensor parallelism and FSDP, too.
     """
 
@@ -100,9 +106,7 @@ class PipelineOptions:
     gigabytes_per_s: float | None = None
     crossings: int = 1
     logits: bool = False
-    without_logits: tuple[float, float] | None = None
     value_bytes: int = 4
-    spare: tuple[int, ...] = (0,)
     beside_others: bool = False
 
     def __post_init__(self) -> None:
@@ -150,12 +154,12 @@ class Rates:
     """Tokens a second of one case.
 
     Attributes:
-        lorapp: of mLoRA's pipeline: jobs in turn, each batch whole.
+        lorapp: of mLoRA's pipeline by split: jobs in turn.
         alone: of 1F1B by split, one job after another.
         plait: of Plait's schedule, its batches split as is best for it; None beside another assumption.
     """
 
-    lorapp: float
+    lorapp: Mapping[int, float]
     alone: Mapping[int, float]
     plait: float | None
 
@@ -166,20 +170,24 @@ class Rates:
 
 def rates(model: Model, devices: int, jobs: int, asked: PipelineOptions, *, compared: bool = True) -> Rates:
     """Both systems' steady tokens a second, and Plait's of what is ``compared``."""
-    lorapp, alone = lorapp_rate(model, devices, jobs, asked), {}
+    lorapp, alone = {}, {}
     for split in asked.splits:
         batch = [Work((("job", 0),)) for _ in range(split)]
         one = simulate({0: _pipeline(batch, model, devices, split, OneFOneB([split]), asked)})
         alone[split] = asked.tokens / one.makespan
+        lorapp[split] = lorapp_rate(model, devices, jobs, split, asked)
     splits = {1, *asked.splits} if compared else ()
     own = max((_plaits(model, devices, jobs, split, asked) for split in splits), default=None)
     return Rates(lorapp, alone, own)
 
 
-def lorapp_rate(model: Model, devices: int, jobs: int, asked: PipelineOptions) -> float:
-    """Steady tokens a second of mLoRA's pipeline."""
-    works = [Work(((f"job{job}", turn),)) for turn in range(TURNS) for job in range(jobs)]
-    return _steady(simulate({0: _pipeline(works, model, devices, 1, BackwardFirst(), asked)}), jobs, asked)
+def lorapp_rate(model: Model, devices: int, jobs: int, split: int, asked: PipelineOptions) -> float:
+    """Steady tokens a second of mLoRA's pipeline, whose batches are split in so many microbatches."""
+    turns = ((f"job{job}", turn) for turn in range(TURNS) for job in range(jobs))
+    works = [Work((part,)) for part in turns for _ in range(split)]
+    return _steady(
+        simulate({0: _pipeline(works, model, devices, split, BackwardFirst(), asked)}), jobs, asked
+    )
 
 
 def _steady(run: Run, jobs: int, asked: PipelineOptions) -> float:
@@ -209,19 +217,21 @@ def _plaits(model: Model, devices: int, jobs: int, split: int, asked: PipelineOp
     ]
     message = asked.message(model, split)
     sent = [message if each.segments else 0.0 for each in found.microbatches] if message else ()
-    return _steady(simulate({0: Pipeline(works, seconds, found.order, sent)}), jobs, asked)
+    run = simulate({0: Pipeline(works, seconds, found.order, sent, ports=range(devices))})
+    return _steady(run, jobs, asked)
 
 
 def _pipeline(
     works: Sequence[Work], model: Model, devices: int, split: int, order: Order, asked: PipelineOptions
 ) -> Pipeline:
-    """mLoRA's pipeline, whose logits go to the first device as to one more stage."""
+    """mLoRA's pipeline, whose logits go to the first device as to one more stage at its port."""
     seconds = [[each] * len(works) for each in asked.stages(model, devices, split)]
-    message, sizes = asked.message(model, split), [1.0] * (devices - 1)
+    message, sizes, ports = asked.message(model, split), [1.0] * (devices - 1), [*range(devices)]
     if asked.logits:
         seconds.append([StageTime(0.0, 0.0)] * len(works))
         sizes.append(model.vocabulary / model.hidden)
-    return Pipeline(works, seconds, order, [message] * len(works) if message else (), sizes)
+        ports.append(0)
+    return Pipeline(works, seconds, order, [message] * len(works) if message else (), sizes, ports)
 
 
 @BENCHMARKS.register("mlora/pipelines")
@@ -235,63 +245,75 @@ def pipelines(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[s
     asked = build(PipelineOptions, options, OPTIONS)
     figures: list[Figure] = []
     for name, model in asked.models.items():
-        for devices in asked.devices:
-            counts = [each or devices for each in asked.jobs]
-            case = f"{name}, {devices} devices"
-            for loss, at in _losses(asked):
-                found = {count: rates(model, devices, count, at, compared=not loss) for count in counts}
-                figures += _case(case, found, at, loss)
+        for variant, at in _variants(model, asked):
+            by_devices = {}
+            for devices in asked.devices:
+                counts = [each or devices for each in asked.jobs]
+                case = f"{name}, {devices} devices"
+                found = {count: rates(model, devices, count, at, compared=not variant) for count in counts}
+                figures += _case(case, found, at, variant)
                 if asked.beside_others:
-                    figures += _over_others(case, model, devices, found, at, loss)
-        figures += _scaling(name, model, asked)
+                    figures += _over_others(case, model, devices, found, at, variant)
+                by_devices[devices] = found
+            figures += _scaling(name, by_devices, at, variant)
     assumed = f"{asked.teraflops:g} TFLOP/s a device, backward {asked.backward:g} times as long as forward"
     link = "take no time" if asked.gigabytes_per_s is None else f"at {asked.gigabytes_per_s:g} GB/s"
     return Report("mLoRA's pipelines", tuple(figures), (f"Assumed: {assumed}; messages {link}.",))
 
 
-def _losses(asked: PipelineOptions) -> list[tuple[str, PipelineOptions]]:
-    """Where the loss is computed, with what figures add to their names: first what is compared."""
+def _variants(model: Model, asked: PipelineOptions) -> list[tuple[str, PipelineOptions]]:
+    """The assumptions for a model, with what figures add to their names: first what is compared."""
+    if model.split:
+        others = (split for split in asked.splits if split != model.split)
+        asked = replace(asked, splits=(model.split, *others))
     cases = [("", asked)]
     if asked.logits:
-        teraflops, link = asked.without_logits or (asked.teraflops, asked.gigabytes_per_s)
-        last = replace(asked, logits=False, teraflops=teraflops, gigabytes_per_s=link)
-        cases.append((", loss on the last device", last))
+        cases.append((", loss on the last device", replace(asked, logits=False)))
+    if model.slower:
+        cases.append((", slower products", replace(asked, teraflops=asked.teraflops * model.slower)))
     return cases
 
 
-def _case(case: str, found: Mapping[int, Rates], asked: PipelineOptions, loss: str) -> list[Figure]:
+def _case(case: str, found: Mapping[int, Rates], asked: PipelineOptions, variant: str) -> list[Figure]:
     figures = []
-    for count, each in found.items():
-        label = f"{case}, {count} jobs"
-        for number, split in enumerate(asked.splits):
-            saved, ours = _saved(each.lorapp / each.alone[split]), _saved(each.over(each.alone[split]))
-            beside = "" if number == 0 else f", 1F1B in {split}"
-            note = f"LoRAPP {each.lorapp:,.0f}, 1F1B in {split} {each.alone[split]:,.0f} tokens/s"
-            name = f"{label}: time saved{beside}{loss}"
+    first = found[min(found)]
+    for split in asked.splits:
+        beside = _beside(split, asked, variant)
+        name = f"{case}: 1F1B{beside}"
+        figures.append(Figure(name, first.alone[split], "tokens/s", "simulated", plait=first.plait))
+        for count, each in found.items():
+            label, rate, alone = f"{case}, {count} jobs", each.lorapp[split], each.alone[split]
+            saved, ours = _saved(rate / alone), _saved(each.over(alone))
+            note = f"LoRAPP {rate:,.0f}, 1F1B {alone:,.0f} tokens/s, batches in {split}"
+            name = f"{label}: time saved{beside}"
             figures.append(Figure(name, saved, "%", "simulated", note=note, plait=ours))
-        first = found[min(found)]
-        gain, own = each.lorapp / first.lorapp, each.over(first.lorapp)
-        name = f"{label}: LoRAPP{loss}"
-        figures.append(Figure(name, each.lorapp, "tokens/s", "simulated", plait=each.plait))
-        if len(found) > 1:
-            name = f"{label}: tokens/s over {min(found)} jobs{loss}"
-            figures.append(Figure(name, gain, "×", "simulated", plait=own))
+            name = f"{label}: LoRAPP{beside}"
+            figures.append(Figure(name, rate, "tokens/s", "simulated", plait=each.plait))
     return figures
 
 
+def _beside(split: int, asked: PipelineOptions, variant: str) -> str:
+    """What names of figures end with: nothing for what is compared."""
+    return ("" if split == asked.splits[0] else f", in {split}") + variant
+
+
 def _over_others(
-    case: str, model: Model, devices: int, found: Mapping[int, Rates], asked: PipelineOptions, loss: str
+    case: str, model: Model, devices: int, found: Mapping[int, Rates], asked: PipelineOptions, variant: str
 ) -> list[Figure]:
-    """LoRAPP's tokens a second over those of tensor parallelism and of FSDP, by number of jobs."""
+    """Tokens a second of tensor parallelism and of FSDP, and LoRAPP's over them, by number of jobs."""
     figures = []
     for other, rate in _whole_model_rates(model, devices, asked).items():
-        for count, each in found.items():
-            note, own = f"{each.lorapp:,.0f} over {rate:,.0f} tokens/s", each.over(rate)
-            over, saved = (f"{case}, {count} jobs: {what} over {other}{loss}" for what in OVER)
-            figures += [
-                Figure(over, each.lorapp / rate, "×", "simulated", note=note, plait=own),
-                Figure(saved, _saved(each.lorapp / rate), "%", "simulated", plait=_saved(own)),
-            ]
+        figures.append(Figure(f"{case}: {other}{variant}", rate, "tokens/s", "simulated"))
+        for split in asked.splits:
+            beside = _beside(split, asked, variant)
+            for count, each in found.items():
+                own, gain = each.over(rate), each.lorapp[split] / rate
+                note = f"{each.lorapp[split]:,.0f} over {rate:,.0f} tokens/s"
+                over, saved = (f"{case}, {count} jobs: {what} over {other}{beside}" for what in OVER)
+                figures += [
+                    Figure(over, gain, "×", "simulated", note=note, plait=own),
+                    Figure(saved, _saved(gain), "%", "simulated", plait=_saved(own)),
+                ]
     return figures
 
 
@@ -308,36 +330,38 @@ def _whole_model_rates(model: Model, devices: int, asked: PipelineOptions) -> di
     """Tokens a second of systems that train one job on all devices, whose links are ``gigabytes_per_s``.
 
     Tensor parallelism adds up activations four times a layer, between products that wait for them, and has
-    the whole head on every device. FSDP trains a batch on each device. It gathers all weights, of as many
-    bytes a value as activations, for the forward and for the backward; the next layer's while one runs, or
-    late.
+    the whole head on every device; PyTorch adds up each product by itself, and adapters'. FSDP divides the
+    batch among devices. It gathers all weights, of as many bytes a value as activations, for the forward and
+    for the backward; the next layer's while one runs, or late.
     """
     bandwidth, passes = 1e9 * (asked.gigabytes_per_s or float("inf")), 1 + asked.backward
     head = asked.head(model)
     sliced = (model.layers * asked.layer(model, devices) + head) * asked.tokens * passes
     summed = tensor_parallel_bytes(model, devices, asked) / devices / bandwidth
-    forward = (model.layers * asked.layer(model) + head) * asked.tokens
+    forward = (model.layers * asked.layer(model) + head) * asked.tokens / devices
     backward, weights = forward * asked.backward, model.weights + 2 * model.head
     gathered = weights * asked.value_bytes * (devices - 1) / devices / bandwidth
     in_time = max(forward, gathered) + max(backward, gathered)
     return {
         "TP": asked.tokens / (sliced + summed),
-        "FSDP": devices * asked.tokens / in_time,
-        "FSDP, weights late": devices * asked.tokens / (forward + backward + 2 * gathered),
+        "TP, more sums": asked.tokens / (sliced + summed * PYTORCH_PASSES / PASSES),
+        "FSDP": asked.tokens / in_time,
+        "FSDP, weights late": asked.tokens / (forward + backward + 2 * gathered),
     }
 
 
-def _scaling(name: str, model: Model, asked: PipelineOptions) -> list[Figure]:
-    """Tokens a second by devices, over LoRAPP's on the fewest."""
+def _scaling(
+    name: str, found: Mapping[int, Mapping[int, Rates]], asked: PipelineOptions, variant: str
+) -> list[Figure]:
+    """Tokens a second by devices, over LoRAPP's on the fewest, with as many jobs as are first in ``jobs``."""
     figures = []
-    for number, spare in enumerate(asked.spare if len(asked.devices) > 1 else ()):
-        first, *others = asked.devices
-        base = lorapp_rate(model, first, first + spare, asked)
-        label = "" if number == 0 else f", {spare} jobs more"
+    first, *others = found
+    base = next(iter(found[first].values()))
+    for split in asked.splits if others else ():
         for devices in others:
-            found = rates(model, devices, devices + spare, asked)
-            case = f"{name}: tokens/s of {devices} devices over {first}{label}"
-            figures.append(Figure(case, found.lorapp / base, "×", "simulated", plait=found.over(base)))
+            each, rate = next(iter(found[devices].values())), base.lorapp[split]
+            case = f"{name}: tokens/s of {devices} devices over {first}{_beside(split, asked, variant)}"
+            figures.append(Figure(case, each.lorapp[split] / rate, "×", "simulated", plait=each.over(rate)))
     return figures
 
 
@@ -369,5 +393,4 @@ def communication(settings: RunSettings, jobs: Sequence[JobSpec], options: Mappi
 
 def tensor_parallel_bytes(model: Model, devices: int, asked: PipelineOptions) -> float:
     """Two all-reduces a layer forward and two backward, each of 2(t − 1)/t times the activations."""
-    reduces, ring = 4 * model.layers, 2 * (devices - 1)
-    return reduces * ring * asked.tokens * model.hidden * asked.value_bytes
+    return PASSES * model.layers * (devices - 1) * asked.tokens * model.hidden * asked.value_bytes

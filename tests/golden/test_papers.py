@@ -117,16 +117,28 @@ MOVED: dict[str, tuple[dict[str, Any], str, Any]] = {
         {"bench.options.steps": 2, "bench.options.capacities": {"xsum": 4096}, "bench.options.tried": [8192]},
         *("cluster.options.time.layer.0.fixed", 5e-2),
     ),
-    "mlora/adapters_scaling": ({}, "bench.options.gigabytes_per_s", 1),
+    "mlora/adapters_scaling": (
+        {"bench.options.splits": [4], "bench.options.jobs": [1, 2]},
+        *("bench.options.gigabytes_per_s", 1),
+    ),
     "mlora/bubble_ratio": (
         {f"bench.options.{key}": [2, 3] for key in ("stages", "jobs", "splits")},
         *("bench.options.shown", [[3, 2, 2]]),
     ),
     "mlora/communication": ({}, "bench.options.tokens", 2048),
-    "mlora/completion_4gpu": ({}, "bench.options.gigabytes_per_s", 1),
-    "mlora/gpu_scaling": ({}, "bench.options.gigabytes_per_s", 4),
-    "mlora/slow_network": ({}, "bench.options.teraflops", 28),
-    "mlora/throughput": ({}, "bench.options.teraflops", 28),
+    "mlora/completion_4gpu": (
+        {"bench.options.splits": [4, 8], "bench.options.jobs": [1, 4, 6]},
+        *("bench.options.gigabytes_per_s", 1),
+    ),
+    "mlora/gpu_scaling": (
+        {"bench.options.devices": [2, 4, 6], "bench.options.models.Llama-2-13B": None},
+        *("bench.options.gigabytes_per_s", 4),
+    ),
+    "mlora/slow_network": (
+        {"bench.options.splits": [8], "bench.options.jobs": [1, 2, 4]},
+        *("bench.options.teraflops", 28),
+    ),
+    "mlora/throughput": ({"bench.options.splits": [4]}, "bench.options.teraflops", 28),
     "mlora/launches": ({"bench.options.shapes": {"TinyLlama-1.1B": TINY}}, "bench.options.teraflops", 10),
     "mlora/memory_points": (
         {"bench.options.shapes": {"TinyLlama-1.1B": TINY}, "bench.options.points": [3]}
@@ -286,24 +298,28 @@ def test_headlines_are_as_recorded_and_fit_on_a_screen(name: str) -> None:
         assert value == (value if value is None else pytest.approx(recorded[name][key], rel=1e-4, abs=1e-9))
 
 
-def test_where_mloras_loss_is_computed_decides_what_its_smallest_model_gains() -> None:
-    found = {each.name: each for each in as_it_is("mlora/throughput").figures}
-    tiny = "TinyLlama-1.1B, 4 devices, {} jobs: LoRAPP over TP{}"
-    compared = found[tiny.format(4, "")]
-    last = [found[tiny.format(jobs, ", loss on the last device")].ours for jobs in (4, 6)]
-    assert compared.within
-    assert min(last) > 1.1 * 1.86
-    assert compared.result == "assumed"
-    figures = as_it_is("mlora/slow_network").figures
-    slow = {each.name: each.ours for each in figures}
-    seven, thirteen = (f"Llama-2-{size}, 8 devices, 8 jobs: LoRAPP" for size in ("7B", "13B"))
-    # its text: nearly the same time for both, as the same logits go through the slow network
-    assert slow[seven] == pytest.approx(slow[thirteen], rel=0.01)
-    assert slow[f"{seven}, loss on the last device"] > 1.5 * slow[f"{thirteen}, loss on the last device"]
-    # so that what only meets its 30 % with the loss there explains nothing
-    six = slow["Llama-2-7B, 8 devices, 6 jobs: time saved, loss on the last device"]
-    assert six == pytest.approx(30, rel=0.1)
-    assert [each.result for each in figures if each.headline] == ["outside, unexplained"]
+def test_mloras_slow_network_says_where_the_loss_is_computed_and_fsdps_batch() -> None:
+    found = {each.name: each.ours for each in as_it_is("mlora/slow_network").figures}
+    tiny, seven, thirteen = (
+        f"{model}, 8 devices" for model in ("TinyLlama-1.1B", "Llama-2-7B", "Llama-2-13B")
+    )
+    for model, hours in ((seven, 14.847), (thirteen, 15.307)):  # of its Figures 7e and 7f, most tasks
+        jobs = 4 if model == seven else 2
+        drawn = 7473 * 512 * 10 / (3600 * hours)
+        assert found[f"{model}, {jobs} jobs: LoRAPP"] == pytest.approx(drawn, rel=0.1)
+        assert found[f"{model}, {jobs} jobs: LoRAPP, loss on the last device"] > 2 * drawn
+    # 171 hours of its Figure 7d: a step, which is mostly weights, trains one batch, not one for each machine
+    drawn = 7473 * 512 * 10 / (170.9 * 3600)
+    assert found[f"{tiny}: FSDP"] == pytest.approx(drawn, rel=0.1)
+
+
+def test_mloras_tokens_a_second_on_more_devices_are_not_what_was_fitted() -> None:
+    figures = [each for each in as_it_is("mlora/gpu_scaling").figures if each.headline]
+    assert {each.result for each in figures if "7B" in each.name} == {"within"}
+    assert {each.result for each in figures if "TinyLlama" in each.name} == {"outside, explained"}
+    for each in figures:
+        assert isinstance(each.target, Published)
+        assert each.target.weak is None
 
 
 def test_every_file_that_can_be_run_is_tested() -> None:
@@ -362,10 +378,8 @@ def test_a_coefficient_or_a_parameter_moves_ours_and_nothing_published(name: str
 
 # Values that the paper leaves to an assumption which was chosen knowing them, and its own formulas.
 WEAK = {
-    "mlora/adapters_scaling": {"formula"},
     "mlora/communication": {"formula"},
     "mlora/completion_4gpu": {"assumed"},
-    "mlora/gpu_scaling": {"assumed"},
 }
 
 

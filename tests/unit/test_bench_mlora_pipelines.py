@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 
 from plait.core.errors import ConfigError
-from plait_bench.mlora_pipelines import Model, PipelineOptions, lorapp_rate
+from plait.core.settings import RunSettings
+from plait_bench.mlora_pipelines import Model, PipelineOptions, lorapp_rate, pipelines, rates
 
 SMALL = Model(weights=8e6, hidden=100, layers=8, vocabulary=20_000)  # the head is as two layers
 
@@ -22,7 +24,23 @@ def test_one_device_has_all_layers_and_the_head(logits: bool) -> None:
     asked = PipelineOptions(models={"small": SMALL}, devices=(1,), jobs=(1,), teraflops=1.0, logits=logits)
     assert SMALL.shares(1) == [8.0]
     # forward and backward, two operations of each of 8e6 weights and 2e6 of the head
-    assert lorapp_rate(SMALL, 1, 1, asked) == pytest.approx(1e12 / (2 * 2 * 10e6))
+    assert lorapp_rate(SMALL, 1, 1, 1, asked) == pytest.approx(1e12 / (2 * 2 * 10e6))
+
+
+def test_one_adapter_of_lorapp_is_1f1b_when_batches_are_split_alike() -> None:
+    even = Model(weights=8e6, hidden=100, layers=8)
+    asked = PipelineOptions(models={"even": even}, devices=(4,), jobs=(1,), splits=(4, 1))
+    found = rates(even, 4, 1, asked, compared=False)
+    assert found.lorapp == pytest.approx(found.alone)
+    assert found.lorapp[4] > 2 * found.lorapp[1]
+
+
+def test_a_model_can_have_a_split_of_its_own() -> None:
+    options = {"models": {"small": asdict(SMALL) | {"split": 2}}, "devices": [2], "jobs": [1]}
+    options |= {"splits": [4, 2], "tokens": 64}
+    found = {each.name: each.note for each in pipelines(RunSettings(), [], options).figures}
+    assert "batches in 2" in found["small, 2 devices, 1 jobs: time saved"]
+    assert "batches in 4" in found["small, 2 devices, 1 jobs: time saved, in 4"]
 
 
 @pytest.mark.parametrize("name", ["teraflops", "backward", "gigabytes_per_s", "memory_gigabytes_per_s"])

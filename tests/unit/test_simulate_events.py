@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -92,6 +93,22 @@ def test_links_send_messages_of_different_sizes() -> None:
         *((0, "forward", 0), (1, "forward", 11), (2, "forward", 42)),  # 10 and 30 between them
         *((2, "backward", 43), (1, "backward", 74), (0, "backward", 85)),
     ]
+
+
+def test_stages_that_share_a_port_send_one_after_another() -> None:
+    works = [work("a", 0), work("b", 0), work("c", 0)]
+    alone = Pipeline(works, [[StageTime(1, 1)] * 3] * 3, OneFOneB([3]), transfer=[10] * 3)
+    begins = []
+    for ports in ((), (0, 1, 2), (0, 1, 0)):
+        run = simulate({0: replace(alone, ports=ports)})
+        begins += [s.start for s in run.spans if (s.stage, s.kind, s.work) == (1, "backward", 0)]
+    # the last stage's first backward ends at 24; until 31 the second stage's port receives c from the first,
+    # which a link of its own would not hinder
+    assert begins == [34, 41, 41]
+    # the last stage sends through the first one's port: both directions of one device
+    both = Pipeline(works[:2], [[StageTime(1, 1)] * 2] * 3, OneFOneB([2]), transfer=[10] * 2, sizes=[1, 4])
+    ends = [simulate({0: replace(both, ports=ports)}).makespan for ports in ((0, 1, 2), (0, 1, 0))]
+    assert ends[0] <= ends[1]
 
 
 def test_orders_that_wait_for_each_other_are_refused() -> None:

@@ -21,6 +21,7 @@ from plait.cost.time import EMPTY, MicrobatchShape, StageTime
 Kind = Literal["forward", "backward"]
 Ready = Mapping[Kind, Collection[int]]  # microbatches whose inputs are available
 Key = tuple[str, int]  # a job and one of its steps
+Link = tuple[int, int, Kind | Literal["sends", "receives"]]  # of a replica: one to a stage, or a port
 
 
 class Action(NamedTuple):
@@ -113,6 +114,8 @@ class Pipeline:
         transfer: seconds in which a neighbour receives the result of each microbatch; overlaps with other
             work. A link sends one result after another, in each direction.
         sizes: of what each link sends, from the first stage's on, over that; empty: all are 1.
+        ports: of each stage, through which all that it sends and receives goes, one result at a time in each
+            direction; stages can share one. Empty: each link is by itself.
     """
 
     works: Sequence[Work]
@@ -120,6 +123,7 @@ class Pipeline:
     order: Order
     transfer: Sequence[float] = ()
     sizes: Sequence[float] = ()
+    ports: Sequence[int] = ()
 
     @property
     def stages(self) -> int:
@@ -177,7 +181,7 @@ class _Simulation:
         )
         self.waiting: dict[Key, list[tuple[int, int]]] = {}  # works that wait for a step
         self.blocked: Counter[tuple[int, int]] = Counter()  # number of steps that a work still waits for
-        self.links: dict[tuple[int, int, Kind], float] = {}  # until when a link sends, by what it leads to
+        self.links: dict[Link, float] = {}  # until when each sends
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.now: float = 0
         self.count = 0
@@ -253,9 +257,18 @@ class _Simulation:
         seconds = pipeline.transfer[action.work]
         if pipeline.sizes:
             seconds *= pipeline.sizes[target.index - (action.kind == "forward")]
-        link = (target.replica, target.index, action.kind)
-        self.links[link] = max(self.now, self.links.get(link, 0)) + seconds
-        self._at(self.links[link], lambda: self._ready(target, action))
+        used = self._links(target, action.kind)
+        end = max(self.now, *(self.links.get(link, 0) for link in used)) + seconds
+        self.links.update(dict.fromkeys(used, end))
+        self._at(end, lambda: self._ready(target, action))
+
+    def _links(self, target: _Stage, kind: Kind) -> list[Link]:
+        """What carries a neighbour's result to a stage: a link of its own, or a port at each end."""
+        replica, ports = target.replica, self.pipelines[target.replica].ports
+        if not ports:
+            return [(replica, target.index, kind)]
+        sender = target.index + (-1 if kind == "forward" else 1)
+        return [(replica, ports[sender], "sends"), (replica, ports[target.index], "receives")]
 
     def _ready(self, stage: _Stage, action: Action) -> None:
         stage.ready[action.kind].add(action.work)
