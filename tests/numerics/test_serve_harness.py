@@ -244,7 +244,7 @@ def test_data_out_of_reach_is_told_from_an_unknown_task(
     monkeypatch.setattr(TaskManager, "load", unreached)
     with pytest.raises(ConfigError, match="Couldn't reach 'openai/gsm8k'") as raised:
         load_tasks(["choices"], laboratory.tasks, shots=None, limit=None, chat=False)
-    assert "its data could not be fetched" in raised.value.rule
+    assert "its data is not on this machine and could not be fetched" in raised.value.rule
     assert "lm-eval ls tasks" not in str(raised.value)
 
 

@@ -217,7 +217,7 @@ def test_what_is_chosen_cannot_be_given(beside: dict[str, Any]) -> None:
         ),
         ({"processes": 2, "deployment": 2}, ["cluster.deployment=2\n", "Write cluster.deployment=[2]."]),
         ({"tensor": 2}, ["cluster.tensor=2 with cluster.processes=1", "takes 2 processes", "Use 2"]),
-        ({"processes": 3, "tensor": 2}, ["cluster.tensor=2 with cluster.processes=3", "a multiple of it"]),
+        ({"processes": 3, "tensor": 2}, ["cluster.tensor=2 with cluster.processes=3", "a multiple of 2"]),
         (
             {"processes": 6, "tensor": 2, "pipeline": 2},
             ["cluster.pipeline=2 and cluster.tensor=2 with cluster.processes=6", "takes 4 processes"],
