@@ -224,7 +224,7 @@ def test_what_is_chosen_cannot_be_given(beside: dict[str, Any]) -> None:
         ),
         (
             {"processes": 2, "deployment": (1, "2x2")},
-            ["cluster.deployment=[1,2x2] with cluster.processes=2", "take 5 processes", "Use 5"],
+            ["cluster.deployment=[1,2x2] with cluster.processes=2", "need exactly 5 processes", "Use 5"],
         ),
         (
             {"processes": 3, "deployment": (1, 2), "tensor": 2},
