@@ -120,7 +120,7 @@ def test_a_full_queue_and_one_that_is_too_slow_say_so() -> None:
 def test_each_answer_that_one_client_asks_for_has_its_place_in_the_queue() -> None:
     engine = Engine()
     driver = Driver(engine, most_waiting=4, most_seconds=5)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match=r"5 answers\n.* 4 may wait.\n.*--queue"):
+    with pytest.raises(InputError, match=r"5 answers\n.* 4 answers may wait.\n.*--queue"):
         asked(driver, 5)
     assert driver.counts.ended == {}, "it is wrong, not refused"
     engine.scheduler.waiting = 1
