@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -302,7 +303,7 @@ GOOD = {"model": "best", "prompt": "a", "max_tokens": 1, "temperature": 0}
         (b'{"model": "best", "max_tokens": 1, "prompt": "a", "n": "\\ud800"}', 422),
         (b'{"model": "best", "max_tokens": 1, "prompt": "a", "\\ud800": 1}', 422),
         (b"{", 422),
-        (b"[" * 2000, 400),
+        (b"[" * 2000, 400 if sys.version_info < (3, 12) else 422),  # newer ones read deeper
     ],
 )
 def test_bad_bodies_are_refused_in_openais_form(served: Served, body: Any, status: int) -> None:
