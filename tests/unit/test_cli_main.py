@@ -289,6 +289,21 @@ def test_output_that_a_full_disk_loses_is_an_error() -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("rest", "status"), [("--version >&-", 0), ("--version <&- >&- 2>&-", 0), ("nonsense 2>&-", 2)]
+)
+def test_a_program_may_start_with_closed_streams(rest: str, status: int) -> None:
+    """As some supervisors start programs; Python then has None in their place."""
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$0" -m plait {rest}', sys.executable],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (status, "", "")
+
+
 def test_a_reader_that_leaves_gets_no_traceback() -> None:
     reader, writer = os.pipe()
     os.close(reader)

@@ -16,7 +16,7 @@ from typing import Any
 
 from plait.cli.verbs import find, verbs
 from plait.core.errors import EXIT_DONE, EXIT_INTERRUPTED, FULL_ERROR, ConfigError, PlaitError, StorageError
-from plait.utils.program import Ending, seldom_collected
+from plait.utils.program import Ending, open_closed_streams, seldom_collected
 
 HELP = ("-h", "--help", "help")
 ALONE = (*HELP, "--version")  # options without a verb
@@ -33,6 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Without ``arguments``, it uses the program's own arguments, and the program ends with this call.
     """
     ending = Ending() if arguments is None else None
+    if ending is not None:
+        open_closed_streams()
     with _ended_by_signals(), _interrupts_kept(), seldom_collected():
         status = _main(list(sys.argv[1:] if arguments is None else arguments))
     if ending is not None:

@@ -39,6 +39,19 @@ class Ending:
             os._exit(self._status)
 
 
+def open_closed_streams() -> None:
+    """Give a program that was started with closed input or output (``>&-``, as some supervisors do) a stream
+    that is empty and takes all text. Otherwise Python has None in their place, and the first file that is
+    opened gets the number of the output, so that what a library prints would be written into it."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number: this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
+
+
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
