@@ -11,6 +11,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from plait.tracking.tables import GroupStepRow
+from plait.utils.counts import counted
 from plait_dashboards.style import BLUE, GREY, MARGIN, ORANGE, SCALE, figure, say
 from plait_dashboards.sweep import Floats, Sweep
 
@@ -256,7 +257,7 @@ def predictions_note(sweep: Sweep) -> str:
             size = np.abs(pairs.errors)
             said.append(
                 f"{what}: off by {np.median(size):.1%} in the median step, by {np.percentile(size, 95):.1%} "
-                f"at the 95th percentile ({len(size):,} steps)"
+                f"at the 95th percentile ({counted(len(size), 'step')})"
             )
     ruled = bytes_pairs(sweep.steps, by_rule=True)
     if ruled.iterations:
@@ -264,7 +265,7 @@ def predictions_note(sweep: Sweep) -> str:
         hidden = "; click in the legend to show them" if fitted.iterations else ""
         said.append(
             f"{BY_RULE}, before anything was fitted: {middle:.1f} times the measured value in the median "
-            f"step ({len(ruled.iterations):,} steps{hidden})"
+            f"step ({counted(len(ruled.iterations), 'step')}{hidden})"
         )
     return (
         "Error of the prediction: " + "; ".join(said) + ". On the dashed line, prediction and "
