@@ -107,6 +107,21 @@ def test_the_command_line_precedes_params_and_the_default_space(
     assert list(request.fixed) == fixed
 
 
+@pytest.mark.parametrize(
+    ("arguments", "keys"),
+    [
+        (["adapter.rank=4,8", "adapter.rank=2"], ["train.lr"]),
+        (["adapter.rank=2", "adapter.rank=4,8"], ["adapter.rank"]),
+        (["adapter.rank=4,8", "train.steps=5,6", "adapter.rank=16,32"], ["train.steps", "adapter.rank"]),
+    ],
+)
+def test_of_a_key_given_twice_the_last_counts(arguments: list[str], keys: list[str]) -> None:
+    found = space_of(*arguments)
+    assert [each.name for each in found.dimensions] == keys
+    if keys[-1] == "adapter.rank":
+        assert found.dimensions[-1] == space_of(arguments[-1]).dimensions[0]
+
+
 def test_the_command_line_overrides_the_file() -> None:
     request = read_request(["train.steps=5,6"], {"train.steps": "choice(3,4)"}, DEFAULTS)
     assert request.space.dimensions[0].domain == Choice((5, 6), ("5", "6"))

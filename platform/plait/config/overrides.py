@@ -51,8 +51,9 @@ def read_request(
 ) -> Request:
     """The space of a command line, of ``search.params``, or else of ``search.default_params``.
 
-    A key on the command line replaces the same key in ``params``. The defaults are used only if neither
-    sweeps anything, and then without the keys that have fixed values.
+    A key on the command line replaces the same key in ``params``. Of a key that is given several times the
+    last counts, as in Hydra. The defaults are used only if neither sweeps anything, and then without the keys
+    that have fixed values.
 
     Args:
         data_keys: keys of the data source, to be suggested if a key does not exist.
@@ -69,7 +70,8 @@ def read_request(
     ]
     overrides = [*given, *from_file]
     fixed = [item for item in overrides if not item.is_sweep_override()]
-    swept = [item for item in overrides if item.is_sweep_override()]
+    last = {_name(item): item for item in overrides}
+    swept = [item for item in overrides if item.is_sweep_override() and item is last[_name(item)]]
     if not swept:
         settled = {_name(item) for item in fixed}
         swept = [item for item in _params(default_params, loader) if _name(item) not in settled]
