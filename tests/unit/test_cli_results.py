@@ -104,7 +104,7 @@ def test_a_trial_whose_process_was_killed_before_its_run_was_made_is_listed(
     assert "plait resume mine" in shown.err
 
 
-def test_a_trial_whose_process_was_killed_is_orphaned_whatever_the_store_says(
+def test_a_trial_whose_process_was_killed_is_orphaned_or_paused_whatever_the_store_says(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = Location("sqlite:///x.db", Path("x"), None)
@@ -114,11 +114,17 @@ def test_a_trial_whose_process_was_killed_is_orphaned_whatever_the_store_says(
         return SearchResult("mine", JobState.RUNNING, (Objective("eval/loss"),), "r", "0", place, records)
 
     monkeypatch.setattr("plait.cli.leaderboard.read_search", lambda *_: result(JobState.RUNNING))
-    for known, title in ((JobState.ORPHANED, "mine (orphaned)"), (JobState.RUNNING, "mine (running)")):
+    titles = {
+        JobState.ORPHANED: "mine (orphaned)",
+        JobState.RUNNING: "mine (running)",
+        JobState.PAUSED: "mine (paused)",
+    }
+    for known, title in titles.items():
         monkeypatch.setattr("plait.search.stored.board_of_study", lambda *_, known=known: result(known))
         show(TrackingSettings(), "mine", "table", None, reverse=False)
         out, err = capsys.readouterr()
         assert out.startswith(title)
+        assert re.search(rf"1 +{known}", out)
         assert ("`plait resume mine` resumes the search" in err) == (known == JobState.ORPHANED)
 
 

@@ -74,23 +74,31 @@ def read_search(settings: TrackingSettings, name: str | None) -> SearchResult:
 
 
 def _with_study(settings: TrackingSettings, result: SearchResult) -> SearchResult:
-    """The search with what only its study knows: trials that have no run yet, and which are orphaned, because
-    a killed process tells the store nothing."""
+    """The search with what only its study knows: trials that have no run yet, and which are orphaned or were
+    paused, because a killed process tells the store nothing."""
     from plait.search.stored import board_of_study
 
     found = None
     if result.state != JobState.FINISHED:
         with suppress(StorageError):  # the study may be elsewhere
             found = board_of_study(settings, result.name)
-    names = {each.name for each in found.records if each.state == JobState.ORPHANED} if found else set()
+    states = {each.name: each.state for each in found.records} if found else {}
+    names = {name for name, state in states.items() if state == JobState.ORPHANED}
     orphan(result.records, names)
+    for record in result.records:
+        if record.state == JobState.RUNNING and states.get(record.name) == JobState.PAUSED:
+            record.state = JobState.PAUSED
     known = {record.name for record in result.records}
     left = (JobState.QUEUED, JobState.ORPHANED)
     begun = [each for each in found.records if each.state in left] if found else []
     more = (each for each in begun if each.name not in known)
     result = replace(result, records=(*result.records, *more))
-    if not names or any(record.state == JobState.RUNNING for record in result.records):
+    now = {record.state for record in result.records}
+    if JobState.RUNNING in now:
         return result
+    if not names:
+        stale = result.state == JobState.RUNNING and JobState.PAUSED in now
+        return replace(result, state=JobState.PAUSED) if stale else result
     resume = f"`plait resume {shlex.quote(result.name)}` resumes the search"
     print(f"Orphaned: the process that trained them is dead. {resume}.", file=sys.stderr)
     return replace(result, state=JobState.ORPHANED)
