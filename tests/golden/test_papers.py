@@ -493,11 +493,11 @@ def test_tensor_parallelism_is_slower_by_its_sums_and_fsdp_by_late_weights() -> 
     sliced = 2 * (products / 4 + last) + batch * 32 * 2.65e6 / memory  # the whole head on every device
     lorapp = ours["Llama-2-7B, 4 devices, 4 jobs: LoRAPP"]
     assert ours[case.format("TP")] == pytest.approx(lorapp / (batch / (sliced + summed)))
-    # a batch on each device, whose forward and backward take as long; embedding and head are gathered, too
-    work = 2 * (products + last) + batch * 32 * 4.76e6 / memory
+    # a batch over the devices, whose forward and backward take as long; embedding and head are gathered, too
+    work = (2 * (products + last) + batch * 32 * 4.76e6 / memory) / 4
     gathered = 2 * 0.75 * (6.48e9 + 2 * head) * 4 / link
-    assert ours[case.format("FSDP, weights late")] == pytest.approx(lorapp / (4 * batch / (work + gathered)))
-    assert ours[case.format("FSDP")] == pytest.approx(lorapp / (4 * batch / max(work, gathered)))
+    assert ours[case.format("FSDP, weights late")] == pytest.approx(lorapp / (batch / (work + gathered)))
+    assert ours[case.format("FSDP")] == pytest.approx(lorapp / (batch / max(work, gathered)))
 
 
 def test_what_lorafusions_artifact_says_of_its_runs_moves_its_systems() -> None:
