@@ -244,7 +244,7 @@ def _parser() -> Parser:
     add(
         "--host",
         default="127.0.0.1",
-        help=f"address to listen on; other machines can only reach it with {KEY}",
+        help=f"address to listen on; one that other machines reach needs {KEY}",
     )
     add("--port", type=int, default=8000, help="default: 8000")
     add("--max-new-tokens", type=int, default=1024, metavar="N", help="longest answer; default: 1024")

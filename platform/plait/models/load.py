@@ -365,7 +365,7 @@ def _ask(loader: Any, source: Source, **options: Any) -> Any:
         if "trust_remote_code" in str(error):
             raise ModelError(
                 f"model {source.name!r}: it needs the Python code in its files (auto_map)",
-                "Plait does not run code from a model's files, and this transformers version lacks it.",
+                "Plait does not run code from a model's files; this transformers version lacks the model.",
                 "Use a model whose model_type transformers knows, or a newer version that has this one.",
             ) from error
         if "Weights only load failed" in str(error):
