@@ -304,6 +304,26 @@ def test_a_program_may_start_with_closed_streams(rest: str, status: int) -> None
     assert (done.returncode, done.stdout, done.stderr) == (status, "", "")
 
 
+CLOSED = """
+import subprocess, sys
+from plait.utils.program import open_closed_streams
+
+open_closed_streams()
+print("\\udcff", sys.stdin.read())  # of a file's name that is no text
+child = "import os; [os.fstat(number) for number in range(3)]"
+raise SystemExit(subprocess.run([sys.executable, "-c", child]).returncode)
+"""
+
+
+def test_what_a_program_with_closed_streams_starts_has_open_ones() -> None:
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, CLOSED],
+        check=False,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.returncode == 0
+
+
 def test_a_reader_that_leaves_gets_no_traceback() -> None:
     reader, writer = os.pipe()
     os.close(reader)

@@ -41,15 +41,19 @@ class Ending:
 
 def open_closed_streams() -> None:
     """Give a program that was started with closed input or output (``>&-``, as some supervisors do) a stream
-    that is empty and takes all text. Otherwise Python has None in their place, and the first file that is
-    opened gets the number of the output, so that what a library prints would be written into it."""
+    that is empty and takes all text, and the programs that it starts likewise. Otherwise Python has None in
+    their place, and the first file that is opened gets the number of the output, so that what a library
+    prints would be written into it."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest free number: this one
+            os.set_inheritable(number, True)
         if getattr(sys, name) is None:
-            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
+            mode = "w" if number else "r"
+            stream = open(number, mode, errors="backslashreplace", closefd=False)  # noqa: SIM115
+            setattr(sys, name, stream)
 
 
 def _flush() -> None:
