@@ -135,6 +135,7 @@ def test_flags_that_only_show_the_configuration_are_recognised() -> None:
 
 def test_a_swept_key_with_quotes_is_still_an_override() -> None:
     assert show_space(["a=1", "train.x='a b',c"]) == ["a=1", r"++search.params={train.x: '\'a b\',c'}"]
+    assert show_space(["+a=1,2", "b=3", "a=4"]) == ["b=3", "a=4"], "the last counts"
 
 
 # ---- complaints ------------------------------------------------------------------------------------------

@@ -282,13 +282,17 @@ def shows_only(arguments: Sequence[str]) -> bool:
 
 
 def show_space(arguments: Sequence[str]) -> list[str]:
-    """The arguments with swept keys moved into ``search.params``, so that Hydra can show a search."""
+    """The arguments with swept keys moved into ``search.params``, so that Hydra can show a search. A space
+    that is followed by another value of its key is left out, as it does not count."""
     from plait.config.overrides import is_sweep
 
-    shown = []
+    shown, last = [], {argument.partition("=")[0].lstrip("+~"): argument for argument in arguments}
     for argument in arguments:
         key, _, value = argument.partition("=")
-        shown.append(_as_parameter(key, value) if is_sweep(argument) else argument)
+        if not is_sweep(argument):
+            shown.append(argument)
+        elif last[key.lstrip("+~")] is argument:
+            shown.append(_as_parameter(key, value))
     return shown
 
 
