@@ -105,10 +105,11 @@ def test_stages_that_share_a_port_send_one_after_another() -> None:
     # the last stage's first backward ends at 24; until 31 the second stage's port receives c from the first,
     # which a link of its own would not hinder
     assert begins == [34, 41, 41]
-    # the last stage sends through the first one's port: both directions of one device
-    both = Pipeline(works[:2], [[StageTime(1, 1)] * 2] * 3, OneFOneB([2]), transfer=[10] * 2, sizes=[1, 4])
-    ends = [simulate({0: replace(both, ports=ports)}).makespan for ports in ((0, 1, 2), (0, 1, 0))]
-    assert ends[0] <= ends[1]
+    # the first and the third stage are on one device, and what they send on goes through its one port
+    four = [work(job, 0) for job in "abcd"]
+    shared = Pipeline(four, [[StageTime(1, 1)] * 4] * 4, OneFOneB([4]), transfer=[10] * 4)
+    ends = [simulate({0: replace(shared, ports=ports)}).makespan for ports in ((0, 1, 2, 3), (0, 1, 0, 3))]
+    assert ends[0] < ends[1]
 
 
 def test_orders_that_wait_for_each_other_are_refused() -> None:
