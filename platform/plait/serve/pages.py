@@ -75,7 +75,8 @@ def _keep_freed() -> None:
     """Have the C library keep the memory that iterations free.
 
     By itself it returns the end of its heap to the system now and then, by chance of what lies there, and the
-    next prompts' layers take the same pages again and again.
+    next prompts' layers take the same pages again and again. In the main thread it then keeps ``KEPT_BYTES``,
+    in any other, as a server's, the one heap of 64 MiB that a thread cannot give back.
     """
     if sys.platform == "linux":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc has it, musl has not
