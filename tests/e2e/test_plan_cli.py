@@ -144,6 +144,7 @@ def test_the_tables_say_what_is_unknown(short: Short, capsys: pytest.CaptureFixt
     assert "trial-0002" in out
     assert "unknown" in out
     assert "Seconds are unknown: run `plait profile` on this machine first" in " ".join(out.split())
+    assert "trained on" not in out  # there is one replica
 
 
 @pytest.mark.parametrize(

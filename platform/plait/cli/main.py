@@ -109,7 +109,7 @@ def refusal(error: Exception) -> PlaitError:
     where = f"{FULL_ERROR}=1 shows where."
     if isinstance(error, OSError) and error.strerror:
         named = f"{error.filename}: " if error.filename is not None else ""
-        return StorageError(f"{named}{error.strerror}", "It cannot be read or written.", where)
+        return StorageError(f"{named}{error.strerror}", "A file could not be read or written.", where)
     if isinstance(error, RecursionError):
         return ConfigError("an input is nested too deeply", "No file or value needs this many levels.", where)
     if isinstance(error, UnicodeError):

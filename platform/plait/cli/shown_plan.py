@@ -72,18 +72,22 @@ def _predicted(outlook: Outlook) -> str:
 
 
 def _trials(outlook: Outlook) -> Table:
-    """Each trial with the values that distinguish it, and where it trains."""
+    """Each trial with the values that distinguish it, and where it trains if there are several replicas."""
+    shown = outlook.trials[:SHOWN]
+    headings = ["trial", "wave", "configuration", "trained on"]
+    if not any(each.replicas for each in shown):
+        del headings[-1]
     table = filled(
         "Trials",
-        ("trial", "wave", "configuration", "trained on"),
+        headings,
         (
             (
                 each.trial,
                 str(each.wave),
                 " ".join(f"{key}={short(value)}" for key, value in each.values.items()),
                 ", ".join(f"{name} {100 * share:.0f} %" for name, share in each.replicas.items()),
-            )
-            for each in outlook.trials[:SHOWN]
+            )[: len(headings)]
+            for each in shown
         ),
         left=("trial", "configuration", "trained on"),
     )
