@@ -24,9 +24,8 @@ TURNS = 24  # simulated steps of each job
 OVER = ("LoRAPP", "time saved")  # over other systems: of its tokens a second, and of seconds
 WEIGHT_PASSES = 2.0  # operations of one weight on one token
 PASSES = 8  # of hidden states over a device's link in a layer of tensor parallelism, times (t - 1)/t
-PYTORCH_PASSES = (
-    21  # those of its artifact's benchmark: q, k, v, gate and up are summed apart, o's adapters besides
-)
+# In mLoRA's benchmark of PyTorch q, k, v, gate and up are summed apart, and adapters' hidden states besides.
+PYTORCH_PASSES = 21
 
 
 @dataclass(frozen=True, slots=True)

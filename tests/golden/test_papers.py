@@ -27,11 +27,14 @@ from rich.console import Console
 import plait_bench.register  # noqa: F401
 from plait.config.build import job_of, plain, settings_of
 from plait.config.fields import build
+from plait.core.settings import RunSettings
 from plait.engine.build import settle_dtype
 from plait.utils.paths import conf_dir, sweeps_dir
+from plait_bench import mlora_pipelines
 from plait_bench.figures import Published, Report
 from plait_bench.inputs import DATA, shipped
 from plait_bench.lobra_tables import PROFILE_LACKS, THIRDS
+from plait_bench.mlora_pipelines import PipelineOptions, Rates, pipelines
 from plait_bench.papers import paper_files
 from plait_bench.pipelines import read_trace
 from plait_bench.run import Paper, PublishedEntry, beside_published, find_benchmark
@@ -311,6 +314,52 @@ def test_mloras_slow_network_says_where_the_loss_is_computed_and_fsdps_batch() -
     # 171 hours of its Figure 7d: a step, which is mostly weights, trains one batch, not one for each machine
     drawn = 7473 * 512 * 10 / (170.9 * 3600)
     assert found[f"{tiny}: FSDP"] == pytest.approx(drawn, rel=0.1)
+
+
+def test_mloras_tensor_parallelism_is_not_explained_by_what_another_cluster_cannot_do() -> None:
+    figures = {each.name: each for each in as_it_is("mlora/slow_network").figures}
+    tiny, seven = "TinyLlama-1.1B, 8 devices: TP", "Llama-2-7B, 4 devices: TP"
+    assert figures[f"{tiny}, more sums"].ours == pytest.approx(35.3, rel=0.1)
+    assert figures[tiny].result == "outside, unexplained"
+    options = composed("mlora/throughput")["bench"]["options"] | {"splits": [4], "jobs": [4]}
+    peak = pipelines(RunSettings(), [], options | {"gigabytes_per_s": 32})  # of PCIe 4.0 x16
+    assert next(each.ours for each in peak.figures if each.name == f"{seven}, more sums") < 0.9 * 1500
+
+
+# Hours of a task in mLoRA's Figures 7a to c, by number of tasks.
+HOURS = {
+    "TinyLlama-1.1B": (2.3103, 1.2266, 1.0504),
+    "Llama-2-7B": (8.337, 4.723, 4.499),
+    "Llama-2-13B": (14.695, 8.300),
+}
+
+
+def test_mloras_tokens_by_adapters_are_those_of_its_hours() -> None:
+    published = {each["name"]: each["value"] for each in composed("mlora/adapters_scaling")["published"]}
+    for model, hours in HOURS.items():
+        for jobs, each in enumerate(hours, start=1):
+            drawn = published[f"{model}, 4 devices, {jobs} jobs: LoRAPP"]
+            assert drawn == pytest.approx(7473 * 512 * 10 / (3600 * each), rel=1e-3)
+
+
+PIPELINES = [
+    f"mlora/{name}"
+    for name in ("adapters_scaling", "completion_4gpu", "gpu_scaling", "slow_network", "throughput")
+]
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_a_cut_file_of_mlora_has_a_figure_for_each_published_name(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is simulated decides no name, so rates that cost nothing do for the whole file."""
+
+    def alike(_model: object, _devices: int, _jobs: int, asked: PipelineOptions, **_: bool) -> Rates:
+        every = dict.fromkeys(asked.splits, 1.0)
+        return Rates(every, every, None)
+
+    monkeypatch.setattr(mlora_pipelines, "rates", alike)
+    run(composed(name), whole=True)
 
 
 def test_mloras_tokens_a_second_on_more_devices_are_not_what_was_fitted() -> None:
