@@ -349,10 +349,11 @@ PIPELINES = [
 
 
 @pytest.mark.parametrize("name", PIPELINES)
-def test_a_cut_file_of_mlora_has_a_figure_for_each_published_name(
+def test_a_whole_file_of_mlora_has_a_figure_for_each_published_name(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is simulated decides no name, so rates that cost nothing do for the whole file."""
+    """As ``run`` asserts; the other tests cut these files. What is simulated decides no name, so that rates
+    that cost nothing do."""
 
     def alike(_model: object, _devices: int, _jobs: int, asked: PipelineOptions, **_: bool) -> Rates:
         every = dict.fromkeys(asked.splits, 1.0)

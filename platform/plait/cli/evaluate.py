@@ -80,13 +80,7 @@ def _parser() -> Parser:
     add("--limit", type=int, metavar="N", help="the first N rows of each task; default: all")
     add("--shots", type=int, metavar="N", help="examples before each prompt; default: as the task says")
     add("--chat", action="store_true", help="prompts are messages in the chat template")
-    add(
-        "--trial",
-        type=int,
-        action="append",
-        metavar="N",
-        help="a trial; may be repeated; default: all finished",
-    )
+    parser.add_trials()
     add("--no-base", action="store_true", help="without the base model")
     add(
         "--pool-tokens",

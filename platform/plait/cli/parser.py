@@ -37,6 +37,11 @@ class Parser(argparse.ArgumentParser):
         usual = TrackingSettings().root
         self.add_argument("--root", type=as_path, default=usual, help=f"folder of the runs; default: {usual}")
 
+    def add_trials(self) -> None:
+        """Add ``--trial``, for all finished trials or those that are named."""
+        words = "a trial; may be repeated; default: all finished"
+        self.add_argument("--trial", type=int, action="append", metavar="N", help=words)
+
     def error(self, message: str) -> NoReturn:
         """Raise it, with the usage as the rule."""
         raise ConfigError(message, self.format_usage().strip(), f"`{self.prog} --help` explains them.")

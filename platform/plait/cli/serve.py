@@ -234,13 +234,7 @@ def _parser() -> Parser:
         metavar="SECONDS",
         help="longest time that a request waits for room; default: 60",
     )
-    add(
-        "--trial",
-        type=int,
-        action="append",
-        metavar="N",
-        help="a trial; may be repeated; default: all finished",
-    )
+    parser.add_trials()
     add(
         "--host",
         default="127.0.0.1",

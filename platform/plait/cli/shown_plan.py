@@ -72,7 +72,7 @@ def _predicted(outlook: Outlook) -> str:
 
 
 def _trials(outlook: Outlook) -> Table:
-    """Each trial with the values that distinguish it, and where it trains if there are several replicas."""
+    """Each trial with the values that distinguish it, and where it trains if the plan chooses that."""
     shown = outlook.trials[:SHOWN]
     headings = ["trial", "wave", "configuration", "trained on"]
     if not any(each.replicas for each in shown):
