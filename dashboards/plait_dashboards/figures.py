@@ -72,8 +72,8 @@ def _costs(sweep: Sweep) -> list[Shown]:
             "device-seconds",
             "Device-seconds by outcome and by adapter",
             "Measured",
-            "The time of a microbatch is divided among its adapters by tokens. Useful: spent on adapters "
-            "that finished.",
+            "The time of a microbatch is divided among its adapters by tokens. Time that was spent on "
+            "finished adapters is useful.",
             costs.device_seconds(sweep),
         ),
         Shown(
@@ -118,8 +118,8 @@ def _leaderboard_note(sweep: Sweep) -> str:
 
 def _left_out(sweep: Sweep) -> str:
     missing = len(sweep.records) - len(parameters.scored(sweep))
-    what = "all objectives" if len(sweep.objectives) > 1 else "an objective"
-    return f" Not shown, since they have no value for {what}: {missing}." if missing else ""
+    what = "values for all objectives" if len(sweep.objectives) > 1 else "an objective"
+    return f" Adapters without {what} are not shown: {missing}." if missing else ""
 
 
 def drawn_metrics(sweep: Sweep) -> list[str]:

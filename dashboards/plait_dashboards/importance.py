@@ -37,7 +37,7 @@ class Importance:
 
     shares: Mapping[str, float] = field(default_factory=dict)
     trials: int = 0
-    trouble: str = "No study was asked."
+    trouble: str = "The study was not read."
     step: int = 0
 
     @property
@@ -61,10 +61,10 @@ def _importance(study: optuna.Study) -> Importance:
         finished = len(trials)
         trials, step = _at_one_step(study, inside)
         if not trials:
-            rule = f"Importance needs {LEAST_TRIALS} finished trials, or as many with a value at one step."
+            rule = f"Importance needs {LEAST_TRIALS} finished trials, or {LEAST_TRIALS} measured at one step."
             return Importance(trials=finished, trouble=f"{rule} {finished} have finished.")
     if len({tuple(item.values) for item in trials}) == 1:
-        return Importance(trials=len(trials), trouble="All of these trials have the same objective.")
+        return Importance(trials=len(trials), trouble="The compared trials all have the same objective.")
     # It imports scikit-learn, half a second that a search with too few trials does not wait for.
     from optuna.importance import get_param_importances
 
@@ -76,7 +76,7 @@ def _importance(study: optuna.Study) -> Importance:
     except (ValueError, RuntimeError) as error:
         return Importance(trials=len(trials), trouble=str(error))
     if not shares or not all(math.isfinite(value) for value in shares.values()):
-        return Importance(trials=len(trials), trouble="No key was varied in all of these trials.")
+        return Importance(trials=len(trials), trouble="No key was varied in all of the compared trials.")
     return Importance(dict(sorted(shares.items(), key=lambda pair: -pair[1])), len(trials), "", step)
 
 

@@ -19,8 +19,8 @@ BINS = 300  # columns of the timeline at most
 NAMED_ROWS = 30  # adapters whose rows can all be labelled
 MOST_POINTS = 4_000  # of a scatter
 GIB = 2**30
-BY_RULE = "memory by rule (upper bound)"
-TO_PREDICT = "`plait profile`, with the search's settings, measures what later searches predict from."
+BY_RULE = "memory (model's shape, upper bound)"
+TO_PREDICT = "Run `plait profile` with the search's settings: later searches predict from its measurements."
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ def predictions(sweep: Sweep) -> go.Figure:
         ("seconds of a step (s)", [(seconds_pairs(sweep.steps), "seconds", BLUE, "circle")]),
         (
             "peak memory (GiB)",
-            [(ruled, BY_RULE, GREY, "circle-open"), (fitted, "memory by fit", ORANGE, "circle")],
+            [(ruled, BY_RULE, GREY, "circle-open"), (fitted, "memory (fitted model)", ORANGE, "circle")],
         ),
     )
     if not any(pairs.iterations for _, series in sides for pairs, *_ in series):
@@ -250,7 +250,7 @@ def _add_pairs(made: go.Figure, pairs: Pairs, column: int, *, name: str, marker:
 
 
 def predictions_note(sweep: Sweep) -> str:
-    """The errors in words; the rule's separately, because it is meant to be too high."""
+    """The errors in words; those of the upper bound separately, because it is meant to be too high."""
     said, fitted = [], bytes_pairs(sweep.steps)
     for what, pairs in (("seconds", seconds_pairs(sweep.steps)), ("memory", fitted)):
         if pairs.iterations:

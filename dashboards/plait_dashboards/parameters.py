@@ -168,8 +168,8 @@ def importance_note(sweep: Sweep) -> str:
         shares = isinstance(found.step, Share)
         when = f"after {found.step} of their steps" if shares else f"at step {found.step}"
         said = (
-            f"Estimated from the objective of {found.trials} trials {when}, those that were stopped early "
-            "included."
+            f"Estimated from the objective of {found.trials} trials {when}, including those that were "
+            "stopped early."
         )
     if found.few:
         said += " With so few trials this is only a hint; further trials may reverse the order."

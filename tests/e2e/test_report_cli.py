@@ -32,7 +32,7 @@ def test_the_report_of_a_real_search(
     page = tmp_path / "mine.html"
     assert main(["report", "mine", "--output", str(page)]) == 0
     text = page.read_text(encoding="utf-8")
-    assert "Importance needs 5 finished trials, or as many with a value at one step." in text
+    assert "Importance needs 5 finished trials, or 5 measured at one step." in text
     assert "iterations of the group. Each column is one iteration." in text
     assert "No group steps were recorded" not in text
 

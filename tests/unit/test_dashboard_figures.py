@@ -363,7 +363,7 @@ def test_missing_predictions_are_reported_in_their_panel(known: dict[str, float]
     (said,) = packing.predictions(sweep).layout.annotations
     no_bytes = "predicted_seconds" in known
     text = said.text.replace("<br>", " ")
-    assert text == "Not measured." if no_bytes else text.startswith("Not predicted. `plait profile`")
+    assert text == "Not measured." if no_bytes else text.startswith("Not predicted. Run `plait profile`")
     assert said.xref == ("x2 domain" if "predicted_seconds" in known else "x domain")
 
 

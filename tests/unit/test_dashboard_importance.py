@@ -57,7 +57,7 @@ def test_four_trials_have_no_importance(tmp_path: Path) -> None:
     study(tmp_path, 4)
     found = read_importance(None, tmp_path, "s")
     assert not found.shares
-    rule = "Importance needs 5 finished trials, or as many with a value at one step."
+    rule = "Importance needs 5 finished trials, or 5 measured at one step."
     assert found.trouble == f"{rule} 4 have finished."
 
 
@@ -108,7 +108,7 @@ def test_five_trials_have_one(tmp_path: Path) -> None:
 def test_equal_objectives_have_no_importance(tmp_path: Path) -> None:
     study(tmp_path, 5, constant=True)
     assert read_importance(None, tmp_path, "s") == Importance(
-        trials=5, trouble="All of these trials have the same objective."
+        trials=5, trouble="The compared trials all have the same objective."
     )
 
 

@@ -164,11 +164,11 @@ def test_the_memory_rule_is_not_counted_in_the_error_of_the_fit() -> None:
     both = sweep(steps=(*ruled, *fitted))
     said = packing.predictions_note(both)
     assert "memory: off by 1.0% in the median step, by 1.0% at the 95th percentile (10 steps)" in said
-    assert "memory by rule (upper bound), before anything was fitted: 2.0 times the measured value" in said
+    assert f"{packing.BY_RULE}, before anything was fitted: 2.0 times the measured value" in said
     made = packing.predictions(both)
     assert {dots.name: list(dots.customdata) for dots in made.data if dots.mode == "markers"} == {
-        "memory by rule (upper bound)": [1, 2],
-        "memory by fit": list(range(3, 13)),
+        "memory (model's shape, upper bound)": [1, 2],
+        "memory (fitted model)": list(range(3, 13)),
     }
     assert made.layout.showlegend
     assert [dots.visible for dots in made.data if dots.name == packing.BY_RULE] == ["legendonly"]
