@@ -361,6 +361,28 @@ def test_other_processes_jobs_are_on_the_board_while_the_search_runs(
         tracker.close()
 
 
+def test_what_another_process_did_last_comes_on_the_board_after_its_end(
+    settings: TrackingSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("plait.tracking.tracker.READ_PAUSE", 1e9)
+    monkeypatch.setattr("plait.tracking.tracker.READ_SHARE", 1e9)
+    first, second = worker(settings), worker(settings)
+    begin(first, 0)
+    begin(second, 1)
+    first.flush()
+    second._next_reading = 0.0
+    second._read_others()
+    end(first, 0)
+    first.end_search()
+    first.close()
+    second._next_reading = 0.0
+    second._read_others()
+    second.handle(GroupStep("g0", 1, ("trial-0001",), 1, 100, 0.5, None, 200))
+    assert second.board.jobs["trial-0000"].state == "finished"
+    second.end_search()
+    second.close()
+
+
 def test_nothing_is_read_where_no_other_process_is(
     settings: TrackingSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:

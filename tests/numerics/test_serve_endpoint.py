@@ -547,6 +547,14 @@ def test_adapters_come_and_go_while_the_server_runs(served: Served, tmp_path: Pa
     assert served.ask("/v1/completions", GOOD | {"model": "new"})[0] == 404
 
 
+def test_an_adapter_that_goes_while_a_request_comes_is_not_found(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FolderAdapters, "__contains__", lambda *_: True)
+    status, answer = served.ask("/v1/completions", GOOD | {"model": "gone"})
+    assert (status, answer["error"]["type"]) == (404, "not_found_error")
+
+
 def measured(served: Served) -> dict[str, float]:
     status, text = served.ask("/metrics")
     assert status == 200

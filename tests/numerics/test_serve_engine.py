@@ -273,6 +273,17 @@ def test_cancelled_requests_free_their_pages_at_once_and_change_no_other(served:
     assert engine.scheduler.pool.unused == engine.scheduler.pool.pages
 
 
+def test_completions_do_not_mind_what_others_left_in_the_engine(served: Served) -> None:
+    left, *own = served.requests(5)
+    engine = served.engine()
+    engine.add(left)
+    found = engine.complete(own)
+    assert [each.tokens for each in found] == [served.alone(each).tokens for each in own]
+    for _ in engine.fed(enumerate(own)):
+        break  # as where an error ends the caller
+    assert engine.idle, "what nobody waits for is cancelled"
+
+
 def test_pieces_of_a_text_are_the_whole_of_it(served: Served) -> None:
     requests = served.requests(16)
     for updates in join_at_random(served.engine(), requests).values():

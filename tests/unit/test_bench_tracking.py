@@ -1,6 +1,7 @@
 """The tracking benchmark, small: what it counts and checks is real, a store that lacks something is
 reported."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from plait.core.errors import ConfigError, StorageError
 from plait.core.jobs import AdapterSpec, JobSpec, TrainSpec
 from plait.core.settings import RunSettings, TrackingSettings
+from plait.tracking.ui import UiCommand
 from plait_bench.tracking_scale import Script, tracking_scale
 
 pytestmark = pytest.mark.usefixtures("temporary")
@@ -33,6 +35,16 @@ def test_a_store_that_lacks_a_point_is_reported(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Script, "kept", lambda script, points: whole(script, points) | {2})
     with pytest.raises(StorageError, match="points of"):
         tracking_scale(RunSettings(tracking=TrackingSettings(points=10)), JOBS, SMALL)
+
+
+def test_a_server_that_never_answers_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent(*_: object) -> UiCommand:
+        return UiCommand("http://127.0.0.1:9", (sys.executable, "-c", "import time; time.sleep(60)"))
+
+    monkeypatch.setattr("plait_bench.tracking_scale.ui_command", silent)
+    monkeypatch.setattr("plait.tracking.ui.START_SECONDS", 0)
+    with pytest.raises(StorageError, match=r"http://127.0.0.1:9: no answer"):
+        tracking_scale(RunSettings(), JOBS, SMALL | {"stores": ["server"]})
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from plait.cli.app import show_space, shows_only
 from plait.cli.hydra_errors import SPACES, explain, explain_fault
 from plait.cli.main import main
 from plait.cli.sweeping import merge
-from plait.config.overrides import read_request
+from plait.config.overrides import read_request, spaces
 from plait.core.errors import ConfigError
 from plait.core.settings import SearchSettings
 from plait.search.samplers import SAMPLERS
@@ -136,6 +136,8 @@ def test_flags_that_only_show_the_configuration_are_recognised() -> None:
 def test_a_swept_key_with_quotes_is_still_an_override() -> None:
     assert show_space(["a=1", "train.x='a b',c"]) == ["a=1", r"++search.params={train.x: '\'a b\',c'}"]
     assert show_space(["+a=1,2", "b=3", "a=4"]) == ["b=3", "a=4"], "the last counts"
+    assert spaces(["+a=1,2", "b=3,4", "a=4"]) == ["b=3,4"], "so `plait train` takes it"
+    assert spaces(["a=1", "a=2,3"]) == ["a=2,3"]
 
 
 # ---- complaints ------------------------------------------------------------------------------------------
@@ -242,6 +244,8 @@ def test_a_swept_key_with_quotes_is_still_an_override() -> None:
         (["sweep", "--nosuch"], ["--nosuch", "`plait sweep` has no such option", "KEY=VALUE"]),
         (["train", "--resolv"], ["--resolv", "Did you mean --resolve?"]),
         (["sweep", "--train.lr=1e-4"], ["--train.lr=1e-4", "Did you mean train.lr=1e-4?"]),
+        (["sweep", "--lr=1e-4"], ["--lr=1e-4", "Did you mean train.lr=1e-4?"]),
+        (["train", "--learning-rate", "1e-4"], ["--learning-rate", "Did you mean train.lr=?"]),
         (
             ["sweep", "model=tiny", "search.constraints={cost/device_seconds: '=< 60'}"],
             ["'=< 60'", "{cost/device_seconds: '<= 60'}"],

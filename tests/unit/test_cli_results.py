@@ -126,6 +126,9 @@ def test_a_trial_whose_process_was_killed_is_orphaned_or_paused_whatever_the_sto
         assert out.startswith(title)
         assert re.search(rf"1 +{known}", out)
         assert ("`plait resume mine` resumes the search" in err) == (known == JobState.ORPHANED)
+    monkeypatch.setattr("plait.cli.leaderboard.trains_here", lambda _: True)
+    show(TrackingSettings(), "mine", "table", None, reverse=False)
+    assert capsys.readouterr().out.startswith("mine (running)"), "its process has just begun or ended a trial"
 
 
 def test_a_queued_trial_is_shown_though_it_has_no_run_yet(

@@ -86,6 +86,16 @@ def test_a_module_that_cannot_be_imported_is_not_silently_left_out(modules: Path
             made.names()
 
 
+def test_the_name_of_what_another_module_adds_later_is_refused() -> None:
+    made: Registry[type] = Registry("shape", key="shape")
+    made.add_later("later", "shapes_of_later")
+    here = made.add("mine", EntryPoint)
+    for again in (lambda: made.add("later", here), lambda: made.add_later("mine", "shapes_of_later")):
+        with pytest.raises(ConfigError, match=r"shape '(later|mine)' of importlib") as caught:
+            again()
+        assert "shapes_of_later has a shape with this name" in str(caught.value)
+
+
 def test_what_is_added_later_is_known_before_its_module_is_imported(
     modules: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

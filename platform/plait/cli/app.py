@@ -17,14 +17,14 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from plait.cli.hydra_errors import explain, explain_fault
+from plait.cli.hydra_errors import explain, explain_fault, likely_keys
 from plait.cli.hydra_globals import VERSION_BASE, own_hydra
 from plait.cli.verbs import HELP
 from plait.config.build import key_of
 from plait.core.errors import EXIT_DONE, FULL_ERROR, ConfigError, PlaitError
 from plait.core.settings import TrackingSettings
 from plait.utils.paths import conf_dir, search_names, sweeps_dir
-from plait.utils.spelling import did_you_mean
+from plait.utils.spelling import NEAR, did_you_mean
 
 ROOT = "config"  # the file of conf/ that all commands compose
 JOB_LOGGING = "hydra/job_logging"  # the group with which Hydra sets up the process's logging
@@ -267,12 +267,13 @@ def _check_options(program: str, arguments: Sequence[str]) -> None:
     for word in arguments:
         name, _, value = word.partition("=")
         if name.startswith("-") and name not in OPTIONS:
-            given = name.lstrip("-")
-            own = did_you_mean(name, OPTIONS) or (f"Did you mean {given}={value}? " if value else "")
+            option = did_you_mean(name, OPTIONS, cutoff=NEAR)
+            keys = [] if option else likely_keys(name.lstrip("-").replace("-", "_"))
+            meant = f"Did you mean {' or '.join(f'{key}={value}' for key in keys)}? " if keys else option
             raise ConfigError(
                 word,
                 f"`{program}` has no such option.",
-                f"{own}Settings are KEY=VALUE, without dashes: `{program} --help` lists them.",
+                f"{meant}Settings are KEY=VALUE, without dashes: `{program} --help` lists them.",
             )
 
 
@@ -284,14 +285,14 @@ def shows_only(arguments: Sequence[str]) -> bool:
 def show_space(arguments: Sequence[str]) -> list[str]:
     """The arguments with swept keys moved into ``search.params``, so that Hydra can show a search. A space
     that is followed by another value of its key is left out, as it does not count."""
-    from plait.config.overrides import is_sweep
+    from plait.config.overrides import is_sweep, spaces
 
-    shown, last = [], {argument.partition("=")[0].lstrip("+~"): argument for argument in arguments}
+    shown, counting = [], spaces(arguments)
     for argument in arguments:
         key, _, value = argument.partition("=")
         if not is_sweep(argument):
             shown.append(argument)
-        elif last[key.lstrip("+~")] is argument:
+        elif argument in counting:
             shown.append(_as_parameter(key, value))
     return shown
 

@@ -23,7 +23,7 @@ from plait.config.overrides import is_sweep
 from plait.core.errors import ConfigError, choices
 from plait.data.sources import SOURCES
 from plait.utils.paths import conf_dir
-from plait.utils.spelling import did_you_mean
+from plait.utils.spelling import NEAR, did_you_mean
 
 # Names of a config group's choices, if the group's own name does not say.
 KINDS = {"data": "data source", "search/stopping": "stopping rule", "sweeps": "named search or benchmark"}
@@ -81,6 +81,11 @@ def explain(error: HydraException, arguments: Sequence[str]) -> ConfigError:
             "Use `plait sweep` for several.",
         )
     return _unlisted(error.__cause__, arguments) or _as_it_is(error)
+
+
+def likely_keys(name: str) -> list[str]:
+    """The keys of the default configuration that an option such as --lr means, if its name is near."""
+    return likely(name, _all_keys(name, ()), cutoff=NEAR)
 
 
 def explain_fault(error: Exception, arguments: Sequence[str]) -> ConfigError:

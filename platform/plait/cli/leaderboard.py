@@ -17,9 +17,11 @@ from rich.table import Table
 from plait.core.errors import ConfigError, StorageError, choices
 from plait.core.lifecycle import JobState
 from plait.core.settings import TrackingSettings
+from plait.search.locks import trains_here
 from plait.terminal.console import literal_console
 from plait.tracking.leaderboard import Cell, JobRecord, columns, orphan, to_csv, to_json
 from plait.tracking.results import SearchResult
+from plait.utils.paths import search_folder
 from plait.utils.spelling import did_you_mean
 
 FORMATS = ("table", "csv", "json")
@@ -98,6 +100,7 @@ def _with_study(settings: TrackingSettings, result: SearchResult) -> SearchResul
         return result
     if not names:
         stale = result.state == JobState.RUNNING and JobState.PAUSED in now
+        stale = stale and not trains_here(search_folder(settings.root, result.name))
         return replace(result, state=JobState.PAUSED) if stale else result
     resume = f"`plait resume {shlex.quote(result.name)}` resumes the search"
     print(f"Orphaned: the process that trained them is dead. {resume}.", file=sys.stderr)

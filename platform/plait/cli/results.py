@@ -89,7 +89,8 @@ def forget(arguments: Sequence[str]) -> int:
     parser = Parser(
         prog="plait forget",
         description="Delete a search: its folder with checkpoints and adapters, its study and its MLflow "
-        "runs. Lists what will be deleted and asks first.",
+        "runs. Lists what will be deleted and asks first. Hydra's folders with each trial's settings "
+        "(multirun and outputs) are kept.",
     )
     parser.add_argument("name", help="name of the search")
     parser.add_argument("--yes", action="store_true", help="do not ask")

@@ -29,7 +29,7 @@ from omegaconf._utils import get_omega_conf_dumper
 from omegaconf.errors import OmegaConfBaseException
 
 from plait.config.build import Config, check_keys, job_of, plain, settings_of
-from plait.config.overrides import is_sweep, read_request
+from plait.config.overrides import read_request, spaces
 from plait.core.errors import ConfigError, StorageError, choices
 from plait.core.jobs import JobSpec
 from plait.core.space import Space
@@ -179,7 +179,7 @@ def _train(config: DictConfig, arguments: Sequence[str], words: Sequence[str]) -
         InputError: anything wrong with it.
     """
     _check_launcher(config)
-    if swept := [each for each in arguments if is_sweep(each)]:
+    if swept := spaces(arguments):
         raise ConfigError(
             swept[0],
             "`plait train` trains one adapter, with one value for each key.",

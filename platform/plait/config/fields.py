@@ -14,7 +14,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from plait.core.errors import ConfigError, choices
-from plait.utils.spelling import alike
+from plait.utils.spelling import ALIKE, alike
 
 T = TypeVar("T")
 MISSING = "???"
@@ -95,10 +95,10 @@ def unknown_key(key: str, known: Sequence[str], elsewhere: Sequence[str] = ()) -
     )
 
 
-def likely(key: str, known: Iterable[str]) -> list[str]:
+def likely(key: str, known: Iterable[str], *, cutoff: float = ALIKE) -> list[str]:
     """The keys that an unknown one most likely means: by its name in other libraries, or by spelling."""
     named = ELSEWHERE.get(key.rpartition(".")[2])
-    return [named] if named else alike(key, known)
+    return [named] if named else alike(key, known, cutoff=cutoff)
 
 
 def convert(hint: Any, value: object, key: str) -> Any:

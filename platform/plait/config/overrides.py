@@ -27,7 +27,7 @@ from hydra.core.override_parser.types import (
 )
 from hydra.errors import HydraException
 
-from plait.config.build import JOB_GROUPS, JOB_SPECS, RUN_GROUPS, is_whole, takes_list
+from plait.config.build import JOB_GROUPS, JOB_SPECS, RUN_GROUPS, is_whole, key_of, takes_list
 from plait.config.fields import likely
 from plait.core.errors import ConfigError, SearchError
 from plait.core.space import Choice, Dimension, Domain, Real, Space, Value, Whole
@@ -87,6 +87,13 @@ def is_sweep(argument: str) -> bool:
         return bool(OverridesParser.create().parse_override(argument).is_sweep_override())
     except HydraException:
         return False
+
+
+def spaces(arguments: Sequence[str]) -> list[str]:
+    """The command-line arguments that sweep something; without those followed by another value of their key,
+    as they do not count."""
+    last = {key_of(argument): argument for argument in arguments}
+    return [each for each in arguments if last[key_of(each)] is each and is_sweep(each)]
 
 
 def read_setting(text: str) -> Any:

@@ -198,18 +198,25 @@ class Engine:
 
     def fed(self, requests: Iterable[tuple[Result, Request]]) -> Iterator[tuple[Result, Update]]:
         """The updates of requests, each with what came with the request; they are added as the queue empties.
+        Those that have not ended when the caller stops are cancelled. Requests that were in the engine
+        before run as well; their updates are not returned.
 
         Raises:
             InputError: as :meth:`add`.
         """
         left, known = iter(requests), dict[int, Result]()
-        while True:
-            for key, request in islice(left, max(0, AHEAD - self.scheduler.waiting)):
-                known[self.add(request)] = key
-            if self.idle:
-                return
-            for update in self.step():
-                yield known[update.request], update
+        try:
+            while True:
+                for key, request in islice(left, max(0, AHEAD - self.scheduler.waiting)):
+                    known[self.add(request)] = key
+                if self.idle:
+                    return
+                for update in self.step():
+                    if update.request in known:
+                        yield known[update.request], update
+        finally:
+            for number in known:
+                self.cancel(number)
 
     def run(self) -> Iterator[Update]:
         """Iterate until no request is left.

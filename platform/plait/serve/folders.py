@@ -29,6 +29,10 @@ Sizes = Mapping[str, tuple[int, int]]
 Stamp = tuple[tuple[int, int, int], ...]  # of each file: its number, bytes, and when it changed
 
 
+class NoAdapterError(InputError):
+    """No adapter has the name, or no longer."""
+
+
 @dataclass(frozen=True, slots=True)
 class FolderAdapter:
     """An adapter of a folder, as it was when it was added."""
@@ -207,18 +211,18 @@ class FolderAdapters:
         """Remove an adapter; requests that have it end as they would.
 
         Raises:
-            InputError: there is none with this name.
+            NoAdapterError: there is none with this name.
         """
         with self._lock:
             if name not in self._adapters:
-                raise InputError(f"adapter {name!r}", "There is no adapter with this name.")
+                raise NoAdapterError(f"adapter {name!r}", "There is no adapter with this name.")
             self._keys.remove(self._adapters.pop(name).key)
 
     def find(self, name: str) -> Adapter:
         """The adapter with this name."""
         with self._lock:
             if name not in self._adapters:
-                raise InputError(f"adapter {name!r}", "There is no adapter with this name.")
+                raise NoAdapterError(f"adapter {name!r}", "There is no adapter with this name.")
             return self._adapters[name]
 
     def knows(self, key: AdapterKey) -> bool:

@@ -36,7 +36,7 @@ from plait.models.base import BaseModel
 from plait.serve import metrics, requests
 from plait.serve.bodies import MOST_ANSWERS, AdapterBody, Answer, ChatBody, TextBody
 from plait.serve.driver import BusyError, Driver
-from plait.serve.folders import FolderAdapters
+from plait.serve.folders import FolderAdapters, NoAdapterError
 from plait.serve.requests import Completion, Update
 from plait.utils.paths import user_path
 from plait.utils.spelling import did_you_mean
@@ -387,6 +387,9 @@ def _add_errors(app: FastAPI) -> None:
     async def unusable(_: Request, error: Any) -> Response:
         return _error(422, str(error)[:1000])
 
+    async def unknown(_: Request, error: Any) -> Response:  # since it was found
+        return _error(404, str(error)[:1000])
+
     async def busy(_: Request, error: Any) -> Response:
         return _error(503, str(error), {"Retry-After": str(math.ceil(error.seconds))})
 
@@ -397,6 +400,7 @@ def _add_errors(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, refused)
     app.add_exception_handler(RequestValidationError, wrong)
     app.add_exception_handler(PlaitError, unusable)
+    app.add_exception_handler(NoAdapterError, unknown)
     app.add_exception_handler(BusyError, busy)
 
 

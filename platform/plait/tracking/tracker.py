@@ -135,6 +135,7 @@ class Tracker:
         self._own: set[str] = set()  # jobs that this process trains or has trained
         self._ended: dict[str, JobResult] = {}  # jobs that had already ended if it began without the store
         self._read: Sequence[JobRecord] = ()  # other processes' jobs, as read by the writer's thread
+        self._had_others = False  # when it last looked
         self._next_reading = time.monotonic() + READ_PAUSE
         self._next_watch = time.monotonic() + WATCH_PAUSE
 
@@ -279,7 +280,8 @@ class Tracker:
         if started is None or begun < self._next_reading:
             return
         self._next_reading = begun + READ_PAUSE
-        if started.log.others() or not started.run.whole:
+        had, self._had_others = self._had_others, started.log.others()
+        if had or self._had_others or not started.run.whole:  # once more after the last one's end
             self._read = self._stored_jobs()
             took = time.monotonic() - begun
             self._next_reading = begun + max(READ_PAUSE, took / READ_SHARE)

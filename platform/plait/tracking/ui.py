@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException
 from typing import IO
@@ -176,16 +176,20 @@ def serving(command: UiCommand, log: IO[bytes]) -> Iterator[subprocess.Popen[byt
 
 def _wait_for_answer(url: str, server: subprocess.Popen[bytes]) -> None:
     """Wait until the pages answer, the server has ended, or ``START_SECONDS`` have passed."""
-    address, until = urlsplit(url), time.monotonic() + START_SECONDS
-    while server.poll() is None and time.monotonic() < until:
-        try:
-            connection = HTTPConnection(address.hostname or HOST, address.port, timeout=1)
-            with closing(connection):
-                connection.request("GET", "/health")
-                connection.getresponse()
-                return
-        except (OSError, HTTPException):
-            time.sleep(LOOK_SECONDS)
+    until = time.monotonic() + START_SECONDS
+    while server.poll() is None and not answers(url) and time.monotonic() < until:
+        time.sleep(LOOK_SECONDS)
+
+
+def answers(url: str) -> bool:
+    """Whether the pages answer, within a second."""
+    address = urlsplit(url)
+    connection = HTTPConnection(address.hostname or HOST, address.port, timeout=1)
+    with closing(connection), suppress(OSError, HTTPException):
+        connection.request("GET", "/health")
+        connection.getresponse()
+        return True
+    return False
 
 
 def _end(server: subprocess.Popen[bytes]) -> None:

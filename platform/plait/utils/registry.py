@@ -45,7 +45,12 @@ class Registry(Generic[T]):
         self._loaded = False
 
     def add(self, name: str, entry: T) -> T:
-        """Register an entry. An existing name is replaced, so that a module can be loaded again."""
+        """Register an entry. An existing name is replaced, so that a module can be loaded again.
+
+        Raises:
+            ConfigError: the name is that of another module's entry that was registered to be added later.
+        """
+        self._check_place(name, entry, self._places.get(name))
         self._entries[name] = entry
         return entry
 
@@ -54,8 +59,23 @@ class Registry(Generic[T]):
         return lambda entry: self.add(name, entry)
 
     def add_later(self, name: str, module: str) -> None:
-        """Register an entry that this module adds: it is imported when the entry is first asked for."""
+        """Register an entry that this module adds: it is imported when the entry is first asked for.
+
+        Raises:
+            ConfigError: another module has added an entry with this name.
+        """
+        if name in self._entries:
+            self._check_place(name, self._entries[name], module)
         self._places[name] = module
+
+    def _check_place(self, name: str, entry: T, module: str | None) -> None:
+        own = getattr(entry, "__module__", module)
+        if own != module and module is not None:
+            raise ConfigError(
+                f"{self.kind} {name!r} of {own}",
+                f"{module} has a {self.kind} with this name.",
+                "Rename one of them, or uninstall the package that has it.",
+            )
 
     def remove(self, name: str) -> None:
         """Remove an entry, as tests do."""
