@@ -6,7 +6,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#ifdef __AVX512BF16__ /* which gcc and clang define where the processor has it */
+#ifdef __AVX512BW__ /* which gcc and clang define where the processor has it */
 #include <immintrin.h>
 #endif
 
@@ -40,6 +40,20 @@ static inline float sum_lanes(lanes all) {
     for (int i = 0; i < LANES / 2; i++) half[i] = all[i] + all[i + LANES / 2];
     for (int i = 0; i < LANES / 4; i++) half[i] += half[i + LANES / 4];
     return (half[0] + half[2]) + (half[1] + half[3]);
+}
+/* Of four, each as sum_lanes has it. */
+static inline void sum_four(float *sums, const lanes *all) {
+#ifdef __AVX512BW__
+    __m512 a = (__m512)all[0], b = (__m512)all[1], c = (__m512)all[2], d = (__m512)all[3];
+    __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xEE));
+    __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xEE));
+    __m512 each = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xDD));
+    each = _mm512_add_ps(each, _mm512_permute_ps(each, 0x4E));
+    each = _mm512_add_ps(each, _mm512_permute_ps(each, 0xB1));
+    for (int k = 0; k < 4; k++) sums[k] = each[4 * k];
+#else
+    for (int k = 0; k < 4; k++) sums[k] = sum_lanes(all[k]);
+#endif
 }
 static inline float store_f32(float value) { return value; }
 /* To the nearest, ties to even; NaN stays NaN. */
@@ -115,13 +129,15 @@ static inline int there(struct ranks of, int64_t site) { return of.table[2 * of.
                 for (int k = 0; k < FOUR; k++)                                                                  \
                     sums[r][k] = dot_##NAME(sums[r][k], x + r * x_stride + i, v[k] + i);                        \
         }                                                                                                       \
-        for (int r = 0; r < rows; r++)                                                                          \
+        for (int r = 0; r < rows; r++) {                                                                        \
+            float own[FOUR];                                                                                    \
+            sum_four(own, sums[r]);                                                                             \
             for (int k = 0; k < FOUR; k++) {                                                                    \
-                float sum = sum_lanes(sums[r][k]);                                                              \
                 for (int64_t j = i; j < features; j++)                                                          \
-                    sum += one_##NAME(x[r * x_stride + j]) * one_##NAME(v[k][j]);                               \
-                f[FOUR * r + k] = k < now.rank - now.first ? scale * sum : 0.0f;                                \
+                    own[k] += one_##NAME(x[r * x_stride + j]) * one_##NAME(v[k][j]);                            \
+                f[FOUR * r + k] = k < now.rank - now.first ? scale * own[k] : 0.0f;                             \
             }                                                                                                   \
+        }                                                                                                       \
     }                                                                                                           \
     /* out (rows, stride) += B f. */                                                                            \
     static inline __attribute__((always_inline)) void up_##NAME(                                                \
@@ -215,7 +231,100 @@ static inline int there(struct ranks of, int64_t site) { return of.table[2 * of.
 
 /* Write an adapter's vectors into the pool, rounded once if its type is the smaller. tensors (m, 4): twice the number
  * of the site in the table (sites, 2, rank), plus 1 for B; addresses of A (rank, in) or B (out, rank), to which shift
- * is added, and of the layer's pages; in or out. B's columns are copied in blocks of its rows, which then lie in the cache. */
+ * is added, and of the layer's pages; in or out. B's columns are copied in blocks of its rows, which then lie in the
+ * cache.
+ *
+ * What is written in bfloat16 goes past the caches by whole lines: else each line of a page would be read before it is
+ * overwritten. copied_ and turned_ do this for the first elements of a row of A, or of B's columns, and return how many
+ * they are; the rest is left to place_. */
+#ifdef __AVX512BW__
+enum { SIDE = 16, LINE = 2 * SIDE };
+/* SIDE elements, or some of them, as store_bf16 rounds, each in the upper half of a word. */
+static inline __m512i upper(__m512 values) {
+    __m512i bits = (__m512i)values, odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, odd), _mm512_set1_epi32(0x7FFF));
+    __mmask16 nan = _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
+    return _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7FC00000));
+}
+static inline __m512i upper_f32(const float *at, __mmask16 some) { return upper(_mm512_maskz_loadu_ps(some, at)); }
+static inline __m512i upper_bf16(const uint16_t *at, __mmask16 some) {
+    __m256i read = _mm512_castsi512_si256(_mm512_maskz_loadu_epi16(some, at));
+    return upper((__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(read), 16));
+}
+/* The upper halves of both, the first one's in the lower halves of the words. */
+static inline __m512i paired(__m512i first, __m512i second) {
+    return _mm512_mask_blend_epi16(0xAAAAAAAAu, _mm512_srli_epi32(first, 16), second);
+}
+static inline void put(uint16_t *at, __m512i line) {
+    if ((uintptr_t)at % sizeof line == 0)
+        _mm512_stream_si512((void *)at, line);
+    else
+        _mm512_storeu_si512(at, line);
+}
+/* Rows and columns of SIDE by SIDE words change places. */
+static inline void turn(__m512i *rows) {
+    __m512i half[SIDE];
+    for (int i = 0; i < SIDE; i += 2) {
+        half[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+        half[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+    }
+    for (int i = 0; i < SIDE; i += 4)
+        for (int j = 0; j < 2; j++) {
+            rows[i + 2 * j] = _mm512_unpacklo_epi64(half[i + j], half[i + j + 2]);
+            rows[i + 2 * j + 1] = _mm512_unpackhi_epi64(half[i + j], half[i + j + 2]);
+        }
+    for (int i = 0; i < 4; i++)
+        for (int j = 0; j < 2; j++) {
+            half[i + 8 * j] = _mm512_shuffle_i32x4(rows[i + 8 * j], rows[i + 8 * j + 4], 0x88);
+            half[i + 8 * j + 4] = _mm512_shuffle_i32x4(rows[i + 8 * j], rows[i + 8 * j + 4], 0xDD);
+        }
+    for (int i = 0; i < 8; i++) {
+        rows[i] = _mm512_shuffle_i32x4(half[i], half[i + 8], 0x88);
+        rows[i + 8] = _mm512_shuffle_i32x4(half[i], half[i + 8], 0xDD);
+    }
+}
+static inline void written(void) { _mm_sfence(); } /* before another thread is told */
+#define DEFINE_LINES(FROM, GIVEN)                                                                               \
+    static inline int64_t copied_##FROM##_bf16(uint16_t *to, const GIVEN *from, int64_t size) {                 \
+        int64_t i = 0;                                                                                          \
+        for (; i + LINE <= size; i += LINE) {                                                                   \
+            const __m256i low = _mm512_cvtepi32_epi16(_mm512_srli_epi32(upper_##FROM(from + i, 0xFFFF), 16));   \
+            const __m256i high = _mm512_cvtepi32_epi16(_mm512_srli_epi32(upper_##FROM(from + i + SIDE, 0xFFFF), 16));\
+            put(to + i, _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1));                              \
+        }                                                                                                       \
+        return i;                                                                                               \
+    }                                                                                                           \
+    static inline int64_t turned_##FROM##_bf16(uint16_t *pool, const int64_t *at, const GIVEN *from, int64_t size,\
+                                               int64_t rank) {                                                  \
+        int64_t first = 0;                                                                                      \
+        for (; first + LINE <= size; first += LINE)                                                             \
+            for (int64_t k = 0; k < rank; k += SIDE) {                                                          \
+                const int count = rank - k < SIDE ? (int)(rank - k) : SIDE;                                     \
+                const __mmask16 some = (__mmask16)((1u << count) - 1);                                          \
+                __m512i lines[SIDE];                                                                            \
+                for (int i = 0; i < SIDE; i++) {                                                                \
+                    const GIVEN *row = from + (first + 2 * i) * rank + k;                                       \
+                    lines[i] = paired(upper_##FROM(row, some), upper_##FROM(row + rank, some));                 \
+                }                                                                                               \
+                turn(lines);                                                                                    \
+                for (int i = 0; i < count; i++) put(pool + at[k + i] + first, lines[i]);                        \
+            }                                                                                                   \
+        return first;                                                                                           \
+    }
+DEFINE_LINES(f32, float)
+DEFINE_LINES(bf16, uint16_t)
+#else
+#define copied_f32_bf16(to, from, size) 0
+#define copied_bf16_bf16(to, from, size) 0
+#define turned_f32_bf16(pool, at, from, size, rank) 0
+#define turned_bf16_bf16(pool, at, from, size, rank) 0
+static inline void written(void) {}
+#endif
+#define copied_f32_f32(to, from, size) 0
+#define copied_bf16_f32(to, from, size) 0
+#define turned_f32_f32(pool, at, from, size, rank) 0
+#define turned_bf16_f32(pool, at, from, size, rank) 0
+
 #define DEFINE_PLACE(FROM, GIVEN, TO, TYPE)                                                                     \
     void place_##FROM##_##TO(const int64_t *tensors, int64_t m, int64_t shift, const int64_t *table,            \
                              int64_t rank) {                                                                    \
@@ -226,11 +335,13 @@ static inline int there(struct ranks of, int64_t site) { return of.table[2 * of.
             if (own[0] % 2 == 0) {                                                                              \
                 for (int64_t k = 0; k < rank; k++) {                                                            \
                     TYPE *restrict to = pool + at[k];                                                           \
-                    for (int64_t i = 0; i < size; i++) to[i] = store_##TO(one_##FROM(given[k * size + i]));     \
+                    const GIVEN *from = given + k * size;                                                       \
+                    for (int64_t i = copied_##FROM##_##TO(to, from, size); i < size; i++)                       \
+                        to[i] = store_##TO(one_##FROM(from[i]));                                                \
                 }                                                                                               \
                 continue;                                                                                       \
             }                                                                                                   \
-            for (int64_t first = 0; first < size; first += LANES) {                                             \
+            for (int64_t first = turned_##FROM##_##TO(pool, at, given, size, rank); first < size; first += LANES) {\
                 int64_t count = size - first < LANES ? size - first : LANES;                                    \
                 for (int64_t k = 0; k < rank; k++) {                                                            \
                     TYPE *restrict to = pool + at[k] + first;                                                   \
@@ -239,6 +350,7 @@ static inline int there(struct ranks of, int64_t site) { return of.table[2 * of.
                 }                                                                                               \
             }                                                                                                   \
         }                                                                                                       \
+        written();                                                                                              \
     }
 
 DEFINE_PLACE(f32, float, f32, float)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -386,8 +387,9 @@ class CellStore:
             StorageError: its weights cannot be read.
         """
         placement = self.layout.placement(adapter)
-        firsts = torch.tensor([*pages, 0]) * self.layout.elements  # the last one where there is no vector
-        offsets = upload(firsts[placement.page] + placement.inside, self._pool[0].device)
+        firsts = np.array([*pages, 0]) * self.layout.elements  # the last one where there is no vector
+        offsets = torch.from_numpy(firsts.take(placement.page.numpy()) + placement.inside.numpy())
+        offsets = upload(offsets, self._pool[0].device)
         placed = PooledAdapter(adapter.rank, adapter.scale, adapter.sites, offsets)
         if self._direct:
             self._place_directly(adapter, placed)

@@ -211,3 +211,33 @@ def test_vectors_are_written_where_the_tables_say_and_nowhere_else(dtype: torch.
         place_vectors(made.pool, made.adapters[0], weights)
     with pytest.raises(KernelError, match="compiled code"):
         place_vectors(AdapterPool(SITES, (torch.zeros(9).half(),) * 4), made.adapters[0], {})
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="compiled code is a CPU's")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shift", [0, 3], ids=["whole lines", "no whole lines"])
+def test_vectors_of_any_size_are_written_as_torch_rounds(
+    dtype: torch.dtype, given: torch.dtype, shift: int
+) -> None:
+    noise = torch.Generator().manual_seed(7)
+    odd = torch.tensor([0.0, 0.0, -torch.inf, torch.inf, -0.0, 1e-40, -torch.nan, 3.4e38, 1.00390625])
+    odd[:2] = torch.tensor([0x7FFFFFFF, 0x7F800001], dtype=torch.int32).view(torch.float32)  # NaN, too
+    for rank, size in ((1, 32), (8, 64), (15, 31), (16, 100), (17, 96), (40, 160)):
+        offsets = torch.arange(2 * rank).view(1, 2, rank) * 192 + shift
+        storage = torch.full((2 * rank * 192 + 64,), torch.nan, dtype=dtype)
+        begin = -storage.data_ptr() // storage.element_size() % 32  # without a shift vectors begin a line
+        storage = storage[begin:]
+        a = torch.randn(rank, size, generator=noise)
+        b = torch.randn(size + 8, rank, generator=noise)
+        for side in (a, b):
+            side.view(-1)[torch.randint(side.numel(), (9,), generator=noise)] = odd
+        a, b = a.to(given), b.to(given)
+        pool = AdapterPool((Site("q", 0, size, size + 8),), (storage,))
+        place_vectors(pool, PooledAdapter(rank, 1.0, frozenset("q"), offsets), {"q": (a, b)})
+        wanted = torch.full_like(storage, torch.nan)
+        for k in range(rank):
+            for side, vector in enumerate((a[k], b[:, k])):
+                first = int(offsets[0, side, k])
+                wanted[first : first + len(vector)] = vector.to(dtype)
+        assert torch.equal(storage.nan_to_num(9.0), wanted.nan_to_num(9.0)), "and nothing else is written"
