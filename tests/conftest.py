@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -123,3 +124,14 @@ def log_handlers() -> Iterator[None]:
     yield
     root.handlers[:] = handlers
     root.setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def torch_threads() -> Iterator[None]:
+    """Put the number of torch's threads back: more than cores that are free wait for each other, in all tests
+    that follow."""
+    torch = sys.modules.get("torch")
+    before = torch.get_num_threads() if torch else 0
+    yield
+    if torch and torch.get_num_threads() != before:
+        torch.set_num_threads(before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from processes import ForkedProcess
 
 from plait.core.errors import ConfigError, PlaitError
@@ -30,7 +31,9 @@ def _few_forked_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "start_process", ForkedProcess)
 
 
-def test_figures_are_reported_if_both_sides_train_alike() -> None:
+def test_figures_are_reported_if_both_sides_train_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []  # asked for, but not taken: on cores that are not free they wait for each other
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
     report = bench.replicas(SETTINGS, JOBS, {"rounds": 3, "commands": 5, "loss_tolerance": 1e-5})
     figures = {figure.name: figure for figure in report.figures}
     assert figures["tokens/s, 2 processes"].ours > 0
@@ -38,6 +41,7 @@ def test_figures_are_reported_if_both_sides_train_alike() -> None:
     assert 0 <= figures["no replica works"].ours <= figures["waiting, mean of the replicas"].ours < 100
     assert figures["an iteration, 2 processes, from each share"].how == "simulated"
     assert "Losses differ by at most" in report.assumptions[0]
+    assert set(threads) == {2}
 
 
 def test_no_speed_is_reported_if_both_sides_train_differently() -> None:
