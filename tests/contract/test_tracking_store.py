@@ -59,11 +59,27 @@ def postgresql(new_database: Callable[[], str]) -> str:
     return new_database()
 
 
-@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres), "server"])
-def tracking(request: pytest.FixtureRequest, tmp_path: Path) -> TrackingSettings:
+@pytest.fixture(
+    scope="module", params=["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres), "server"]
+)
+def store(request: pytest.FixtureRequest) -> str:
+    """The address of each kind of store."""
+    return str(request.getfixturevalue(request.param))
+
+
+@pytest.fixture
+def tracking(store: str, tmp_path: Path) -> TrackingSettings:
     """Settings of an empty experiment."""
-    uri = request.getfixturevalue(request.param)
-    return TrackingSettings(uri=uri, root=tmp_path, experiment=f"tests {tmp_path.name}")
+    return TrackingSettings(uri=store, root=tmp_path, experiment=f"tests {tmp_path.name}")
+
+
+@pytest.fixture(scope="module")
+def recorded(store: str, tmp_path_factory: pytest.TempPathFactory) -> TrackingSettings:
+    """Settings of an experiment with one search, for tests that only read it."""
+    folder = tmp_path_factory.mktemp("recorded")
+    settings = TrackingSettings(uri=store, root=folder, experiment=f"tests {folder.name}")
+    whole_search(settings)
+    return settings
 
 
 def client(settings: TrackingSettings) -> MlflowClient:
@@ -184,9 +200,8 @@ def artifact(settings: TrackingSettings, run: Run, path: str, folder: Path) -> s
 
 
 class TestWholeSearch:
-    def test_every_job_is_a_child_with_its_parameters_and_state(self, tracking: TrackingSettings) -> None:
-        whole_search(tracking)
-        parent, children = runs_of(tracking)
+    def test_every_job_is_a_child_with_its_parameters_and_state(self, recorded: TrackingSettings) -> None:
+        parent, children = runs_of(recorded)
         assert parent.info.status == "FINISHED"
         assert {name: run.info.status for name, run in children.items()} == {
             "trial-0000": "FINISHED",
@@ -203,47 +218,44 @@ class TestWholeSearch:
         assert (parameters["adapter.rank"], parameters["train.lr"]) == ("4", "0.0002")
         assert parameters["adapter.target_modules"] == '["q_proj", "k_proj", "v_proj", "o_proj"]'
 
-    def test_curves_have_their_names_and_steps(self, tracking: TrackingSettings) -> None:
-        whole_search(tracking)
-        _, children = runs_of(tracking)
+    def test_curves_have_their_names_and_steps(self, recorded: TrackingSettings) -> None:
+        _, children = runs_of(recorded)
         run, steps = children["trial-0000"], range(1, STEPS + 1)
-        assert curve(tracking, run, "train/loss") == [(step, 3.0 / step) for step in steps]
-        assert curve(tracking, run, "train/grad_norm") == [(step, 0.5 * step) for step in steps]
-        assert curve(tracking, run, "train/lr") == [(step, 1e-4) for step in steps]
-        assert curve(tracking, run, "train/tokens") == [(step, 100.0 * step) for step in steps]
-        assert curve(tracking, run, "throughput/tokens_per_s") == [(step, 400.0) for step in steps]
-        assert curve(tracking, run, "cost/device_seconds") == [(step, 0.25 * step) for step in steps]
-        assert curve(tracking, run, "eval/loss") == [(STEPS, 2.0)]
-        assert curve(tracking, run, "eval/accuracy") == [(STEPS, 0.25)]
-        assert curve(tracking, run, "job/completion_seconds") == [(STEPS, 42.0)]
-        assert curve(tracking, run, "objective") == [(STEPS, 2.0)]
+        assert curve(recorded, run, "train/loss") == [(step, 3.0 / step) for step in steps]
+        assert curve(recorded, run, "train/grad_norm") == [(step, 0.5 * step) for step in steps]
+        assert curve(recorded, run, "train/lr") == [(step, 1e-4) for step in steps]
+        assert curve(recorded, run, "train/tokens") == [(step, 100.0 * step) for step in steps]
+        assert curve(recorded, run, "throughput/tokens_per_s") == [(step, 400.0) for step in steps]
+        assert curve(recorded, run, "cost/device_seconds") == [(step, 0.25 * step) for step in steps]
+        assert curve(recorded, run, "eval/loss") == [(STEPS, 2.0)]
+        assert curve(recorded, run, "eval/accuracy") == [(STEPS, 0.25)]
+        assert curve(recorded, run, "job/completion_seconds") == [(STEPS, 42.0)]
+        assert curve(recorded, run, "objective") == [(STEPS, 2.0)]
 
-    def test_nothing_that_is_not_finite_is_sent(self, tracking: TrackingSettings) -> None:
-        whole_search(tracking)
-        _, children = runs_of(tracking)
+    def test_nothing_that_is_not_finite_is_sent(self, recorded: TrackingSettings) -> None:
+        _, children = runs_of(recorded)
         run = children["trial-0003"]
-        assert [step for step, _ in curve(tracking, run, "train/loss")] == [1, 2, 3, 4]
-        assert [step for step, _ in curve(tracking, run, "train/grad_norm")] == [1, 2, 3, 4, 5]
+        assert [step for step, _ in curve(recorded, run, "train/loss")] == [1, 2, 3, 4]
+        assert [step for step, _ in curve(recorded, run, "train/grad_norm")] == [1, 2, 3, 4, 5]
         assert run.data.tags["plait.diverged"] == "step 5: train/loss=nan"
         assert "objective" not in run.data.metrics
 
-    def test_the_parent_has_totals_best_and_facts(self, tracking: TrackingSettings, tmp_path: Path) -> None:
-        whole_search(tracking)
-        parent, _ = runs_of(tracking)
+    def test_the_parent_has_totals_best_and_facts(self, recorded: TrackingSettings, tmp_path: Path) -> None:
+        parent, _ = runs_of(recorded)
         metrics = parent.data.metrics
         assert metrics["train/tokens"] == 4 * 100 * STEPS
         assert metrics["cost/device_seconds"] == pytest.approx(4 * 0.25 * STEPS)
         assert (metrics["search/best"], metrics["search/best_trial"]) == (1.5, 1)
         assert (metrics["search/ended"], metrics["search/failed"]) == (4, 1)
         assert metrics["group/fill"] == pytest.approx(0.75)
-        fills = curve(tracking, parent, "group/fill")
+        fills = curve(recorded, parent, "group/fill")
         assert [step for step, _ in fills] == list(range(1, STEPS + 1))
         assert parent.data.tags["mlflow.note.content"] == "Best so far: trial-0001, objective 1.5"
         assert parent.data.params["search.trials"] == "4"
-        assert artifact(tracking, parent, "config.yaml", tmp_path) == "adapter:\n  rank: 8\n"
-        assert json.loads(artifact(tracking, parent, "plan.json", tmp_path)) == {"groups": 1}
-        assert "mlflow==" in artifact(tracking, parent, "packages.txt", tmp_path)
-        board = json.loads(artifact(tracking, parent, "leaderboard.json", tmp_path))
+        assert artifact(recorded, parent, "config.yaml", tmp_path) == "adapter:\n  rank: 8\n"
+        assert json.loads(artifact(recorded, parent, "plan.json", tmp_path)) == {"groups": 1}
+        assert "mlflow==" in artifact(recorded, parent, "packages.txt", tmp_path)
+        board = json.loads(artifact(recorded, parent, "leaderboard.json", tmp_path))
         assert [row[:3] for row in board["data"]] == [
             [1, "finished", 1.5],
             [0, "finished", 2.0],
@@ -254,76 +266,71 @@ class TestWholeSearch:
         assert sorted(tables) == ["group_steps.json", "leaderboard.json"]
 
     def test_a_recorded_search_is_read_as_a_leaderboard_and_exported(
-        self, tracking: TrackingSettings, tmp_path: Path
+        self, recorded: TrackingSettings, tmp_path: Path
     ) -> None:
-        whole_search(tracking)
-        result = load_search(tracking)
+        result = load_search(recorded)
         assert (result.name, result.state, result.objectives[0].metric) == ("demo", "finished", "eval/loss")
         assert [item.trial for item in result.records] == [1, 0, 2, 3]
         best = result.best
         assert best is not None
         assert (best.trial, best.step, best.tokens) == (1, STEPS, 100 * STEPS)
         assert best.parameters["adapter.rank"] == 4
-        record, folder = export(tracking, "demo", tmp_path / "out")
+        record, folder = export(recorded, "demo", tmp_path / "out")
         assert (record.trial, folder) == (1, tmp_path / "out")
         assert (folder / "adapter_model.safetensors").read_bytes() == bytes(range(256))
         assert (folder / "adapter_config.json").read_text() == '{"r": 2}'
-        record, folder = export(tracking, best.run_id, tmp_path / "by_id")
+        record, folder = export(recorded, best.run_id, tmp_path / "by_id")
         assert record.trial == 1
         with pytest.raises(SearchError, match="trial-0003 \\(failed\\) has no adapter"):
-            export(tracking, None, tmp_path / "none", trial=3)
+            export(recorded, None, tmp_path / "none", trial=3)
         with pytest.raises(SearchError, match=r"It has 0 \(finished\), 1 \(finished\), 2 \(pruned\)"):
-            export(tracking, None, tmp_path / "none", trial=9)
+            export(recorded, None, tmp_path / "none", trial=9)
         with pytest.raises(StorageError, match="does not overwrite"):
-            export(tracking, "demo", tmp_path / "out")
+            export(recorded, "demo", tmp_path / "out")
         (tmp_path / "file").write_text("x")
         with pytest.raises(StorageError, match="cannot be written there") as unwritable:
-            export(tracking, "demo", tmp_path / "file" / "in" / "it")
+            export(recorded, "demo", tmp_path / "file" / "in" / "it")
         assert str(tmp_path / "file" / "in" / "it") in unwritable.value.value
 
     def test_an_adapter_that_a_disk_has_no_room_for_is_not_fetched(
-        self, tracking: TrackingSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, recorded: TrackingSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        whole_search(tracking)
         monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=200))
         with pytest.raises(StorageError, match=r"out: 200 bytes are free on its disk\nThe adapter has 264\."):
-            export(tracking, "demo", tmp_path / "out")
+            export(recorded, "demo", tmp_path / "out")
         assert not (tmp_path / "out").exists()
 
     def test_an_export_that_is_refused_leaves_no_folder(
-        self, tracking: TrackingSettings, tmp_path: Path
+        self, recorded: TrackingSettings, tmp_path: Path
     ) -> None:
-        whole_search(tracking)
         before = set(tmp_path.iterdir())
         with pytest.raises(SearchError, match="nosuch"):
-            export(tracking, "nosuch", tmp_path / "new" / "out")
+            export(recorded, "nosuch", tmp_path / "new" / "out")
         assert set(tmp_path.iterdir()) == before
 
     def test_a_cache_that_cannot_be_written_is_named(
-        self, tracking: TrackingSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, recorded: TrackingSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        whole_search(tracking)
-        found = load_search(tracking, "demo")
+        found = load_search(recorded, "demo")
         assert found.best is not None
         (tmp_path / "file").touch()
         monkeypatch.setenv("PLAIT_CACHE", str(tmp_path / "file"))
         with pytest.raises(StorageError, match="name another folder for it: PLAIT_CACHE"):
-            trained.adapter_folder(found, found.best, tracking)
+            trained.adapter_folder(found, found.best, recorded)
 
     def test_a_damaged_adapter_in_the_cache_is_fetched_again(
-        self, tracking: TrackingSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, recorded: TrackingSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        whole_search(tracking)
-        found = load_search(tracking, "demo")
+        found = load_search(recorded, "demo")
         assert found.best is not None
         monkeypatch.setenv("PLAIT_CACHE", str(tmp_path / "cache"))
-        weights = trained.adapter_folder(found, found.best, tracking) / "adapter_model.safetensors"
+        weights = trained.adapter_folder(found, found.best, recorded) / "adapter_model.safetensors"
         save_file({"a": torch.zeros(8)}, weights)
         kept = weights.read_bytes()
-        trained.adapter_folder(found, found.best, tracking)
+        trained.adapter_folder(found, found.best, recorded)
         assert weights.read_bytes() == kept  # as nothing is wrong with it
         weights.write_bytes(kept[:-1])
-        trained.adapter_folder(found, found.best, tracking)
+        trained.adapter_folder(found, found.best, recorded)
         assert weights.read_bytes() == bytes(range(256))
 
     def test_an_unknown_search_is_an_error_that_lists_the_others(self, tracking: TrackingSettings) -> None:
