@@ -8,6 +8,7 @@ weight decay, lengths and seed.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ STEPS = 20
     ("family", "kernels", "dropout", "steps"),
     [
         ("llama", "reference", 0.1, 4),
-        ("llama", "grouped", 0.0, 6),
         ("llama", "grouped", 0.1, STEPS),
         ("gemma2", "grouped", 0.1, 6),
         ("gpt2", "grouped", 0.1, 6),
@@ -57,7 +57,7 @@ def trained_by_peft() -> Callable[[Laboratory, JobSpec, Weights], PeftRun]:
 
 @pytest.mark.parametrize(
     ("family", "backends", "steps"),
-    [("llama", ("reference", "grouped"), STEPS), ("gemma2", ("grouped",), 8), ("gpt2", ("grouped",), 8)],
+    [("llama", ("grouped",), STEPS), ("gemma2", ("grouped",), 8), ("gpt2", ("reference", "grouped"), 8)],
 )
 def test_joint_equals_peft(
     laboratory: Any, trained_by_peft: Any, family: str, backends: tuple[str, ...], steps: int
@@ -72,10 +72,10 @@ def test_joint_equals_peft(
 
 
 def test_replicas_train_as_peft(laboratory: Any, trained_by_peft: Any, tmp_path: Path) -> None:
-    lab = laboratory("llama")
-    jobs = lab.group(steps=STEPS)  # after few steps an update is small, and PEFT's rounding counts for more
+    lab = laboratory("gpt2")
+    jobs = lab.group(steps=8)
     unlike: dict[str, Any] = {"capacities": (160, 128), "speeds": (2.0, 0.5)}
-    with fleet(2, TINY, ENGINE, tmp_path / "processes", **unlike) as worker:
+    with fleet(2, replace(TINY, family="gpt2"), ENGINE, tmp_path / "processes", **unlike) as worker:
         found = lab.run(jobs, worker=worker, cluster=ClusterSettings(processes=2, **unlike))
     start = lab.undisturbed(jobs, kernels="grouped").start
     for job in jobs:

@@ -24,7 +24,7 @@ from plait.models.load import inspect_model
 from plait.models.slices import layer_slices
 from plait.models.targets import layer_of, resolve_targets
 
-STEPS = 6
+STEPS = 5
 
 
 def shape(tensor: int, pipeline: int = 1) -> dict[str, Any]:
@@ -35,21 +35,15 @@ def cluster(tensor: int, pipeline: int = 1) -> ClusterSettings:
     return ClusterSettings(processes=tensor * pipeline, **shape(tensor, pipeline))
 
 
-@pytest.mark.parametrize(
-    ("family", "own", "first_job", "steps"), [("llama", (2, 2), 0, 20), ("gemma2", (4, 1), 1, 10)]
-)
-def test_slices_and_stages_train_as_one_process_does(
-    laboratory: Any, tmp_path: Path, family: str, own: tuple[int, int], first_job: int, steps: int
-) -> None:
-    lab = laboratory(family)
-    # After few steps an update is small beside its rounding.
-    jobs = lab.group(dropout=0.1, steps=steps)[first_job::3]
+def test_slices_and_stages_train_as_one_process_does(laboratory: Any, tmp_path: Path) -> None:
+    lab, own = laboratory("llama"), (2, 2)
+    jobs = lab.group(dropout=0.1, steps=STEPS)[::3]
+    jobs[1] = with_train(jobs[1], eps=1e-5)  # else AdamW's first steps turn rounding into whole steps
     alone = lab.undisturbed(jobs, kernels="grouped")
-    model = saved(replace(TINY, family=family), tmp_path / "model")  # read by parts
-    with fleet(own[0] * own[1], model, ENGINE, tmp_path / "processes", **shape(*own)) as worker:
+    model = saved(TINY, tmp_path / "model")  # read by parts
+    with fleet(4, model, ENGINE, tmp_path / "processes", **shape(*own)) as worker:
         first = lab.run(jobs, worker=worker, cluster=cluster(*own))
-        if own[1] > 1:
-            assert_same_bits(lab.run(jobs, worker=worker, cluster=cluster(*own)), first, jobs)
+        assert_same_bits(lab.run(jobs, worker=worker, cluster=cluster(*own)), first, jobs)
     assert_same(first, alone, jobs)
 
 
@@ -65,7 +59,7 @@ def test_replicas_in_slices_beside_others_train_as_one_process_does(
     capacities: tuple[int, ...],
 ) -> None:
     lab = laboratory(family)
-    jobs = lab.group(dropout=0.1, steps=10)[::2]
+    jobs = lab.group(dropout=0.1, steps=STEPS)[::2]
     alone = lab.undisturbed(jobs, kernels="grouped")
     given: dict[str, Any] = {"deployment": deployment, "capacities": capacities, "join_seconds": 240.0}
     count = len(capacities)
@@ -80,10 +74,10 @@ def test_replicas_in_slices_beside_others_train_as_one_process_does(
 
 def test_slices_train_as_solo_and_as_peft(laboratory: Any, tmp_path: Path) -> None:
     lab = laboratory("gemma2")
-    jobs = lab.group()[1:4:2]  # after few steps an update is small, and PEFT's own rounding counts for more
-    model = replace(TINY, family="gemma2")
-    with fleet(2, model, ENGINE, tmp_path / "processes", **shape(2)) as worker:
-        found = lab.run(jobs, worker=worker, cluster=cluster(2))
+    jobs = lab.group(steps=8)[1::3]  # PEFT's own rounding counts for more after few steps
+    model = saved(replace(TINY, family="gemma2"), tmp_path / "model")
+    with fleet(4, model, ENGINE, tmp_path / "processes", **shape(4)) as worker:
+        found = lab.run(jobs, worker=worker, cluster=cluster(4))
     solo = lab.solo(jobs, kernels="grouped")
     for job in jobs:
         assert_same(found, solo[job.name], [job])
@@ -149,11 +143,11 @@ def test_interrupted_and_resumed_with_another_number_of_slices(laboratory: Any, 
     alone = lab.undisturbed(jobs, kernels="grouped")
     parts: list[History] = []
     resume: dict[str, Path] = {}
-    for turn, own in enumerate([(2, 1), (4, 1), (1, 2)]):
+    for turn, own in enumerate([(4, 1), (2, 2)]):
         with fleet(own[0] * own[1], TINY, ENGINE, tmp_path / str(turn), **shape(*own)) as worker:
             run = partial(lab.run, jobs, worker=worker, cluster=cluster(*own))
-            parts.append(run(resume_from=resume, between=stopping(2 if turn < 2 else None)))
+            parts.append(run(resume_from=resume, between=stopping(2 if turn == 0 else None)))
         resume = parts[-1].checkpoints
     for job in jobs:
-        assert [len(part.losses(job.name)) for part in parts] == [2, 2, STEPS - 4]
+        assert [len(part.losses(job.name)) for part in parts] == [2, STEPS - 2]
     assert_same(reduce(History.before, parts), alone, jobs)
