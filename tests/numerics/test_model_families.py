@@ -99,7 +99,9 @@ OWN: dict[str, dict[str, Any]] = {
     "dory": {"n_input_layers": 1, "n_output_layers": 0},
     "falcon": {"head_dim": None},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
-    "longcat_flash": LATENT | {"head_dim": 8},
+    "longcat_flash": LATENT
+    | {"head_dim": 8, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 32}
+    | {"zero_expert_num": 2, "moe_topk": 2},
     "lfm2_moe": {"layer_types": ["full_attention", "full_attention"]},
     "mamba2": {"num_heads": 8},
     "olmoe": {"num_key_value_heads": 4},
@@ -109,6 +111,7 @@ OWN: dict[str, dict[str, Any]] = {
         **{"is_decoder": True, "attn_layers": ["local", "local"]},
         **{"axial_pos_embds_dim": (32, 32), "axial_pos_shape": (8, 12)},
     },
+    "xlm": {"emb_dim": 64, "n_heads": 4},
     "zamba": {"num_hidden_layers": 12, "attn_layer_period": 6, "attn_layer_offset": 4},
     "zamba2": {"num_hidden_layers": 2, "layers_block_type": ["mamba", "hybrid"]},
     "zaya": {"num_experts_per_tok": 1},
