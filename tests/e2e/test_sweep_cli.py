@@ -257,7 +257,9 @@ def test_whole_groups_and_lists_are_swept(folder: Path, short: Short, trials: Tr
     (mine / "rows.yaml").write_text("defaults: [jsonl]\npath: rows.jsonl\n")
     (mine / "sums.yaml").write_text("defaults: [reasoning_gym]\ntask: chain_sum\n")
     arguments[0] = "data=rows,sums"
-    assert main(["sweep", "--config-dir", "conf", *keys, "adapter.rank=2", *arguments]) == 0
+    named = [*keys, "adapter.rank=2", *arguments, "search.name=own"]
+    assert main(["sweep", "--config-dir", "conf", *named]) == 0
+    assert main(["resume", "own"]) == 0, "it composes the same groups"
     points = {(item.params["data"], item.params["adapter.target_modules"]) for item in trials(folder)}
     assert points == {
         (data, target) for data in ("rows", "sums") for target in ("[q_proj]", "[k_proj,v_proj]")

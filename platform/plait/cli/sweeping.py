@@ -37,6 +37,7 @@ from plait.data.loading import check_jobs
 from plait.distributed.places import find_place
 from plait.search.objective import check_objectives
 from plait.search.points import read_enqueued
+from plait.search.recorded import quoted
 from plait.search.samplers import check_sampler
 from plait.search.stopping import check_stopping
 from plait.search.trials import SearchCommand, Trial
@@ -129,10 +130,18 @@ def search_command(
         probes=probes,
         config=_to_yaml(composed),
         command=tuple(words),
-        overrides=tuple(arguments),
+        overrides=_lasting(config, arguments),
         directory=directory,
     )
     return command, composed
+
+
+def _lasting(config: DictConfig, arguments: Sequence[str]) -> tuple[str, ...]:
+    """The overrides with which the search can be composed again; --config-dir becomes one of them."""
+    given = (each for each in config.hydra.runtime.config_sources if each.provider == "command-line")
+    folders = [f"{each.schema}://{each.path}" for each in given]
+    paths = [quoted(each) for each in (*config.hydra.searchpath, *folders)]
+    return (*arguments, *([f"hydra.searchpath=[{','.join(paths)}]"] if folders else []))
 
 
 def _unset(space: Space, composed: Config) -> list[str]:
@@ -214,7 +223,7 @@ def _train(config: DictConfig, arguments: Sequence[str], words: Sequence[str]) -
         probes=(base,),
         config=_to_yaml(composed),
         command=tuple(words),
-        overrides=tuple(arguments),
+        overrides=_lasting(config, arguments),
         directory=directory,
     )
     return _launched(command, one_job=True)
