@@ -110,7 +110,7 @@ class ReplayCoordinator:
         """A replay takes no orders."""
         raise AssertionError(job)
 
-    def resume(self, job: str, reason: PauseReason = PauseReason.BY_ORDER) -> None:
+    def resume(self, job: str, reason: PauseReason = PauseReason.BY_USER) -> None:
         """Let a job past the rung at which it waits."""
         replayed = self._jobs[job]
         assert reason == PauseReason.AT_RUNG

@@ -95,7 +95,7 @@ def test_a_job_that_waits_is_paused_too(make: Callable[..., tuple[Coordinator, C
     made.submit(job("b"))
     made.advance()
     made.pause("b")
-    assert paused(made.settle()) == [("b", 0, PauseReason.BY_ORDER)]
+    assert paused(made.settle()) == [("b", 0, PauseReason.BY_USER)]
 
 
 def steps(events: Sequence[Event], name: str) -> list[int]:
@@ -164,7 +164,7 @@ def test_pausing_and_resuming_by_hand_at_any_point(make: Any) -> None:
             made.resume("b")
 
     events = drain(made, between)
-    assert paused(events) == [("a", 1, PauseReason.BY_ORDER), ("b", 1, PauseReason.BY_ORDER)]
+    assert paused(events) == [("a", 1, PauseReason.BY_USER), ("b", 1, PauseReason.BY_USER)]
     assert groups(events) == [("a",), ("b",)] + [("a",)] * 5 + [("b",)]
     with pytest.raises(ConfigError, match="waiting or training"):
         made.pause("c")

@@ -84,7 +84,7 @@ def test_trials_that_trained_when_a_pause_began_resume_after_it(tmp_path: Path) 
     ]
     assert groups[0] == {("trial-0000", "trial-0001", "trial-0002")}
     assert ("trial-0000", "trial-0001", "trial-0002") in groups[1]
-    assert [event.reason for event in bench.of(JobPaused)] == ["by order"] * 3
+    assert [event.reason for event in bench.of(JobPaused)] == ["by the user"] * 3
 
 
 def test_a_trial_released_during_a_pause_resumes_after_it(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ class Engine:
     def pause(self, job: str) -> None:
         raise AssertionError(f"{job} is paused without anybody asking for it")
 
-    def resume(self, job: str, reason: PauseReason = PauseReason.BY_ORDER) -> None:
+    def resume(self, job: str, reason: PauseReason = PauseReason.BY_USER) -> None:
         raise AssertionError(f"{job} was never paused: {reason}")
 
     def settle(self) -> Iterator[Event]:

@@ -408,7 +408,7 @@ def test_time_without_training_does_not_count_for_the_pace(others: int) -> None:
     for step in range(1, 41):
         stage.clock.now += 1.0
         if step == 21:
-            stage.play(JobPaused("trial-0000", 20, PauseReason.BY_ORDER))
+            stage.play(JobPaused("trial-0000", 20, PauseReason.BY_USER))
             if others:  # what this process trained for a while, until it was taken over
                 stage.view.handle(JobAdmitted(spec(1), 100, 100, "g0"))
                 stage.view.lose("trial-0001")
@@ -475,8 +475,8 @@ def test_paused_jobs_are_counted_with_the_reason() -> None:
     board = board_of(4)
     for trial in range(3):
         board.handle(JobPaused(spec(trial).name, 2, PauseReason.AT_RUNG))
-    board.handle(JobPaused(spec(3).name, 3, PauseReason.BY_ORDER))
-    assert "3 paused (at a rung) · 1 paused (by order)" in status_line(board, None)
+    board.handle(JobPaused(spec(3).name, 3, PauseReason.BY_USER))
+    assert "3 paused (at a rung) · 1 paused (by the user)" in status_line(board, None)
 
 
 @pytest.mark.parametrize("width", [53, 64, 80, 87, 100, 160])

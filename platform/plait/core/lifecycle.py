@@ -16,10 +16,10 @@ from typing import Any
 class JobState(StrEnum):
     """The state of a job. Its value is the word that every view, tag and report shows.
 
-    ``PAUSED``: it left its slot by order, at a rung, for a job of higher priority or because its process was
-    interrupted; its checkpoint is on disk. ``PRUNED``: ended by a stopping rule. ``STOPPED``: ended by the
-    user. ``INFEASIBLE``: not trained, because its own settings break a constraint. ``ORPHANED``: its worker
-    died while it ran; another worker adopts it.
+    ``PAUSED``: it left its slot by the user's order, at a rung, for a job of higher priority or because its
+    process was interrupted; its checkpoint is on disk. ``PRUNED``: ended by a stopping rule. ``STOPPED``:
+    ended by the user. ``INFEASIBLE``: not trained, because its own settings break a constraint. ``ORPHANED``:
+    its worker died while it ran; another worker adopts it.
 
     A search's run in MLflow has one of RUNNING, PAUSED, FINISHED and FAILED. A new state also goes into
     ``ENDED`` and ``STORED_AS``, the styles in ``plait.terminal`` and the outcomes in ``plait_dashboards``.
@@ -59,7 +59,7 @@ class PauseReason(StrEnum):
     """
 
     AT_RUNG = "at a rung"
-    BY_ORDER = "by order"
+    BY_USER = "by the user"
     PREEMPTED = "preempted"
     LOST = "a process was lost"
     MOVED = "the replicas changed"

@@ -175,10 +175,10 @@ class Coordinator:
         Raises:
             ConfigError: there is no such job.
         """
-        self._find(job).holds.add(PauseReason.BY_ORDER)
+        self._find(job).holds.add(PauseReason.BY_USER)
 
-    def resume(self, job: str, reason: PauseReason = PauseReason.BY_ORDER) -> None:
-        """Resume a job that was paused by order, or let one pass the rung at which it waits (``AT_RUNG``).
+    def resume(self, job: str, reason: PauseReason = PauseReason.BY_USER) -> None:
+        """Resume a job that the user paused, or let one pass the rung at which it waits (``AT_RUNG``).
 
         It returns at the next boundary at which a slot is free; a job that has not lost its slot keeps it.
 

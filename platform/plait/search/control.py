@@ -46,7 +46,7 @@ _MODES: Mapping[str, tuple[Mode, str]] = {
     ),
     "resume": ("running", "The search resumes."),
     "stop": ("stopping", "No further trials start; running trials continue to the end."),
-    "cancel": ("cancelling", "All trials, and with them the search, end after the current step."),
+    "cancel": ("cancelling", "All trials end after the current step, and so does the search."),
 }
 
 

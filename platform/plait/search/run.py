@@ -67,7 +67,7 @@ class Engine(Protocol):
     def pause(self, job: str) -> None:
         """Save a job at the next boundary and free its slot."""
 
-    def resume(self, job: str, reason: PauseReason = PauseReason.BY_ORDER) -> None:
+    def resume(self, job: str, reason: PauseReason = PauseReason.BY_USER) -> None:
         """Resume a job that is paused for this reason."""
 
     def settle(self) -> Iterable[Event]:
@@ -159,7 +159,7 @@ class RunningTrial:
         self.state, self.at_rung, self.released = JobState.RUNNING, False, False
 
     def end_pause(self) -> None:
-        """End the pause by order: it gets its slot back, unless it waits at a rung."""
+        """End the user's pause: it gets its slot back, unless it waits at a rung."""
         self.by_order = False
         if not self.at_rung:
             self.state = JobState.RUNNING
