@@ -109,7 +109,7 @@ def test_the_replicas_that_are_chosen_train_what_one_process_does(
     assert [(each["pp"], each["layer_split"]) for each in plan["replicas"]] == [(2, [2, 2])]
     shutil.rmtree(folder / "plait-runs" / "searches")
     assert main(auto) == 0
-    assert "⟨1,2⟩ ×1, of the least predicted seconds of 4 candidates" in capsys.readouterr().out
+    assert "⟨1,2⟩ ×1, with the fewest predicted seconds of 4 candidates" in capsys.readouterr().out
     assert objectives(leaderboard) == pytest.approx(alone, rel=1e-5)
     kept = json.loads((folder / "plait-runs" / "searches" / "mine" / "plan.json").read_text())
     assert kept["choices"]["deployment"] == "1 2 0 2 2,2"

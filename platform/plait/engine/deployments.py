@@ -114,7 +114,7 @@ class Choice:
 
     def __str__(self) -> str:
         found = self.chosen
-        by = "of the least predicted seconds" if found.seconds is not None else "the first that fits"
+        by = "with the fewest predicted seconds" if found.seconds is not None else "the first that fits"
         unknown = "" if found.seconds is not None else f"; {self.unknown}"
         return (
             f"Replicas: {found.replicas}, {by} of {len(self.candidates)} candidates{unknown}. "
