@@ -211,7 +211,7 @@ def test_requests_by_triton_are_each_as_alone_by_compiled_code(by_triton: Served
             each.adapter,
             replace(FREE if number % 3 else sampled, max_new_tokens=1 + number % 4, seed=number),
         )
-        for number, each in enumerate(by_triton.requests(16))
+        for number, each in enumerate(by_triton.requests(12))
     ]
     begun = requests[1].tokens * 40  # two of one prompt, of several pages and one token
     requests[8:10] = [Request(begun[:33], "rank8", sampled)] * 2

@@ -66,7 +66,7 @@ from plait.planner.packing import pack
 from plait.planner.packing_exact import GREEDY
 from plait.simulate.orders import ORDERS, arrange
 
-STEPS = 10  # seconds are predicted from the last one on
+STEPS = 5
 
 
 def pipeline(split: tuple[int, ...]) -> dict[str, Any]:
@@ -79,17 +79,15 @@ def with_one_on_the_last_layer(jobs: list[JobSpec]) -> list[JobSpec]:
     return [*jobs, replace(jobs[0], name="last", adapter=last)]
 
 
-@pytest.mark.parametrize("split", [(3, 1), (1, 1, 1, 1)])
-def test_stages_train_as_one_process_does(laboratory: Any, tmp_path: Path, split: tuple[int, ...]) -> None:
-    lab = laboratory("llama")
+def test_stages_train_as_one_process_does(laboratory: Any, tmp_path: Path) -> None:
+    lab, split = laboratory("llama"), (1, 1, 1, 1)
     jobs = with_one_on_the_last_layer(lab.group(dropout=0.1, steps=STEPS))
     alone = lab.undisturbed(jobs, kernels="grouped")
     cluster = ClusterSettings(processes=len(split), **pipeline(split))
     model = saved(TINY, tmp_path / "model")  # read by parts
     with fleet(len(split), model, ENGINE, tmp_path / "processes", **pipeline(split)) as worker:
         first = lab.run(jobs, worker=worker, cluster=cluster)
-        if len(split) > 2:
-            assert_same_bits(lab.run(jobs, worker=worker, cluster=cluster), first, jobs)
+        assert_same_bits(lab.run(jobs, worker=worker, cluster=cluster), first, jobs)
         assert worker.facts.devices == (" + ".join(["cpu"] * len(split)),)
     assert_same(first, alone, jobs)
 
@@ -162,7 +160,7 @@ def job_bytes(job: JobSpec, facts: WorkerFacts, layers: range) -> int:
 
 def test_replicas_change_with_the_jobs_and_nothing_is_trained_twice(laboratory: Any, tmp_path: Path) -> None:
     lab = laboratory("llama")
-    jobs = lab.group(dropout=0.1, steps=STEPS)
+    jobs = lab.group(dropout=0.1, steps=10)  # seconds are predicted from the last one on
     jobs[6] = with_train(jobs[6], steps=3)  # samples of up to 120 tokens
     jobs = [*jobs[:3], *jobs[4:]]  # the others have up to 60
     alone = lab.undisturbed(jobs, kernels="grouped")
@@ -202,14 +200,14 @@ def test_interrupted_and_resumed_on_another_number_of_stages(laboratory: Any, tm
     alone = lab.undisturbed(jobs, kernels="grouped")
     parts: list[History] = []
     resume: dict[str, Path] = {}
-    for turn, split in enumerate([(3, 1), (4,), (2, 1, 1)]):
+    for turn, split in enumerate([(3, 1), (2, 1, 1)]):
         with fleet(len(split), TINY, ENGINE, tmp_path / str(turn), **pipeline(split)) as worker:
             cluster = ClusterSettings(processes=len(split), **pipeline(split))
-            between = stopping(2 if turn < 2 else None)
+            between = stopping(2 if turn == 0 else None)
             parts.append(lab.run(jobs, worker=worker, resume_from=resume, between=between, cluster=cluster))
         resume = parts[-1].checkpoints
     for job in jobs:
-        assert [len(part.losses(job.name)) for part in parts] == [2, 2, STEPS - 4]
+        assert [len(part.losses(job.name)) for part in parts] == [2, STEPS - 2]
     assert_same(reduce(History.before, parts), alone, jobs)
 
 

@@ -28,7 +28,7 @@ from plait.models.targets import read_together
 from plait.serve.folders import FolderAdapters
 from plait_kernels.quantised import Quantised
 
-STEPS, PEFT_STEPS = 6, 20
+STEPS, PEFT_STEPS = 6, 8
 MODES = ("int8", "nf4", "fp8")
 
 
