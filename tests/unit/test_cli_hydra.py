@@ -241,6 +241,7 @@ def test_a_swept_key_with_quotes_is_still_an_override() -> None:
             ["search.enqueue is a list", "'search.enqueue=[{adapter.rank: 8}]'"],
         ),
         (["sweep", "train.eps=glob(*)"], ["train.eps: glob(...)", "none match"]),
+        (["sweep", "search.name=true"], ["must be text", "search.name=\"'true'\""]),
         (["sweep", "--nosuch"], ["--nosuch", "`plait sweep` has no such option", "KEY=VALUE"]),
         (["train", "--resolv"], ["--resolv", "Did you mean --resolve?"]),
         (["sweep", "--train.lr=1e-4"], ["--train.lr=1e-4", "Did you mean train.lr=1e-4?"]),

@@ -192,5 +192,6 @@ def _describe(hint: Any) -> str:
 def _wrong(key: str, value: object, wanted: str) -> ConfigError:
     remedy = WRITTEN.get(wanted, "")
     if wanted == "text" and isinstance(value, (int, float)):
-        remedy = f"Quote it: {key}=\"'{value}'\""
+        written = str(value).lower() if isinstance(value, bool) else value
+        remedy = f"Quote it: {key}=\"'{written}'\""
     return ConfigError(f"{key}={value!r}", f"{key} must be {wanted}.", remedy)
