@@ -47,6 +47,7 @@ class ScalingOptions:
         steps: drawn, over which is averaged.
         crossing: factors of a token's seconds where tensor parallelism crosses nodes; the first is what is
             compared.
+        plans: assumptions about lengths under which plans alone are compared, too.
     """
 
     tasks: tuple[Task, ...]
@@ -54,6 +55,7 @@ class ScalingOptions:
     cases: tuple[Case, ...]
     steps: int
     crossing: tuple[float, ...] = (1.0,)
+    plans: tuple[Assumption, ...] = ()
 
     def __post_init__(self) -> None:
         at_least_one(self, "steps")
@@ -100,6 +102,14 @@ def scaling(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str
             plait = None if ours is None else ours / first
             name = f"{case.label}: LobRA{other}"
             figures.append(Figure(name, devices[THEIRS] / first, "×", "simulated", note=note, plait=plait))
+    for assumption in asked.plans:
+        for case in asked.cases:
+            sized = replace(profile, devices=replace(profile.devices, count=case.devices))
+            known, _ = _drawn(case, asked, assumption)
+            figures += plan_figures(
+                *(sized, known, case.deployment, case.label, f"; {assumption}"),
+                gap=GAP,
+            )
     notes = (str(asked.assumptions[0]), f"Profile: {profile.source}")
     return Report("LobRA, device-seconds over the first Task-Fused", tuple(figures), notes)
 

@@ -128,6 +128,7 @@ class EndToEndOptions:
             sequences are dispatched task by task, which takes most of the time.
         gap: to the proved bound at which planning ends.
         lacking: configurations [tp, pp] without which Plait's plan is compared, too.
+        plans: assumptions about lengths under which plans alone are compared, too.
     """
 
     tasks: tuple[Task, ...]
@@ -139,6 +140,7 @@ class EndToEndOptions:
     tried: int
     gap: float = GAP
     lacking: tuple[Shape, ...] = ()
+    plans: tuple[Assumption, ...] = ()
 
     def __post_init__(self) -> None:
         at_least_one(self, "steps", "tried")
@@ -187,6 +189,10 @@ def end_to_end(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[
             faster, ours = (float(np.mean(alone)) / float(np.mean(each[own][: len(alone)])) for own in OWN)
             name = f"LobRA over LobRA-Sequential{how}{label}"
             figures.append(Figure(name, faster, "×", "simulated", note=f"{len(alone)} steps", plait=ours))
+    for assumption in asked.plans:
+        known = Workload.draw(asked.tasks, assumption, SAMPLE_STEPS).batches
+        label = f"; {assumption}"
+        figures += plan_figures(profile, known, asked.deployment, "Table 2", label, gap=asked.gap)
     return Report("LobRA: a step of all tasks", tuple(figures), (f"Profile: {profile.source}",))
 
 

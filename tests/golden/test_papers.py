@@ -9,8 +9,9 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -45,27 +46,35 @@ SHORT = "SHORT"  # stands for a trace of two steps
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
 TINY |= {"num_hidden_layers": 2, "vocab_size": 128, "max_position_embeddings": 1024}
 LOG = "bench.options.assumptions", [{"family": "lognormal"}]
-# For each file: what makes it cheap, and a coefficient of a profile or a parameter that moves its figures.
-MOVED: dict[str, tuple[dict[str, Any], str, Any]] = {
-    "lobra/critical_path": ({}, "bench.options.sequences", 64),
-    "lobra/homogeneous": ({}, "cluster.options.time.layer.0.fixed", 5e-3),
-    "lobra/case_study": ({}, "cluster.options.time.layer.0.token", 6e-6),
-    "lobra/sequential_plans": ({}, "bench.options.assumption.clip", 4096),
+SHORTER = {"bench.options.tasks.*.longest": 512}
+# Devices of half as large a replica take the longest sequence, too, so that plans may be others.
+ROOMY = {"cluster.options.max_tokens_tables.scaled.3.2": 16384}
+ROOMY_32B = {"cluster.options.max_tokens_tables.scaled.5.2": 16384}
+ROOMY_7B = {"cluster.options.max_tokens_tables.appendix.3.2": 16384}
+# For each file: what makes it cheap, and coefficients of a profile or parameters that move what is compared.
+MOVED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "lobra/critical_path": ({}, {"bench.options.sequences": 64}),
+    "lobra/homogeneous": ({}, {"cluster.options.time.layers": 40}),
+    "lobra/case_study": ({}, {"cluster.options.time.layer.0.token": 6e-6}),
+    "lobra/sequential_plans": ({}, SHORTER),
     "lobra/sequential_plans_32b": (
         {"bench.options.alternatives": []},
-        *("bench.options.assumption.clip", 4096),
+        SHORTER,
     ),
     "lobra/sequential_plans_70b": (
         {"bench.options.alternatives": []},
-        *("bench.options.assumption.clip", 4096),
+        SHORTER | {"bench.options.tasks.7.longest": 16384},  # PubMedQA
     ),
-    "lobra/worked_example": ({}, "cluster.options.time.layer.0.token", 6e-6),
-    "lobra/throughput": ({}, "cluster.options.time.head.1.labelled", 5e-6),
-    "lobra/time_model": ({}, "bench.options.held_out", list(range(0, 250, 5))),
-    "lobra/lengths": ({"bench.options.samples": 2000}, "bench.options.clip", 2048),
+    "lobra/worked_example": (
+        {},
+        ROOMY_7B | {"cluster.options.time.layer.*.token": 6e-6, "cluster.options.time.layer.2.token": 1e-7},
+    ),
+    "lobra/throughput": ({}, {"cluster.options.time.layers": 40}),
+    "lobra/time_model": ({}, {"bench.options.held_out": list(range(0, 250, 5))}),
+    "lobra/lengths": ({"bench.options.samples": 2000}, {"bench.options.sets.*.skewness": 2}),
     "lobra/buckets": (
         {"bench.options.steps": 1, "bench.options.buckets": [12, 32]},
-        *("cluster.options.time.layer.0.token", 6e-6),
+        {"cluster.options.time.layer.0.token": 6e-6},
     ),
     "lobra/gpu_scaling": (
         {
@@ -74,7 +83,7 @@ MOVED: dict[str, tuple[dict[str, Any], str, Any]] = {
             "bench.options.crossing": [1],
             "bench.options.cases.2": None,
         },
-        *("cluster.options.time.layer.4.token", 4e-6),
+        {"cluster.options.time.layer.4.token": 8e-6} | ROOMY,
     ),
     "lobra/task_scaling": (
         {
@@ -88,24 +97,24 @@ MOVED: dict[str, tuple[dict[str, Any], str, Any]] = {
             "bench.options.cases.0.deployment": [[2, 4, 1], [16, 1, 1]],
         }
         | {f"bench.options.cases.{place}": None for place in (4, 3, 2, 1)},
-        *("cluster.options.time.layer.4.token", 4e-6),
+        {"cluster.options.time.layer.4.token": 8e-6} | ROOMY,
     ),
     "lorafusion/bubble_ratio": (
         {"bench.options.trace": SHORT, "bench.options.alternatives": []},
-        *("cluster.options.time.layer.0.token", 1e-5),
+        {"cluster.options.time.layer.0.token": 1e-5},
     ),
-    "lorafusion/packing_gain": ({"bench.options.trace": SHORT}, "bench.options.capacity", 8192),
-    "lorafusion/breakdown": ({"bench.options.trace": SHORT}, "cluster.options.time.layer.0.fixed", 5e-3),
-    "lorafusion/padding": ({"bench.options.trace": SHORT}, "bench.options.samples", 8),
-    "lorafusion/lengths": ({"bench.options.samples": 2000}, "bench.options.clip", 2048),
-    "lorafusion/traffic": ({}, "bench.options.rank", 64),
+    "lorafusion/packing_gain": ({"bench.options.trace": SHORT}, {"bench.options.capacity": 8192}),
+    "lorafusion/breakdown": ({"bench.options.trace": SHORT}, {"cluster.options.time.layer.0.fixed": 5e-3}),
+    "lorafusion/padding": ({"bench.options.trace": SHORT}, {"bench.options.samples": 8}),
+    "lorafusion/lengths": ({"bench.options.samples": 2000}, {"bench.options.clip": 2048}),
+    "lorafusion/traffic": ({}, {"bench.options.rank": 64}),
     "lorafusion/end_to_end": (
         {
             "bench.options.steps": 2,
             "bench.options.capacities": {"het": 6144},
             "bench.options.alternatives": [],
         },
-        *("cluster.options.time.layer.0.fixed", 5e-3),
+        {"cluster.options.time.layer.0.fixed": 5e-3},
     ),
     "lorafusion/end_to_end_32b": (
         {
@@ -113,93 +122,92 @@ MOVED: dict[str, tuple[dict[str, Any], str, Any]] = {
             "bench.options.capacities": {"mixed": 7168},
             "bench.options.alternatives": [],
         },
-        *("cluster.options.time.layer.0.fixed", 5e-3),
+        {"cluster.options.time.layer.0.fixed": 5e-3},
     ),
-    "lorafusion/scaling": ({"bench.options.steps": 2}, "cluster.options.time.layer.0.fixed", 5e-3),
+    "lorafusion/scaling": ({"bench.options.steps": 2}, {"cluster.options.time.layer.0.fixed": 5e-3}),
     "lorafusion/profiler": (
         {"bench.options.steps": 2, "bench.options.capacities": {"xsum": 4096}, "bench.options.tried": [8192]},
-        *("cluster.options.time.layer.0.fixed", 5e-2),
+        {"cluster.options.time.layer.0.fixed": 5e-2},
     ),
     "mlora/adapters_scaling": (
         {"bench.options.splits": [4], "bench.options.jobs": [1, 2]},
-        *("bench.options.gigabytes_per_s", 1),
+        {"bench.options.gigabytes_per_s": 1},
     ),
     "mlora/bubble_ratio": (
         {f"bench.options.{key}": [2, 3] for key in ("stages", "jobs", "splits")},
-        *("bench.options.shown", [[3, 2, 2]]),
+        {"bench.options.shown": [[3, 2, 2]]},
     ),
-    "mlora/communication": ({}, "bench.options.tokens", 2048),
+    "mlora/communication": ({}, {"bench.options.tokens": 2048}),
     "mlora/completion_4gpu": (
         {"bench.options.splits": [4, 8], "bench.options.jobs": [1, 4, 6]},
-        *("bench.options.gigabytes_per_s", 1),
+        {"bench.options.gigabytes_per_s": 1},
     ),
     "mlora/gpu_scaling": (
         {"bench.options.devices": [2, 4, 6], "bench.options.models.Llama-2-13B": None},
-        *("bench.options.gigabytes_per_s", 4),
+        {"bench.options.gigabytes_per_s": 4, "bench.options.teraflops": 12},
     ),
     "mlora/slow_network": (
         {"bench.options.splits": [8], "bench.options.jobs": [1, 2, 4]},
-        *("bench.options.teraflops", 28),
+        {"bench.options.teraflops": 28, "bench.options.gigabytes_per_s": 0.25},
     ),
-    "mlora/throughput": ({"bench.options.splits": [4]}, "bench.options.teraflops", 28),
-    "mlora/launches": ({"bench.options.shapes": {"TinyLlama-1.1B": TINY}}, "bench.options.teraflops", 10),
+    "mlora/throughput": ({"bench.options.splits": [4]}, {"bench.options.teraflops": 28}),
+    "mlora/launches": ({"bench.options.shapes": {"TinyLlama-1.1B": TINY}}, {"bench.options.teraflops": 10}),
     "mlora/memory_points": (
         {"bench.options.shapes": {"TinyLlama-1.1B": TINY}, "bench.options.points": [3]}
         | {"bench.options.samples": [1, 2], "bench.options.lengths": [128, 256, 512]},
-        *("bench.options.seed", 3),
+        {"bench.options.seed": 3},
     ),
-    "replay/stopping": ({"bench.options.orders": 3}, "bench.options.orders", 2),
-    "slora/admission": ({}, "bench.options.patience", 30),
-    "slora/communication": ({}, "bench.options.tokens", 2048),
-    "slora/pool": ({}, "bench.options.tokens", 8192),
+    "replay/stopping": ({"bench.options.orders": 3}, {"bench.options.orders": 2}),
+    "slora/admission": ({}, {"bench.options.patience": 30}),
+    "slora/communication": ({}, {"bench.options.tokens": 2048}),
+    "slora/pool": ({}, {"bench.options.tokens": 8192}),
 }
 # Those that take longer: run if PLAIT_PAPERS=1 is set. Measured figures are not recorded.
-LONG: dict[str, tuple[dict[str, Any], str, Any]] = {
+LONG: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "lobra/ablation_7b": (
         {"bench.options.steps": 2, LOG[0]: LOG[1]},
-        "cluster.options.time.layer.0.token",
-        6e-6,
+        {"cluster.options.time.layer.0.token": 6e-6},
     ),
-    "lobra/deploy_7b": ({LOG[0]: LOG[1]}, "cluster.options.time.layer.0.token", 6e-6),
+    "lobra/deploy_7b": ({LOG[0]: LOG[1]}, {"cluster.options.time.layer.0.token": 6e-6}),
     "lobra/end_to_end_7b": (
         {"bench.options.steps": 5, "bench.options.tried": 2, LOG[0]: LOG[1]},
-        *("cluster.options.time.layer.0.token", 6e-6),
+        {"cluster.options.time.layer.0.token": 6e-6} | ROOMY_7B,
     ),
     "lobra/end_to_end_32b": (
         {"bench.options.steps": 4, "bench.options.tried": 2, LOG[0]: LOG[1]},
-        *("cluster.options.time.layer.3.token", 4e-6),
+        {"cluster.options.time.layer.3.token": 4e-6} | ROOMY_32B,
     ),
     "lobra/end_to_end_70b": (
         {"bench.options.steps": 4, "bench.options.tried": 2, LOG[0]: LOG[1]},
-        *("cluster.options.time.layer.4.token", 4e-6),
+        {"cluster.options.time.layer.4.token": 4e-6} | ROOMY,
     ),
-    "lobra/planning_70b": ({}, "cluster.options.time.layer.4.token", 4e-6),
-    "lobra/two_stage": ({"bench.options.steps": 2}, "cluster.options.time.layer.0.token", 6e-6),
-    "lorafusion/scheduler_time": ({"bench.options.batches": [10, 400]}, "bench.options.capacity", 8192),
+    "lobra/planning_70b": ({}, {"cluster.options.time.layer.4.token": 4e-6} | ROOMY),
+    "lobra/two_stage": ({"bench.options.steps": 2}, {"cluster.options.time.layer.0.token": 6e-6}),
+    "lorafusion/scheduler_time": ({"bench.options.batches": [10, 400]}, {"bench.options.capacity": 8192}),
     "mlora/pipeline_orders": (
         {"bench.options.stages": [2, 4], "bench.options.adapters": [1, 4], "bench.options.steps": 1}
         | {"bench.options.forward": 4, "bench.options.backward": 8},
-        *("bench.options.adapters", [1]),
+        {"bench.options.adapters": [1]},
     ),
     "slora/adapters": (
         {"bench.options.files": 4, "bench.options.many": 40, "bench.options.alone": 8}
         | {"bench.options.requests": 8, "bench.options.new_tokens": 4, "bench.options.timed_alone": 1},
-        *("bench.options.many", 20),
+        {"bench.options.many": 20},
     ),
-    "slora/kernels": ({}, "bench.options.ranks", [8, 64]),
-    "slora/merged": ({}, "bench.options.features", 512),
-    "slora/vs_peft": ({}, "bench.options.prompt_tokens", 8),
+    "slora/kernels": ({}, {"bench.options.ranks": [8, 64]}),
+    "slora/merged": ({}, {"bench.options.features": 512}),
+    "slora/vs_peft": ({}, {"bench.options.prompt_tokens": 8}),
 }
 # These train the jobs of a search, here on the tiny model; all their figures but one are measured.
-WITH_JOBS: dict[str, tuple[dict[str, Any], str, Any]] = {
-    "mlora/batch_lora": ({"bench.options.counts": [1, 2]}, "bench.options.counts", [1]),
+WITH_JOBS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "mlora/batch_lora": ({"bench.options.counts": [1, 2]}, {"bench.options.counts": [1]}),
     "mlora/graph_pruning": (
         {"bench.options.shapes": {"TinyLlama-1.1B": TINY, "Llama-2-7B": TINY}},
-        *("bench.options.counts", [1, 4]),
+        {"bench.options.counts": [1, 4]},
     ),
-    "mlora/loss_curves": ({"train.steps": 2}, "train.steps", 3),
-    "mlora/single_gpu": ({"train.batch_size": 2}, "bench.options.counts", [1, 4]),
-    "mlora/tensor_measured": ({"bench.options.slices": 2}, "bench.options.tokens", 64),
+    "mlora/loss_curves": ({"train.steps": 2}, {"train.steps": 3}),
+    "mlora/single_gpu": ({"train.batch_size": 2}, {"bench.options.counts": [1, 4]}),
+    "mlora/tensor_measured": ({"bench.options.slices": 2}, {"bench.options.tokens": 64}),
 }
 LONG |= WITH_JOBS
 # These need a GPU; here their benchmarks run at small sizes on the CPU, and each change moves what they do.
@@ -267,12 +275,15 @@ def as_it_is(name: str) -> Report:
 
 
 def changed(config: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
-    """A copy with another value; None takes an entry of a list away."""
+    """A copy with another value; None takes an entry of a list away. ``*`` stands for every entry."""
+    if "*" in path.split("."):
+        before, _, after = path.partition(".*.")
+        for number in range(len(_at(config, before.split(".")))):
+            config = changed(config, f"{before}.{number}.{after}", value)
+        return dict(config)
     copy: dict[str, Any] = json.loads(json.dumps(config))
     *owners, last = path.split(".")
-    place: Any = copy
-    for owner in owners:
-        place = place[int(owner)] if isinstance(place, list) else place[owner]
+    place = _at(copy, owners)
     key: Any = int(last) if isinstance(place, list) else last
     if value is None:
         del place[key]
@@ -280,6 +291,13 @@ def changed(config: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
     assert isinstance(place, list) or place.get(key) != value
     place[key] = value
     return copy
+
+
+def _at(config: Any, owners: Sequence[str]) -> Any:
+    """What stands at a path."""
+    for owner in owners:
+        config = config[int(owner)] if isinstance(config, list) else config[owner]
+    return config
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -411,19 +429,39 @@ def _targets(report: Report) -> list[float]:
     return [figure.target.value for figure in report.figures if isinstance(figure.target, Published)]
 
 
+# Compared numbers that nothing may move, each with its reason. A pattern may stand for several.
+FIXED = {
+    "lobra/gpu_scaling": {"16 GPUs: LobRA": "one replica, the same as Task-Fused's, over which it is taken"},
+    "mlora/bubble_ratio": {
+        "* D=*": "an idle share that its name alone decides: devices, adapters, microbatches"
+    },
+}
+
+
 @pytest.mark.parametrize("name", EVERY)
-def test_a_coefficient_or_a_parameter_moves_ours_and_nothing_published(name: str) -> None:
-    _, *change = EVERY[name]
-    before, after = as_it_is(name), run(changed(cheap(name), *change), whole=False)
-    moved = {figure.name: figure for figure in after.figures}
-    both = [(figure, moved[figure.name]) for figure in before.figures if figure.name in moved]
+def test_coefficients_or_parameters_move_each_compared_number_and_nothing_published(name: str) -> None:
+    """Each that a cheap run has; what it leaves out is of other cases of the same kind."""
+    before, config = as_it_is(name), cheap(name)
+    for path, value in EVERY[name][1].items():
+        config = changed(config, path, value)
+    after = run(config, whole=False)
+    # names have parameters in them
     assert {(each.name, each.ours) for each in before.figures} != {
         (each.name, each.ours) for each in after.figures
-    }  # names have parameters in them
-    for one, other in both:
-        if isinstance(one.target, Published):
-            assert isinstance(other.target, Published)
-            assert replace(one.target, others=()) == replace(other.target, others=())
+    }
+    moved = {figure.name: figure for figure in after.figures}
+    still = set()
+    for one in before.figures:
+        if not isinstance(one.target, Published):
+            continue
+        other = moved.get(one.name, one)
+        assert isinstance(other.target, Published)
+        assert replace(one.target, others=()) == replace(other.target, others=())
+        if other.ours == one.ours:
+            still.add(one.name)
+    fixed = FIXED.get(name, {})
+    assert {each for each in still if not any(fnmatchcase(each, pattern) for pattern in fixed)} == set()
+    assert all(any(fnmatchcase(each, pattern) for each in still) for pattern in fixed)
 
 
 # Values that the paper leaves to an assumption which was chosen knowing them, and its own formulas.
@@ -563,6 +601,13 @@ def test_what_lorafusions_artifact_says_of_its_runs_moves_its_systems() -> None:
     assert all(
         rates[f"het: {system}"] > before[f"het: {system}"] for system in ("1F1B", "mLoRA", "LoRAFusion")
     )
+
+
+def test_plans_alone_are_compared_under_a_further_assumption_about_lengths() -> None:
+    figures = as_it_is("lobra/task_scaling").figures
+    names = {each.name for each in figures if "; lognormal, sigma 0.8, clip 16384, seed 0" in each.name}
+    assert "4 tasks: replicas unlike the published ones; lognormal, sigma 0.8, clip 16384, seed 0" in names
+    assert all("replicas unlike" in each or "published plan over" in each for each in names)
 
 
 def test_lobras_rows_are_compared_with_fits_that_leave_them_out() -> None:
