@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import overload
+from dataclasses import dataclass, field, replace
+from typing import Any, overload
 
 from plait.config.fields import build
 from plait.core.errors import ConfigError
@@ -21,11 +21,14 @@ from plait_bench.figures import Figure, Report
 from plait_bench.inputs import OPTIONS, above_zero, at_least_one
 
 TURNS = 24  # simulated steps of each job
+LOSS_PASSES = 10  # of logits over a device's memory, for the loss and its gradient by plain operators
 OVER = ("LoRAPP", "time saved")  # over other systems: of its tokens a second, and of seconds
 WEIGHT_PASSES = 2.0  # operations of one weight on one token
-PASSES = 8  # of hidden states over a device's link in a layer of tensor parallelism, times (t - 1)/t
-# In mLoRA's benchmark of PyTorch q, k, v, gate and up are summed apart, and adapters' hidden states besides.
-PYTORCH_PASSES = 21
+# Times that hidden states pass a device's link in a layer of tensor parallelism, times (t - 1)/t: as in
+# Megatron-LM, and as in mLoRA's benchmark with PyTorch, which sums up the gradients of q, k, v, gate and up
+# apart, and what adapters need besides.
+PASSES = 8
+FORWARD_PASSES, BACKWARD_PASSES = 7, 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +37,12 @@ class Model:
 
     Attributes:
         vocabulary: words of the head; 0: head, embedding and whole layers are left out.
-        moved: megabytes that a token's operators between products move in a layer, forward and backward.
+        moved: megabytes that a token's operators between products move in a layer of mLoRA, forward and
+            backward.
+        mask: megabytes that a token's mask of attention moves in each stage of mLoRA.
+        peft: as ``moved``, in a layer of transformers with PEFT.
         sliced: those on each device of tensor parallelism.
         split: microbatches of a batch that are compared; 0: the first of the options' ``splits``.
-        slower: part of the devices' speed at which its products are tried, too; 0: they are not.
     """
 
     weights: float
@@ -45,9 +50,10 @@ class Model:
     layers: int
     vocabulary: int = 0
     moved: float = 0.0
+    mask: float = 0.0
+    peft: float = 0.0
     sliced: float = 0.0
     split: int = 0
-    slower: float = 0.0
 
     def __post_init__(self) -> None:
         at_least_one(self, "hidden", "layers")
@@ -83,12 +89,13 @@ class PipelineOptions:
         length: tokens of a sample, for attention's products; 0 leaves them out.
         splits: microbatches into which 1F1B and LoRAPP split a global batch; the first is what is compared.
         teraflops: of a device, which is assumed: with messages it decides what dominates.
-        memory_gigabytes_per_s: of a device; null leaves out the operators between products.
+        memory_gigabytes_per_s: of a device; null leaves out the operators between products, and the loss's.
         backward: seconds of a backward over those of a forward.
         gigabytes_per_s: between neighbours; null for messages that take no time.
         crossings: times that a message crosses such a link: 2 through the host.
         logits: whether the last stage sends its logits to the first device, which computes the loss, as
             mLoRA's artifact does; a loss on the last device, as its text says, is simulated beside it.
+        last: options that are otherwise with a loss on the last device, as they are fitted again.
         value_bytes: of an activation.
         beside_others: whether LoRAPP stands beside tensor parallelism and FSDP, too.
     """
@@ -105,6 +112,7 @@ class PipelineOptions:
     gigabytes_per_s: float | None = None
     crossings: int = 1
     logits: bool = False
+    last: dict[str, float] = field(default_factory=dict)
     value_bytes: int = 4
     beside_others: bool = False
 
@@ -116,28 +124,38 @@ class PipelineOptions:
                     f"{OPTIONS}.{name}={getattr(self, name)}", "There must be one, of at least 1."
                 )
         speeds = ("gigabytes_per_s", "memory_gigabytes_per_s")
+        if unknown := self.last.keys() - {"teraflops", *speeds}:
+            raise ConfigError(f"{OPTIONS}.last: {min(unknown)}", "Only speeds are fitted again.")
         given = [name for name in speeds if getattr(self, name) is not None]
         above_zero(self, "teraflops", "backward", *given)
 
-    def layer(self, model: Model, slices: int = 1) -> float:
+    def layer(self, model: Model, moved: float, slices: int = 1) -> float:
         """Seconds of a token's forward in a layer, on one of ``slices`` devices that share it."""
         weights = WEIGHT_PASSES * model.weights / model.layers
         products = (weights + 2 * WEIGHT_PASSES * model.hidden * self.length) / (self.teraflops * 1e12)
-        moved = 1e6 * (model.moved if slices == 1 else model.sliced)
-        between = moved / 2 / (1e9 * (self.memory_gigabytes_per_s or float("inf")))
-        return products / slices + between
+        return products / slices + self.between(moved) / 2
+
+    def between(self, megabytes: float) -> float:
+        """Seconds of operators that move so much through a device's memory."""
+        return 1e-3 * megabytes / (self.memory_gigabytes_per_s or float("inf"))
 
     def head(self, model: Model) -> float:
         """Seconds of a token's forward in the head."""
         return WEIGHT_PASSES * model.head / (self.teraflops * 1e12)
 
+    def loss(self, model: Model) -> float:
+        """Seconds of a token's loss and its gradient."""
+        return self.between(1e-6 * LOSS_PASSES * model.vocabulary * self.value_bytes)
+
     def stages(self, model: Model, devices: int, split: int) -> list[StageTime]:
         """Seconds of each stage for one microbatch."""
-        found = []
+        found, tokens, last = [], self.tokens / split, devices - 1
         for stage, layers in enumerate(model.shares(devices)):
-            token = layers * self.layer(model) + (self.head(model) if stage == devices - 1 else 0.0)
-            forward = token * self.tokens / split
-            found.append(StageTime(forward, forward * self.backward))
+            token = layers * self.layer(model, model.moved) + (self.head(model) if stage == last else 0.0)
+            once = self.between(model.mask)
+            if stage == (0 if self.logits else last):
+                once += self.loss(model)
+            found.append(StageTime(tokens * (token + once), tokens * token * self.backward))
         return found
 
     def message(self, model: Model, split: int) -> float:
@@ -267,9 +285,8 @@ def _variants(model: Model, asked: PipelineOptions) -> list[tuple[str, PipelineO
         asked = replace(asked, splits=(model.split, *others))
     cases = [("", asked)]
     if asked.logits:
-        cases.append((", loss on the last device", replace(asked, logits=False)))
-    if model.slower:
-        cases.append((", slower products", replace(asked, teraflops=asked.teraflops * model.slower)))
+        last: dict[str, Any] = {"logits": False, **asked.last}
+        cases.append((", loss on the last device", replace(asked, **last)))
     return cases
 
 
@@ -328,24 +345,27 @@ def _saved(faster: float | None) -> float | None:
 def _whole_model_rates(model: Model, devices: int, asked: PipelineOptions) -> dict[str, float]:
     """Tokens a second of systems that train one job on all devices, whose links are ``gigabytes_per_s``.
 
-    Tensor parallelism adds up activations four times a layer, between products that wait for them, and has
-    the whole head on every device; PyTorch adds up each product by itself, and adapters'. FSDP divides the
-    batch among devices. It gathers all weights, of as many bytes a value as activations, for the forward and
-    for the backward; the next layer's while one runs, or late.
+    Tensor parallelism has the whole head and loss on every device. Its products wait for sums, but PyTorch's
+    backward sums up gradients while it computes others. FSDP divides the batch among devices. It gathers all
+    weights, of as many bytes a value as activations, for the forward and for the backward: the next layer's
+    while one runs, or late. mLoRA's artifact has each adapter gathered by itself, and PyTorch's backward asks
+    for one such unit ahead, so a whole layer comes late.
     """
-    bandwidth, passes = 1e9 * (asked.gigabytes_per_s or float("inf")), 1 + asked.backward
-    head = asked.head(model)
-    sliced = (model.layers * asked.layer(model, devices) + head) * asked.tokens * passes
-    summed = tensor_parallel_bytes(model, devices, asked) / devices / bandwidth
-    forward = (model.layers * asked.layer(model) + head) * asked.tokens / devices
+    bandwidth = 1e9 * (asked.gigabytes_per_s or float("inf"))
+    head, loss = asked.head(model), asked.loss(model) * asked.tokens
+    sliced = (model.layers * asked.layer(model, model.sliced, devices) + head) * asked.tokens
+    one = tensor_parallel_bytes(model, devices, asked) / PASSES / devices / bandwidth
+    beside = max(sliced * asked.backward, BACKWARD_PASSES * one)
+    forward = (model.layers * asked.layer(model, model.peft) + head) * asked.tokens / devices
     backward, weights = forward * asked.backward, model.weights + 2 * model.head
     gathered = weights * asked.value_bytes * (devices - 1) / devices / bandwidth
-    in_time = max(forward, gathered) + max(backward, gathered)
+    ahead, own_loss = max(forward, gathered), loss / devices
     return {
-        "TP": asked.tokens / (sliced + summed),
-        "TP, more sums": asked.tokens / (sliced + summed * PYTORCH_PASSES / PASSES),
-        "FSDP": asked.tokens / in_time,
-        "FSDP, weights late": asked.tokens / (forward + backward + 2 * gathered),
+        "TP": asked.tokens / (loss + sliced + FORWARD_PASSES * one + beside),
+        "TP, Megatron-LM's sums": asked.tokens / (loss + sliced * (1 + asked.backward) + PASSES * one),
+        "FSDP": asked.tokens / (own_loss + ahead + backward + gathered),
+        "FSDP, weights in time": asked.tokens / (own_loss + ahead + max(backward, gathered)),
+        "FSDP, weights late": asked.tokens / (own_loss + forward + backward + 2 * gathered),
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -41,6 +41,22 @@ def test_a_model_can_have_a_split_of_its_own() -> None:
     found = {each.name: each.note for each in pipelines(RunSettings(), [], options).figures}
     assert "batches in 2" in found["small, 2 devices, 1 jobs: time saved"]
     assert "batches in 4" in found["small, 2 devices, 1 jobs: time saved, in 4"]
+
+
+@pytest.mark.parametrize(("logits", "stage"), [(True, 0), (False, 1)])
+def test_the_device_that_computes_the_loss_is_busy_with_it(logits: bool, stage: int) -> None:
+    asked = PipelineOptions(models={"small": SMALL}, devices=(2,), jobs=(1,), tokens=100, logits=logits)
+    without = asked.stages(SMALL, 2, 1)
+    found = replace(asked, memory_gigabytes_per_s=1.0).stages(SMALL, 2, 1)
+    # ten passes of 20,000 values of 4 bytes a token
+    expected = [100 * 8e5 / 1e9 if number == stage else 0.0 for number in range(2)]
+    more = [one.forward - other.forward for one, other in zip(found, without, strict=True)]
+    assert more == pytest.approx(expected)
+
+
+def test_only_speeds_are_fitted_again_with_a_loss_on_the_last_device() -> None:
+    with pytest.raises(ConfigError, match="last: tokens"):
+        PipelineOptions(models={"small": SMALL}, devices=(2,), jobs=(1,), last={"tokens": 2.0})
 
 
 @pytest.mark.parametrize("name", ["teraflops", "backward", "gigabytes_per_s", "memory_gigabytes_per_s"])

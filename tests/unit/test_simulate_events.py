@@ -22,6 +22,7 @@ from plait.simulate.events import (
     simulate,
 )
 from plait.simulate.orders import BackwardFirst, GPipe
+from plait.simulate.ports import Ports, Way, fair_shares
 from plait.simulate.report import measure, most_held
 from plait.simulate.timeline import chrome_trace
 from plait_bench.lorafusion import imbalance_floor
@@ -95,21 +96,47 @@ def test_links_send_messages_of_different_sizes() -> None:
     ]
 
 
-def test_stages_that_share_a_port_send_one_after_another() -> None:
+def test_messages_share_a_port_that_several_stages_have() -> None:
     works = [work("a", 0), work("b", 0), work("c", 0)]
     alone = Pipeline(works, [[StageTime(1, 1)] * 3] * 3, OneFOneB([3]), transfer=[10] * 3)
     begins = []
     for ports in ((), (0, 1, 2), (0, 1, 0)):
         run = simulate({0: replace(alone, ports=ports)})
         begins += [s.start for s in run.spans if (s.stage, s.kind, s.work) == (1, "backward", 0)]
-    # the last stage's first backward ends at 24; until 31 the second stage's port receives c from the first,
-    # which a link of its own would not hinder
+    # the last stage's first backward ends at 24. The second stage's port still receives c from the first,
+    # whose last 7 seconds take 14 beside it; a link of its own would not hinder
     assert begins == [34, 41, 41]
     # the first and the third stage are on one device, and what they send on goes through its one port
     four = [work(job, 0) for job in "abcd"]
     shared = Pipeline(four, [[StageTime(1, 1)] * 4] * 4, OneFOneB([4]), transfer=[10] * 4)
     ends = [simulate({0: replace(shared, ports=ports)}).makespan for ports in ((0, 1, 2, 3), (0, 1, 0, 3))]
     assert ends[0] < ends[1]
+
+
+def ways(*pairs: tuple[int, int]) -> list[Way]:
+    return [((0, sender, "sends"), (0, receiver, "receives")) for sender, receiver in pairs]
+
+
+def test_messages_get_equal_parts_of_a_port_and_what_others_leave() -> None:
+    # two leave the first port, one of which arrives at the fourth beside a third one
+    assert list(fair_shares(ways((0, 1), (0, 3), (2, 3), (3, 0))).values()) == [0.5, 0.5, 0.5, 1.0]
+    # three arrive at the fourth, so a fourth one leaves the first port with two thirds of it
+    shares = fair_shares(ways((0, 3), (1, 3), (2, 3), (0, 1)))
+    assert list(shares.values()) == pytest.approx([1 / 3, 1 / 3, 1 / 3, 2 / 3])
+
+
+def test_a_short_message_is_not_held_up_by_a_long_one_to_another_port() -> None:
+    ports, arrived = Ports(), list[str]()
+    to_one, to_two = ways((0, 1), (0, 2))
+    ports.send(0, to_one, 10, lambda: arrived.append("long"))
+    ports.send(0, to_two, 1, lambda: arrived.append("short"))
+    ports.send(0, to_two, 1, lambda: arrived.append("after it"))
+    times = []
+    while found := ports.next():
+        times.append(found[0])
+        ports.take(*found)()
+    assert arrived == ["short", "after it", "long"]
+    assert times == [2, 4, 12]
 
 
 def test_orders_that_wait_for_each_other_are_refused() -> None:

@@ -17,11 +17,12 @@ from typing import Literal, NamedTuple, Protocol
 
 from plait.core.errors import PlaitError
 from plait.cost.time import EMPTY, MicrobatchShape, StageTime
+from plait.simulate.ports import Ports, Way
 
 Kind = Literal["forward", "backward"]
 Ready = Mapping[Kind, Collection[int]]  # microbatches whose inputs are available
 Key = tuple[str, int]  # a job and one of its steps
-Link = tuple[int, int, Kind | Literal["sends", "receives"]]  # of a replica: one to a stage, or a port
+Link = tuple[int, int, Kind]  # of a replica, to a stage
 
 
 class Action(NamedTuple):
@@ -114,8 +115,8 @@ class Pipeline:
         transfer: seconds in which a neighbour receives the result of each microbatch; overlaps with other
             work. A link sends one result after another, in each direction.
         sizes: of what each link sends, from the first stage's on, over that; empty: all are 1.
-        ports: of each stage, through which all that it sends and receives goes, one result at a time in each
-            direction; stages can share one. Empty: each link is by itself.
+        ports: of each stage, through which all that it sends and receives goes. Results between different
+            ports go at once and share them; stages can share one. Empty: each link is by itself.
     """
 
     works: Sequence[Work]
@@ -182,6 +183,8 @@ class _Simulation:
         self.waiting: dict[Key, list[tuple[int, int]]] = {}  # works that wait for a step
         self.blocked: Counter[tuple[int, int]] = Counter()  # number of steps that a work still waits for
         self.links: dict[Link, float] = {}  # until when each sends
+        self.ports = Ports()
+        self.awaited = 0  # numbers what is awaited of the ports, which each message changes
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.now: float = 0
         self.count = 0
@@ -257,18 +260,33 @@ class _Simulation:
         seconds = pipeline.transfer[action.work]
         if pipeline.sizes:
             seconds *= pipeline.sizes[target.index - (action.kind == "forward")]
-        used = self._links(target, action.kind)
-        end = max(self.now, *(self.links.get(link, 0) for link in used)) + seconds
-        self.links.update(dict.fromkeys(used, end))
-        self._at(end, lambda: self._ready(target, action))
+        if pipeline.ports:
+            sender = target.index + (-1 if action.kind == "forward" else 1)
+            way: Way = (
+                (target.replica, pipeline.ports[sender], "sends"),
+                (target.replica, pipeline.ports[target.index], "receives"),
+            )
+            self.ports.send(self.now, way, seconds, lambda: self._ready(target, action))
+            self._await()
+            return
+        link = (target.replica, target.index, action.kind)
+        self.links[link] = max(self.now, self.links.get(link, 0)) + seconds
+        self._at(self.links[link], lambda: self._ready(target, action))
 
-    def _links(self, target: _Stage, kind: Kind) -> list[Link]:
-        """What carries a neighbour's result to a stage: a link of its own, or a port at each end."""
-        replica, ports = target.replica, self.pipelines[target.replica].ports
-        if not ports:
-            return [(replica, target.index, kind)]
-        sender = target.index + (-1 if kind == "forward" else 1)
-        return [(replica, ports[sender], "sends"), (replica, ports[target.index], "receives")]
+    def _await(self) -> None:
+        """Have the next message of the ports arrive, unless another changes when."""
+        self.awaited += 1
+        number, following = self.awaited, self.ports.next()
+        if following is None:
+            return
+        end, way = following
+
+        def arrive() -> None:
+            if number == self.awaited:
+                self.ports.take(self.now, way)()
+                self._await()
+
+        self._at(end, arrive)
 
     def _ready(self, stage: _Stage, action: Action) -> None:
         stage.ready[action.kind].add(action.work)
