@@ -4,6 +4,7 @@ import sys
 
 import pytest
 from forked import Talking, end_likewise, tell_left, tell_missing
+from mlflow_server import tell_whole
 
 
 def test_all_that_forked_processes_need_is_imported_before() -> None:
@@ -15,6 +16,13 @@ def test_all_that_forked_processes_need_is_imported_before() -> None:
 def test_nothing_is_left_of_the_command_that_ran_before() -> None:
     told = Talking(tell_left)
     assert told.stdout.read() == "False\n"
+    assert told.wait() == 0
+
+
+def test_mlflow_is_whole_when_its_server_is_imported_again() -> None:
+    """Else its pages show runs without charts and files."""
+    told = Talking(tell_whole)
+    assert told.stdout.read() == "True\n"
     assert told.wait() == 0
 
 

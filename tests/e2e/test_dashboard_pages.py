@@ -1,16 +1,16 @@
 """Reports of 10 and of 500 jobs in a real browser, without a network; and studies in optuna-dashboard."""
 
 import json
-import subprocess
-import sys
-import time
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from socketserver import ThreadingMixIn
+from threading import Thread
 from types import ModuleType
 from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 import optuna
 import pytest
@@ -70,7 +70,9 @@ def test_the_report_shows_every_figure_without_a_network(
 def _check_page(chromium: Any, colour: str) -> None:
     """Nothing in the console, nothing loaded, no button to a server, one ground, no wider than the window."""
     run = chromium.execute_script
-    assert [line for line in chromium.get_log("browser") if line["level"] in ("SEVERE", "WARNING")] == []
+    said = [line for line in chromium.get_log("browser") if line["level"] in ("SEVERE", "WARNING")]
+    # WebGL's pictures are read back where the rest of a page is drawn without it, as in these tests' browser.
+    assert [line for line in said if "GPU stall due to ReadPixels" not in line["message"]] == []
     assert run("return performance.getEntriesByType('resource').length") == 0
     buttons = run("return [...document.querySelectorAll('.modebar-btn')].map((each) => each.dataset.title)")
     assert buttons
@@ -91,7 +93,7 @@ def served(pictures: ModuleType) -> Iterator[Any]:
 
 
 @pytest.fixture
-def study_pages(pictures: ModuleType, ten: TrackingSettings, tmp_path: Path) -> Iterator[str]:
+def study_pages(ten: TrackingSettings, tmp_path: Path) -> Iterator[str]:
     """The address of optuna-dashboard's pages on the study of the search of 10, in SQLite."""
     storage = f"sqlite:///{tmp_path}/study.db"
     optuna.copy_study(
@@ -99,40 +101,39 @@ def study_pages(pictures: ModuleType, ten: TrackingSettings, tmp_path: Path) -> 
         from_storage=open_storage(str(ten.root / JOURNAL), ten.root),
         to_storage=open_storage(storage, tmp_path),
     )
-    with _served(storage, pictures.free_port()) as address:
+    with _served(storage) as address:
         yield address
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """As optuna-dashboard's own program has it."""
+
+    daemon_threads = True
+
+
+class _Quiet(WSGIRequestHandler):
+    def log_message(self, *_: object) -> None:
+        pass
 
 
 @contextmanager
-def _served(storage: str, port: int) -> Iterator[str]:
-    """The address of optuna-dashboard's pages on a storage."""
-    pytest.importorskip("optuna_dashboard", reason="optuna-dashboard is not installed")
-    program = Path(sys.executable).with_name("optuna-dashboard")
-    command = [str(program), storage, "--port", str(port), "--server", "wsgiref", "--quiet"]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        address = f"http://127.0.0.1:{port}"
-        _until_it_answers(f"{address}/api/studies", server)
-        yield address
-    finally:
-        server.terminate()
-        server.wait(30)
+def _served(storage: str) -> Iterator[str]:
+    """The address of optuna-dashboard's pages on a storage, served by a thread of this process."""
+    dashboard = pytest.importorskip("optuna_dashboard", reason="optuna-dashboard is not installed")
+    pages = dashboard.wsgi(storage)
+    with make_server("127.0.0.1", 0, pages, server_class=_Server, handler_class=_Quiet) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def _asked(address: str, path: str) -> Any:
     with urllib.request.urlopen(f"{address}/api/{path}", timeout=30) as answer:
         return json.load(answer)
-
-
-def _until_it_answers(url: str, server: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and server.poll() is None:
-        try:
-            with urllib.request.urlopen(url, timeout=5):
-                return
-        except OSError:
-            time.sleep(0.2)
-    raise RuntimeError(f"no answer from {url}; the server's exit status: {server.poll()}")
 
 
 def test_optuna_dashboard_reads_the_study(
@@ -160,7 +161,7 @@ def test_optuna_dashboard_shows_what_a_search_with_rungs_pruned(
     space = ["train.lr=tag(log,interval(1e-4,1e-1))", "search.sampler=random", "search.trials=4"]
     assert main(["sweep", *short, *rungs, *space, "train.batch_size=2", "search.name=pruned"]) == 0
     storage = tmp_path / "plait-runs" / JOURNAL
-    with _served(str(storage), pictures.free_port()) as address:
+    with _served(str(storage)) as address:
         (study,) = _asked(address, "studies")["study_summaries"]
         trials = _asked(address, f"studies/{study['study_id']}")["trials"]
         assert Counter(trial["state"] for trial in trials) == {"Pruned": 3, "Complete": 1}

@@ -134,6 +134,7 @@ def test_the_printed_address_shows_the_trials_with_their_settings_best_first(
 ) -> None:
     """In a browser that was never on a page of model training."""
     seen.driver.execute_script("localStorage.removeItem('mlflow.workflowType_v1')")
+    seen.driver.get("about:blank")
     address = search_address(settings, "ranks", seen.address)
     words = ("ranks/0000 r1", "adapter.rank", "objective", "sums.jsonl", "finished")
     pictures.show_trials(seen, address, *words)

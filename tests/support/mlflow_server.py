@@ -11,6 +11,7 @@ import time
 import traceback
 import urllib.request
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,22 @@ def free_port() -> int:
         return port
 
 
+def forget_server() -> None:
+    """Let MLflow's server be imported again: it reads the environment as it is imported."""
+    for name in [name for name in sys.modules if f"{name}.".startswith("mlflow.server.")]:
+        del sys.modules[name]
+
+
+def tell_whole() -> None:
+    """In a forked process: print whether MLflow still has its other parts, with which its server answers."""
+    import_module("mlflow.server")
+    forget_server()
+    import_module("mlflow.server")
+    import mlflow
+
+    print(hasattr(mlflow, "protos"))
+
+
 def _serve(command: Sequence[str], environment: dict[str, str], log: str) -> None:
     """Do what the command does, but run the server that it would start in this process; never returns."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -46,8 +63,7 @@ def _serve(command: Sequence[str], environment: dict[str, str], log: str) -> Non
 
         def run(words: Sequence[str], *, extra_env: dict[str, str], **_: object) -> None:
             os.environ.update(extra_env)
-            for name in [name for name in sys.modules if name.partition(".server")[0] == "mlflow"]:
-                del sys.modules[name]  # it reads the environment as it is imported
+            forget_server()
             assert words[1:3] == ["-m", "uvicorn"]
             uvicorn.main(words[3:])
 
