@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from itertools import count
@@ -24,6 +24,7 @@ from plait.distributed.places import Address
 from plait.distributed.stage_worker import StageWorker
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.local_worker import LocalWorker
+from plait.engine.memory import PeakSampler
 from plait.engine.span_recorder import SpanRecorder
 
 
@@ -34,18 +35,20 @@ class ForkedProcess:
         ahead: seconds by which the clock of each is ahead of that of the one before, as on other hosts.
         short_at: microbatches in which memory runs out, counted from 1, by the number of the process.
         listed: file to which the number of each is added, if there is one.
+        observes_once: whether each observes the peak of one iteration alone.
     """
 
     ahead = 0.0
     short_at: ClassVar[Mapping[int, int]] = {}
     listed: ClassVar[Path | None] = None
+    observes_once: ClassVar[bool] = False
 
     def __init__(
         self, address: Address, key: bytes, number: int, log: Path | None, _local: int | None = None
     ) -> None:
         given = (address, key, number, str(log or ""), self.ahead * number, self.short_at.get(number))
         place = str(Path.cwd()), dict(os.environ)  # else those of the process that forks
-        self._process: Any = FORKS.Process(target=_serve, args=(place, *given))
+        self._process: Any = FORKS.Process(target=_serve, args=(place, *given, self.observes_once))
         self._process.start()
         self.pid = self._process.pid
         if self.listed is not None:
@@ -71,6 +74,7 @@ def _serve(
     log: str,
     ahead: float,
     short_at: int | None,
+    observes_once: bool,
 ) -> None:
     folder, environment = place
     os.chdir(folder)
@@ -84,7 +88,20 @@ def _serve(
     if short_at is not None:
         LocalWorker._forward = _running_short(LocalWorker._forward, short_at)  # type: ignore[method-assign]
         StageWorker.forward = _running_short(StageWorker.forward, short_at)  # type: ignore[method-assign]
+    if observes_once:
+        PeakSampler.wanted = wanted_once  # type: ignore[method-assign]
     process.serve(address, key, number)
+
+
+def wanted_once(
+    self: PeakSampler,
+    jobs: Collection[str],
+    tokens: Sequence[int],
+    wanted: Callable[..., bool] = PeakSampler.wanted,
+) -> bool:
+    """In place of ``PeakSampler.wanted``: the first iteration that it chooses, and no other. Counting takes a
+    fifth of a short run."""
+    return not self._observed and wanted(self, jobs, tokens)
 
 
 def _running_short(forward: Any, at: int) -> Any:

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from laboratory import Kept, Laboratory
+from processes import ForkedProcess, wanted_once
 
 from plait.core.settings import ModelSettings
+from plait.engine.memory import PeakSampler
 from plait.models.base import BaseModel
 from plait.models.load import load_model
 
@@ -31,6 +33,19 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Base
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Kept:
     """Undisturbed runs, made once for all tests of this folder."""
     return Kept(tmp_path_factory.mktemp("undisturbed"))
+
+
+@pytest.fixture
+def peaks() -> None:
+    """For tests of peaks: they are observed as often as in a real run."""
+
+
+@pytest.fixture(autouse=True)
+def _one_peak(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere each worker observes one iteration."""
+    if "peaks" not in request.fixturenames:
+        monkeypatch.setattr(PeakSampler, "wanted", wanted_once)
+        monkeypatch.setattr(ForkedProcess, "observes_once", True)
 
 
 @pytest.fixture

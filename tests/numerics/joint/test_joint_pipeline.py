@@ -121,6 +121,7 @@ def observed(
         return found.steps, worker.facts, RunSettings(model=TINY, engine=engine, cluster=cluster)
 
 
+@pytest.mark.usefixtures("peaks")
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "plait"])
 def test_the_peak_of_each_stage_is_predicted_once_it_was_observed(
     laboratory: Any, tmp_path: Path, schedule: str

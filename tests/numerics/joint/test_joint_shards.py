@@ -43,6 +43,7 @@ def test_a_sharded_base_trains_as_whole_ones_do(laboratory: Any, tmp_path: Path)
     assert_same(found[True], alone, jobs)
 
 
+@pytest.mark.usefixtures("peaks")
 def test_peaks_are_predicted_with_each_gathered_layer_counted_once(laboratory: Any, tmp_path: Path) -> None:
     lab = laboratory("llama")
     jobs = lab.group(dropout=0.1, steps=5)[:3]

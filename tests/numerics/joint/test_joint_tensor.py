@@ -89,6 +89,7 @@ def worker_static(settings: RunSettings, facts: WorkerFacts, jobs: list[JobSpec]
     return admission.static([admission.demand(job.adapter, 30) for job in jobs], part)
 
 
+@pytest.mark.usefixtures("peaks")
 @pytest.mark.parametrize(("own", "schedule"), [((2, 1), "plait"), ((2, 2), "1f1b")])
 def test_the_peak_of_each_slice_is_predicted_once_it_was_observed(
     laboratory: Any, tmp_path: Path, own: tuple[int, int], schedule: Any

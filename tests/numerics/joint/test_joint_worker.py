@@ -189,6 +189,7 @@ def test_a_folder_that_cannot_be_written_is_reported(laboratory: Any) -> None:
     assert history.ended(job.name).checkpoint is None
 
 
+@pytest.mark.usefixtures("peaks")
 def test_the_peak_of_a_step_in_which_no_job_is_new_is_observed(laboratory: Any) -> None:
     lab = laboratory("llama")
     history = lab.run(lab.group(steps=2)[:2])
