@@ -1,5 +1,6 @@
 """Hydra's flags and complaints through `plait`, and hydra.sweeper.* beside search.*."""
 
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from plait.cli.sweeping import merge
 from plait.config.overrides import read_request, spaces
 from plait.core.errors import ConfigError
 from plait.core.settings import SearchSettings
+from plait.search.recorded import RecordedCommand
 from plait.search.samplers import SAMPLERS
+from plait.search.trials import SearchCommand
 from plait.utils.paths import conf_dir, sweeps_dir
 
 
@@ -111,6 +114,46 @@ def test_a_sweep_folder_given_by_the_user_is_used(tmp_path: Path, capsys: pytest
     assert status == 0
     assert yaml.safe_load(out)["model"]["kind"] == "tiny"
     assert yaml.safe_load(out)["adapter"]["rank"] == 3
+
+
+@pytest.fixture
+def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[SearchCommand]:
+    """The searches that would be trained."""
+    found: list[SearchCommand] = []
+
+    def keep(command: SearchCommand, **_: bool) -> int:
+        found.append(command)
+        return 0
+
+    monkeypatch.setattr(sweeping, "_launched", keep)
+    monkeypatch.chdir(tmp_path)
+    return found
+
+
+@pytest.mark.parametrize("verb", ["sweep", "train"])
+def test_own_folders_of_groups_are_found_again_in_their_order(
+    verb: str, launched: list[SearchCommand], tmp_path: Path
+) -> None:
+    for number, folder in enumerate(("my conf's", "b")):
+        (tmp_path / "work" / folder / "adapter").mkdir(parents=True)
+        (tmp_path / "work" / folder / "adapter" / "mine.yaml").write_text(f"rank: {number + 3}\n")
+    given = ["model=tiny", "adapter=mine", "hydra.searchpath=[file://b]", "--config-dir", "my conf's"]
+    with chdir(tmp_path / "work"):
+        assert main([verb, *given]) == 0
+    (tmp_path / "work").rename(tmp_path / "moved")
+    for number in (0, 1):  # what a resumed search records is enough to resume it again
+        command = RecordedCommand("mine", verb, launched[number].overrides, str(tmp_path))
+        with chdir(tmp_path / "moved"):
+            assert main(command.words()) == 0
+    assert [each.base.adapter.rank for each in launched] == [3, 3, 3]
+    assert launched[1].overrides == launched[2].overrides
+
+
+def test_a_space_followed_by_a_value_is_no_space_for_one_adapter_either(
+    launched: list[SearchCommand],
+) -> None:
+    assert main(["train", "model=tiny", "adapter.rank=4,8", "adapter.rank=2"]) == 0
+    assert launched[0].base.adapter.rank == 2
 
 
 def test_settings_may_stand_on_both_sides_of_an_option(capsys: pytest.CaptureFixture[str]) -> None:
@@ -245,6 +288,7 @@ def test_a_swept_key_with_quotes_is_still_an_override() -> None:
         (["sweep", "--nosuch"], ["--nosuch", "`plait sweep` has no such option", "KEY=VALUE"]),
         (["train", "--resolv"], ["--resolv", "Did you mean --resolve?"]),
         (["sweep", "--train.lr=1e-4"], ["--train.lr=1e-4", "Did you mean train.lr=1e-4?"]),
+        (["sweep", "--data.path=x"], ["--data.path=x", "Did you mean data.path=x?"]),
         (["sweep", "--lr=1e-4"], ["--lr=1e-4", "Did you mean train.lr=1e-4?"]),
         (["train", "--learning-rate", "1e-4"], ["--learning-rate", "Did you mean train.lr=?"]),
         (

@@ -137,11 +137,18 @@ def search_command(
 
 
 def _lasting(config: DictConfig, arguments: Sequence[str]) -> tuple[str, ...]:
-    """The overrides with which the search can be composed again; --config-dir becomes one of them."""
-    given = (each for each in config.hydra.runtime.config_sources if each.provider == "command-line")
-    folders = [f"{each.schema}://{each.path}" for each in given]
-    paths = [quoted(each) for each in (*config.hydra.searchpath, *folders)]
-    return (*arguments, *([f"hydra.searchpath=[{','.join(paths)}]"] if folders else []))
+    """The overrides with which the search can be composed again: one more for the folders of --config-dir and
+    hydra.searchpath, in Hydra's order."""
+    given = [each for each in config.hydra.runtime.config_sources if each.provider == "command-line"]
+    folders = [f"{each.schema}://{_from_here(Path(each.path))}" for each in given]
+    paths = [quoted(each) for each in dict.fromkeys((*folders, *config.hydra.searchpath))]
+    return (*arguments, *([f"hydra.searchpath=[{','.join(paths)}]"] if paths else []))
+
+
+def _from_here(folder: Path) -> Path:
+    """Relative to the current folder if it lies inside, so that both can be moved together."""
+    here = Path.cwd()
+    return folder.relative_to(here) if here in folder.parents else folder
 
 
 def _unset(space: Space, composed: Config) -> list[str]:
