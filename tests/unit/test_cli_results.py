@@ -10,8 +10,8 @@ from rich.console import Console
 from plait.cli.leaderboard import print_leaderboard, show, sort_records
 from plait.cli.main import main
 from plait.cli.results import store_parser, store_settings
-from plait.core.errors import ConfigError
-from plait.core.lifecycle import JobState
+from plait.core.errors import ConfigError, StorageError
+from plait.core.lifecycle import JobState, PauseReason
 from plait.core.objectives import Objective
 from plait.core.settings import TrackingSettings
 from plait.tracking.leaderboard import JobRecord
@@ -129,6 +129,31 @@ def test_a_trial_whose_process_was_killed_is_orphaned_or_paused_whatever_the_sto
     monkeypatch.setattr("plait.cli.leaderboard.trains_here", lambda _: True)
     show(TrackingSettings(), "mine", "table", None, reverse=False)
     assert capsys.readouterr().out.startswith("mine (running)"), "its process has just begun or ended a trial"
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_search_that_lives_is_paused_if_the_user_paused_it(
+    known: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place, reason = Location("sqlite:///x.db", Path("x"), None), PauseReason.AT_RUNG
+
+    def result(*_: object) -> SearchResult:
+        records = (JobRecord("a", 0, state=JobState.PAUSED, reason=reason),)
+        return SearchResult("mine", JobState.RUNNING, (Objective("eval/loss"),), "r", "0", place, records)
+
+    def asked(_: Path) -> bool:
+        if known:
+            return True
+        raise StorageError("the lock", "It is another user's.")
+
+    monkeypatch.setattr("plait.cli.leaderboard.read_search", result)
+    monkeypatch.setattr("plait.search.stored.board_of_study", lambda *_: None)
+    monkeypatch.setattr("plait.cli.leaderboard.trains_here", asked)
+    show(TrackingSettings(), "mine", "table", None, reverse=False)
+    assert capsys.readouterr().out.startswith("mine (running)")
+    reason = PauseReason.BY_USER
+    show(TrackingSettings(), "mine", "table", None, reverse=False)
+    assert capsys.readouterr().out.startswith("mine (paused)")
 
 
 def test_a_queued_trial_is_shown_though_it_has_no_run_yet(

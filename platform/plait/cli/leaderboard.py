@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from plait.core.errors import ConfigError, StorageError, choices
-from plait.core.lifecycle import JobState
+from plait.core.lifecycle import JobState, PauseReason
 from plait.core.settings import TrackingSettings
 from plait.search.locks import trains_here
 from plait.terminal.console import literal_console
@@ -99,12 +99,23 @@ def _with_study(settings: TrackingSettings, result: SearchResult) -> SearchResul
     if JobState.RUNNING in now:
         return result
     if not names:
-        stale = result.state == JobState.RUNNING and JobState.PAUSED in now
-        stale = stale and not trains_here(search_folder(settings.root, result.name))
+        stale = result.state == JobState.RUNNING and _is_paused(settings, result)
         return replace(result, state=JobState.PAUSED) if stale else result
     resume = f"`plait resume {shlex.quote(result.name)}` resumes the search"
     print(f"Orphaned: the process that trained them is dead. {resume}.", file=sys.stderr)
     return replace(result, state=JobState.ORPHANED)
+
+
+def _is_paused(settings: TrackingSettings, result: SearchResult) -> bool:
+    """Whether the user paused a search of which no trial trains, or its process was killed; otherwise its
+    process has just begun or ended a trial."""
+    paused = [record for record in result.records if record.state == JobState.PAUSED]
+    if any(record.reason == PauseReason.BY_USER for record in paused):
+        return True
+    try:
+        return bool(paused) and not trains_here(search_folder(settings.root, result.name))
+    except StorageError:  # only the search's user may ask
+        return False
 
 
 def sort_records(
