@@ -12,6 +12,7 @@ from job_results import ended
 from lost_tracker import die
 from mlflow import MlflowClient
 
+from plait.core.errors import StorageError
 from plait.core.jobs import AdapterSpec, JobSpec
 from plait.core.lifecycle import JobResult, JobState, PauseReason
 from plait.core.messages import GroupStep, JobAdmitted, JobEvaluated, JobPaused, JobProgress
@@ -364,6 +365,9 @@ def test_other_processes_jobs_are_on_the_board_while_the_search_runs(
 def test_what_another_process_did_last_comes_on_the_board_after_its_end(
     settings: TrackingSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def unanswered(*_: object) -> list[JobRecord]:
+        raise StorageError("the store", "It does not answer.")
+
     monkeypatch.setattr("plait.tracking.tracker.READ_PAUSE", 1e9)
     monkeypatch.setattr("plait.tracking.tracker.READ_SHARE", 1e9)
     first, second = worker(settings), worker(settings)
@@ -376,9 +380,14 @@ def test_what_another_process_did_last_comes_on_the_board_after_its_end(
     first.end_search()
     first.close()
     second._next_reading = 0.0
+    with monkeypatch.context() as away:
+        away.setattr(Store, "jobs", unanswered)
+        with pytest.raises(StorageError):
+            second._read_others()
+    second._next_reading = 0.0
     second._read_others()
     second.handle(GroupStep("g0", 1, ("trial-0001",), 1, 100, 0.5, None, 200))
-    assert second.board.jobs["trial-0000"].state == "finished"
+    assert second.board.jobs["trial-0000"].state == "finished", "though the store did not answer at first"
     second.end_search()
     second.close()
 

@@ -280,9 +280,10 @@ class Tracker:
         if started is None or begun < self._next_reading:
             return
         self._next_reading = begun + READ_PAUSE
-        had, self._had_others = self._had_others, started.log.others()
-        if had or self._had_others or not started.run.whole:  # once more after the last one's end
+        others = started.log.others()
+        if others or self._had_others or not started.run.whole:  # once more after the last one's end
             self._read = self._stored_jobs()
+            self._had_others = others
             took = time.monotonic() - begun
             self._next_reading = begun + max(READ_PAUSE, took / READ_SHARE)
 
