@@ -35,7 +35,7 @@ from plait.tracking.location import locate
 from plait.tracking.mlflow_store import Store
 from plait.tracking.names import EVAL_LOSS, OBJECTIVE, TRAIN_LOSS
 from plait.tracking.tracker import Tracker
-from plait.tracking.ui import answers, serving, ui_command
+from plait.tracking.ui import serving, ui_command
 from plait.utils.durations import duration
 from plait_bench.benchmarks import BENCHMARKS
 from plait_bench.figures import Baseline, Figure, Report
@@ -420,8 +420,8 @@ def _served(folder: Path) -> Iterator[tuple[str, psutil.Process]]:
     arguments = ["--port", str(port), "--artifacts-destination", str(folder / "kept")]
     command = ui_command(TrackingSettings(uri=f"sqlite:///{folder / 'mlflow.db'}", root=folder), arguments)
     command.environment.pop("MLFLOW_DEFAULT_ARTIFACT_ROOT", None)  # it keeps artifacts itself
-    with (folder / "log").open("wb") as log, serving(command, log) as server:
-        if server.poll() is not None or not answers(command.url):
+    with (folder / "log").open("wb") as log, serving(command, log) as (server, answers):
+        if not answers:
             words = (folder / "log").read_text(errors="replace").strip().splitlines()
             raise StorageError(
                 f"{command.url}: no answer ({words[-1] if words else ''})",

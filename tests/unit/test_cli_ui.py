@@ -12,7 +12,7 @@ import pytest
 from plait.cli.results import ui
 from plait.core.errors import ConfigError
 from plait.core.settings import TrackingSettings
-from plait.tracking.ui import UiCommand, check_port, run_ui, ui_command
+from plait.tracking.ui import UiCommand, check_port, run_ui, serving, ui_command
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -105,3 +105,14 @@ def test_the_address_is_shown_when_the_server_answers_and_its_output_only_if_it_
     assert run_ui(UiCommand(url, failing), lambda: answers.append(0)) == 3
     assert answers == [200]
     assert capfd.readouterr().err == "no such store\n"
+
+
+def test_a_server_that_has_answered_is_not_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([False, True])  # a third question would be an error
+    monkeypatch.setattr("plait.tracking.ui._answers", lambda _: next(answers))
+    asleep = UiCommand("http://127.0.0.1:9", (sys.executable, "-c", "import time; time.sleep(60)"))
+    with (tmp_path / "log").open("wb") as log, serving(asleep, log) as (server, answered):
+        assert answered
+    assert server.returncode

@@ -148,7 +148,7 @@ def run_ui(command: UiCommand, ready: Callable[[], None]) -> int:
     """
     with tempfile.TemporaryFile() as log:
         try:
-            with serving(command, log) as server:
+            with serving(command, log) as (server, _):
                 if server.poll() is None:
                     ready()
                 status = server.wait()
@@ -161,27 +161,32 @@ def run_ui(command: UiCommand, ready: Callable[[], None]) -> int:
 
 
 @contextmanager
-def serving(command: UiCommand, log: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    """The server's process, which writes to ``log``: once the pages answer, it has ended, or
-    ``START_SECONDS`` have passed. It is ended afterwards."""
+def serving(command: UiCommand, log: IO[bytes]) -> Iterator[tuple[subprocess.Popen[bytes], bool]]:
+    """The server's process, which writes to ``log``, and whether its pages answer: once they do, it has
+    ended, or ``START_SECONDS`` have passed. It is ended afterwards."""
     server = subprocess.Popen(
         command.command, env=os.environ | command.environment, stdout=log, stderr=subprocess.STDOUT
     )
     try:
-        _wait_for_answer(command.url, server)
-        yield server
+        yield server, _comes(command.url, server)
     finally:
         _end(server)
 
 
-def _wait_for_answer(url: str, server: subprocess.Popen[bytes]) -> None:
-    """Wait until the pages answer, the server has ended, or ``START_SECONDS`` have passed."""
+def _comes(url: str, server: subprocess.Popen[bytes]) -> bool:
+    """Wait until the pages answer, the server has ended, or ``START_SECONDS`` have passed; whether they
+    answer."""
     until = time.monotonic() + START_SECONDS
-    while server.poll() is None and not answers(url) and time.monotonic() < until:
+    while server.poll() is None:
+        if _answers(url):
+            return True
+        if time.monotonic() >= until:
+            break
         time.sleep(LOOK_SECONDS)
+    return False
 
 
-def answers(url: str) -> bool:
+def _answers(url: str) -> bool:
     """Whether the pages answer, within a second."""
     address = urlsplit(url)
     connection = HTTPConnection(address.hostname or HOST, address.port, timeout=1)
