@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from functools import partial
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -86,14 +87,24 @@ def test_a_module_that_cannot_be_imported_is_not_silently_left_out(modules: Path
             made.names()
 
 
-def test_the_name_of_what_another_module_adds_later_is_refused() -> None:
-    made: Registry[type] = Registry("shape", key="shape")
+def test_a_name_of_another_module_is_refused() -> None:
+    made: Registry[object] = Registry("shape", key="shape")
     made.add_later("later", "shapes_of_later")
-    here = made.add("mine", EntryPoint)
-    for again in (lambda: made.add("later", here), lambda: made.add_later("mine", "shapes_of_later")):
-        with pytest.raises(ConfigError, match=r"shape '(later|mine)' of importlib") as caught:
+    made.add("mine", EntryPoint)
+    theirs, here = "shapes_of_theirs", EntryPoint.__module__
+    for again, adds, has in (
+        (lambda: made.add("later", EntryPoint), here, "shapes_of_later"),
+        (lambda: made.add("mine", Path), Path.__module__, here),
+        (lambda: made.add_later("mine", theirs), theirs, here),
+        (lambda: made.add_later("later", theirs), theirs, "shapes_of_later"),
+    ):
+        with pytest.raises(ConfigError, match=f"shape '(later|mine)' of {adds}") as caught:
             again()
-        assert "shapes_of_later has a shape with this name" in str(caught.value)
+        assert f"{has} has a shape with this name" in str(caught.value)
+    made.add("mine", EntryPoint)
+    made.add_later("mine", here)
+    made.add("later", partial(EntryPoint, "a"))
+    assert isinstance(made.get("later"), partial), "whose class says nothing of who adds it"
 
 
 def test_what_is_added_later_is_known_before_its_module_is_imported(

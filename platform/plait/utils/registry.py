@@ -48,9 +48,9 @@ class Registry(Generic[T]):
         """Register an entry. An existing name is replaced, so that a module can be loaded again.
 
         Raises:
-            ConfigError: the name is that of another module's entry that was registered to be added later.
+            ConfigError: another module has an entry with this name.
         """
-        self._check_place(name, entry, self._places.get(name))
+        self._check_owner(name, _module_of(entry))
         self._entries[name] = entry
         return entry
 
@@ -62,18 +62,17 @@ class Registry(Generic[T]):
         """Register an entry that this module adds: it is imported when the entry is first asked for.
 
         Raises:
-            ConfigError: another module has added an entry with this name.
+            ConfigError: another module has an entry with this name.
         """
-        if name in self._entries:
-            self._check_place(name, self._entries[name], module)
+        self._check_owner(name, module)
         self._places[name] = module
 
-    def _check_place(self, name: str, entry: T, module: str | None) -> None:
-        own = getattr(entry, "__module__", module)
-        if own != module and module is not None:
+    def _check_owner(self, name: str, module: str | None) -> None:
+        owner = self._places.get(name) or _module_of(self._entries.get(name))
+        if owner and module and owner != module:
             raise ConfigError(
-                f"{self.kind} {name!r} of {own}",
-                f"{module} has a {self.kind} with this name.",
+                f"{self.kind} {name!r} of {module}",
+                f"{owner} has a {self.kind} with this name.",
                 "Rename one of them, or uninstall the package that has it.",
             )
 
@@ -126,3 +125,9 @@ class Registry(Generic[T]):
         except BaseException:
             self._loaded = False
             raise
+
+
+def _module_of(entry: object) -> str | None:
+    """The module that defines an entry; None where the entry is no function or class, as its class may come
+    from anywhere."""
+    return entry.__module__ if hasattr(entry, "__qualname__") else None
