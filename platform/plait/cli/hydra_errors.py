@@ -84,8 +84,9 @@ def explain(error: HydraException, arguments: Sequence[str]) -> ConfigError:
 
 
 def likely_keys(name: str) -> list[str]:
-    """The keys of the default configuration that an option such as --lr means, if its name is near."""
-    return likely(name, _all_keys(name, ()), cutoff=NEAR)
+    """The keys that an option such as --lr means, if its name is near: it itself if a choice of its config
+    group has it, else keys of the default configuration."""
+    return [name] if _choices_with(name)[1] else likely(name, _all_keys(name, ()), cutoff=NEAR)
 
 
 def explain_fault(error: Exception, arguments: Sequence[str]) -> ConfigError:
@@ -121,17 +122,22 @@ def _unread(override: str, text: str) -> ConfigError:
 
 def _of_another_choice(key: str, arguments: Sequence[str]) -> ConfigError | None:
     """The error if other choices of the key's config group have it; None if no choice has."""
-    path = key.partition("[")[0].replace(".", "/")
-    group, _, name = path.rpartition("/")
-    while group and not _group_files(group):  # a key within a mapping, such as a pruner's options
-        group, _, name = group.rpartition("/")
-    having = [file.stem for file in _group_files(group) if _has(file, name)]
+    group, having = _choices_with(key)
     if not having:
         return None
     given = next((word for word in arguments if key_of(word) == key), f"{key}=...")
     owners = [f"{group}={each}" for each in having]
     remedy = f"Write {' or '.join(f'`{owner} {given}`' for owner in owners)}."
     return ConfigError(given, f"This key exists only with {' or '.join(owners)}.", remedy)
+
+
+def _choices_with(key: str) -> tuple[str, list[str]]:
+    """The config group of a key, and the group's choices that have the key."""
+    path = key.partition("[")[0].replace(".", "/")
+    group, _, name = path.rpartition("/")
+    while group and not _group_files(group):  # a key within a mapping, such as a pruner's options
+        group, _, name = group.rpartition("/")
+    return group, [file.stem for file in _group_files(group) if _has(file, name)]
 
 
 def _group_files(group: str) -> list[Path]:
