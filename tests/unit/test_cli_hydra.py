@@ -150,10 +150,15 @@ def test_own_folders_of_groups_are_found_again_in_their_order(
 
 
 def test_a_space_followed_by_a_value_is_no_space_for_one_adapter_either(
-    launched: list[SearchCommand],
+    launched: list[SearchCommand], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["train", "model=tiny", "adapter.rank=4,8", "adapter.rank=2"]) == 0
     assert launched[0].base.adapter.rank == 2
+    capsys.readouterr()
+    status, out, _ = run(capsys, "train", "adapter.rank=4,8", "adapter.rank=2", "--cfg", "job")
+    assert (status, yaml.safe_load(out)["adapter"]["rank"]) == (0, 2), "and is shown so"
+    status, _, err = run(capsys, "train", "adapter.rank=2", "adapter.rank=4,8", "--cfg", "job")
+    assert (status, "trains one adapter" in err) == (2, True)
 
 
 def test_settings_may_stand_on_both_sides_of_an_option(capsys: pytest.CaptureFixture[str]) -> None:

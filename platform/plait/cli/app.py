@@ -159,7 +159,7 @@ def run_sweep(verb: str, own: Mapping[str, bool], arguments: Sequence[str]) -> i
     """
     given, flags = split_flags(arguments, own)
     if shows_only(given):
-        shown = given if verb == "train" else show_space(given)
+        shown = show_space(given, one_job=verb == "train")
         return _help(f"plait {verb}", shown) if set(given) & set(HELP) else run(f"plait {verb}", shown)
     _check_sweeper(given)
     words = given if verb in ("sweep", "train") else [*given, f"mode={verb}"]
@@ -282,9 +282,10 @@ def shows_only(arguments: Sequence[str]) -> bool:
     return any(argument.split("=")[0] in SHOWS_ONLY for argument in arguments)
 
 
-def show_space(arguments: Sequence[str]) -> list[str]:
-    """The arguments with swept keys moved into ``search.params``, so that Hydra can show a search. A space
-    that is followed by another value of its key is left out, as it does not count."""
+def show_space(arguments: Sequence[str], *, one_job: bool = False) -> list[str]:
+    """The arguments with swept keys moved into ``search.params``, so that Hydra can show a search; for one
+    job they stay, so that Hydra refuses them. A space that is followed by another value of its key is left
+    out, as it does not count."""
     from plait.config.overrides import is_sweep, spaces
 
     shown, counting = [], spaces(arguments)
@@ -293,7 +294,7 @@ def show_space(arguments: Sequence[str]) -> list[str]:
         if not is_sweep(argument):
             shown.append(argument)
         elif argument in counting:
-            shown.append(_as_parameter(key, value))
+            shown.append(argument if one_job else _as_parameter(key, value))
     return shown
 
 
