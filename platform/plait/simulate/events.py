@@ -3,7 +3,7 @@
 A stage runs one thing at a time. The forward of a microbatch needs that of the previous stage, the backward
 that of the next stage. On the first stage, a forward also needs the previous step of every job in it, and a
 step needs the backwards of its whole global batch, on all replicas. Numbers are only added and compared, so
-seconds given as integers or fractions give exact results.
+seconds given as integers or fractions give exact results; only ports that messages share divide them.
 """
 
 from __future__ import annotations
