@@ -294,6 +294,7 @@ def test_a_swept_key_with_quotes_is_still_an_override() -> None:
         (["train", "--resolv"], ["--resolv", "Did you mean --resolve?"]),
         (["sweep", "--train.lr=1e-4"], ["--train.lr=1e-4", "Did you mean train.lr=1e-4?"]),
         (["sweep", "--data.path=x"], ["--data.path=x", "Did you mean data.path=x?"]),
+        (["sweep", "--train/lr=1e-4"], ["--train/lr=1e-4", "Did you mean train.lr=1e-4?"]),
         (["sweep", "--lr=1e-4"], ["--lr=1e-4", "Did you mean train.lr=1e-4?"]),
         (["train", "--learning-rate", "1e-4"], ["--learning-rate", "Did you mean train.lr=?"]),
         (

@@ -86,7 +86,9 @@ def explain(error: HydraException, arguments: Sequence[str]) -> ConfigError:
 def likely_keys(name: str) -> list[str]:
     """The keys that an option such as --lr means, if its name is near: it itself if a choice of its config
     group has it, else keys of the default configuration."""
-    return [name] if _choices_with(name)[1] else likely(name, _all_keys(name, ()), cutoff=NEAR)
+    if _choices_with(name)[1]:
+        return [name.replace("/", ".")]
+    return likely(name, _all_keys(name, ()), cutoff=NEAR)
 
 
 def explain_fault(error: Exception, arguments: Sequence[str]) -> ConfigError:
