@@ -92,6 +92,7 @@ class PipelineOptions:
         memory_gigabytes_per_s: of a device; null leaves out the operators between products, and the loss's.
         backward: seconds of a backward over those of a forward.
         gigabytes_per_s: between neighbours; null for messages that take no time.
+        acknowledged_gigabytes_per_s: the same if acknowledgements take their part of a port; null: not tried.
         crossings: times that a message crosses such a link: 2 through the host.
         logits: whether the last stage sends its logits to the first device, which computes the loss, as
             mLoRA's artifact does; a loss on the last device, as its text says, is simulated beside it.
@@ -110,6 +111,7 @@ class PipelineOptions:
     memory_gigabytes_per_s: float | None = None
     backward: float = 1.0
     gigabytes_per_s: float | None = None
+    acknowledged_gigabytes_per_s: float | None = None
     crossings: int = 1
     logits: bool = False
     last: dict[str, float] = field(default_factory=dict)
@@ -126,7 +128,8 @@ class PipelineOptions:
         speeds = ("gigabytes_per_s", "memory_gigabytes_per_s")
         if unknown := self.last.keys() - {"teraflops", *speeds}:
             raise ConfigError(f"{OPTIONS}.last: {min(unknown)}", "Only speeds are fitted again.")
-        given = [name for name in speeds if getattr(self, name) is not None]
+        optional = (*speeds, "acknowledged_gigabytes_per_s")
+        given = [name for name in optional if getattr(self, name) is not None]
         above_zero(self, "teraflops", "backward", *given)
 
     def layer(self, model: Model, moved: float, slices: int = 1) -> float:
@@ -287,6 +290,9 @@ def _variants(model: Model, asked: PipelineOptions) -> list[tuple[str, PipelineO
     if asked.logits:
         last: dict[str, Any] = {"logits": False, **asked.last}
         cases.append((", loss on the last device", replace(asked, **last)))
+    if (slower := asked.acknowledged_gigabytes_per_s) is not None:
+        at = replace(asked, gigabytes_per_s=slower, splits=asked.splits[:1])  # no other split is compared
+        cases.append((", acknowledged", at))
     return cases
 
 

@@ -328,6 +328,10 @@ def test_mloras_slow_network_says_where_the_loss_is_computed_and_fsdps_batch() -
         drawn = 7473 * 512 * 10 / (3600 * hours)
         assert found[f"{model}, {jobs} jobs: LoRAPP"] == pytest.approx(drawn, rel=0.1)
         assert found[f"{model}, {jobs} jobs: LoRAPP, loss on the last device"] > 2 * drawn
+    drawn = 7473 * 512 * 10 / (3600 * 15.833)  # two tasks of its Figure 7e
+    two = f"{seven}, 2 jobs: LoRAPP"
+    assert found[two] > 1.1 * drawn
+    assert found[f"{two}, acknowledged"] == pytest.approx(drawn, rel=0.1)
     # 171 hours of its Figure 7d: a step, which is mostly weights, trains one batch, not one for each machine
     drawn = 7473 * 512 * 10 / (170.9 * 3600)
     assert found[f"{tiny}: FSDP"] == pytest.approx(drawn, rel=0.1)

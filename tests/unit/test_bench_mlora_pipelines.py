@@ -59,7 +59,24 @@ def test_only_speeds_are_fitted_again_with_a_loss_on_the_last_device() -> None:
         PipelineOptions(models={"small": SMALL}, devices=(2,), jobs=(1,), last={"tokens": 2.0})
 
 
-@pytest.mark.parametrize("name", ["teraflops", "backward", "gigabytes_per_s", "memory_gigabytes_per_s"])
+def test_acknowledgements_slow_down_the_split_that_is_compared() -> None:
+    options = {"models": {"small": asdict(SMALL)}, "devices": [2], "jobs": [1], "splits": [4, 2]}
+    options |= {"tokens": 64, "gigabytes_per_s": 1e-3, "acknowledged_gigabytes_per_s": 5e-4}
+    found = {each.name: each.ours for each in pipelines(RunSettings(), [], options).figures}
+    tried = {name: ours for name, ours in found.items() if "acknowledged" in name}
+    assert set(tried) == {f"small, 2 devices{what}, acknowledged" for what in TRIED}
+    # messages take nearly all of the time
+    faster = found["small, 2 devices: 1F1B"] / tried["small, 2 devices: 1F1B, acknowledged"]
+    assert faster == pytest.approx(2, rel=0.01)
+
+
+TRIED = (": 1F1B", ", 1 jobs: LoRAPP", ", 1 jobs: time saved")
+
+
+SPEEDS = ("gigabytes_per_s", "acknowledged_gigabytes_per_s", "memory_gigabytes_per_s")
+
+
+@pytest.mark.parametrize("name", ["teraflops", "backward", *SPEEDS])
 def test_speeds_are_above_zero(name: str) -> None:
     wrong: dict[str, Any] = {name: 0.0}
     with pytest.raises(ConfigError, match=f"{name}=0"):
