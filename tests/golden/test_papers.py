@@ -48,6 +48,9 @@ LOG = "bench.options.assumptions", [{"family": "lognormal"}]
 SHORTER = {"bench.options.tasks.*.longest": 512}
 # Devices of half as large a replica take the longest sequence, too, so that plans may be others.
 ROOMY = {"cluster.options.max_tokens_tables.scaled.3.2": 16384}
+# The same, with half as many configurations: planning takes half as long.
+HALF = [[2, 4, 2048], [4, 2, 4096], [8, 1, 16384], [16, 1, 16384]]
+FEW = {"cluster.options.max_tokens_tables.scaled": HALF}
 ROOMY_32B = {"cluster.options.max_tokens_tables.scaled.5.2": 16384}
 ROOMY_7B = {"cluster.options.max_tokens_tables.appendix.3.2": 16384}
 # For each file: what makes it cheap, and coefficients of a profile or parameters that move what is compared.
@@ -82,7 +85,7 @@ MOVED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "bench.options.crossing": [1],
             "bench.options.cases.2": None,
         },
-        {"cluster.options.time.layer.4.token": 8e-6} | ROOMY,
+        {"cluster.options.time.layer.4.token": 8e-6} | FEW,
     ),
     "lobra/task_scaling": (
         {
@@ -96,7 +99,7 @@ MOVED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "bench.options.cases.0.deployment": [[2, 4, 1], [16, 1, 1]],
         }
         | {f"bench.options.cases.{place}": None for place in (4, 3, 2, 1)},
-        {"cluster.options.time.layer.4.token": 8e-6} | ROOMY,
+        {"cluster.options.time.layer.4.token": 8e-6} | FEW,
     ),
     "lorafusion/bubble_ratio": (
         {"bench.options.trace": SHORT, "bench.options.alternatives": []},
