@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache
+from math import isclose
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -77,29 +78,6 @@ MOVED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "lobra/buckets": (
         {"bench.options.steps": 1, "bench.options.buckets": [12, 32]},
         {"cluster.options.time.layer.0.token": 6e-6},
-    ),
-    "lobra/gpu_scaling": (
-        {
-            "bench.options.steps": 1,
-            LOG[0]: LOG[1],
-            "bench.options.crossing": [1],
-            "bench.options.cases.2": None,
-        },
-        {"cluster.options.time.layer.4.token": 8e-6} | FEW,
-    ),
-    "lobra/task_scaling": (
-        {
-            "bench.options.steps": 1,
-            LOG[0]: LOG[1],
-            "bench.options.crossing": [1],
-            "bench.options.cases.0.devices": 32,
-        }
-        | {
-            "bench.options.cases.0.fused": [[16, 1, 2]],
-            "bench.options.cases.0.deployment": [[2, 4, 1], [16, 1, 1]],
-        }
-        | {f"bench.options.cases.{place}": None for place in (4, 3, 2, 1)},
-        {"cluster.options.time.layer.4.token": 8e-6} | FEW,
     ),
     "lorafusion/bubble_ratio": (
         {"bench.options.trace": SHORT, "bench.options.alternatives": []},
@@ -184,6 +162,29 @@ LONG: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"cluster.options.time.layer.4.token": 4e-6} | ROOMY,
     ),
     "lobra/planning_70b": ({}, {"cluster.options.time.layer.4.token": 4e-6} | ROOMY),
+    "lobra/gpu_scaling": (
+        {
+            "bench.options.steps": 1,
+            LOG[0]: LOG[1],
+            "bench.options.crossing": [1],
+            "bench.options.cases.2": None,
+        },
+        {"cluster.options.time.layer.4.token": 8e-6} | FEW,
+    ),
+    "lobra/task_scaling": (
+        {
+            "bench.options.steps": 1,
+            LOG[0]: LOG[1],
+            "bench.options.crossing": [1],
+            "bench.options.cases.0.devices": 32,
+        }
+        | {
+            "bench.options.cases.0.fused": [[16, 1, 2]],
+            "bench.options.cases.0.deployment": [[2, 4, 1], [16, 1, 1]],
+        }
+        | {f"bench.options.cases.{place}": None for place in (4, 3, 2, 1)},
+        {"cluster.options.time.layer.4.token": 8e-6} | FEW,
+    ),
     "lobra/two_stage": ({"bench.options.steps": 2}, {"cluster.options.time.layer.0.token": 6e-6}),
     "lorafusion/scheduler_time": ({"bench.options.batches": [10, 400]}, {"bench.options.capacity": 8192}),
     "mlora/pipeline_orders": (
@@ -227,6 +228,7 @@ NEEDS_GPU: dict[str, dict[str, Any]] = {
 }
 JOBS = 4
 EVERY = MOVED | (LONG if os.environ.get("PLAIT_PAPERS") == "1" else {})
+NAMES = [pytest.param(each, marks=pytest.mark.timeout(3600) if each in LONG else ()) for each in EVERY]
 
 
 @cache
@@ -302,7 +304,7 @@ def _at(config: Any, owners: Sequence[str]) -> Any:
     return config
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", NAMES)
 def test_headlines_are_as_recorded_and_fit_on_a_screen(name: str) -> None:
     report = as_it_is(name)
     headlines = [figure for figure in report.figures if figure.headline]
@@ -450,7 +452,7 @@ FIXED = {
 }
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", NAMES)
 def test_coefficients_or_parameters_move_each_compared_number_and_nothing_published(name: str) -> None:
     """Each that a cheap run has; what it leaves out is of other cases of the same kind."""
     before, config = as_it_is(name), cheap(name)
@@ -469,7 +471,7 @@ def test_coefficients_or_parameters_move_each_compared_number_and_nothing_publis
         other = moved.get(one.name, one)
         assert isinstance(other.target, Published)
         assert replace(one.target, others=()) == replace(other.target, others=())
-        if other.ours == one.ours:
+        if isclose(other.ours, one.ours, rel_tol=1e-9):  # what rounding alone moves is not moved
             still.add(one.name)
     fixed = FIXED.get(name, {})
     assert {each for each in still if not any(fnmatchcase(each, pattern) for pattern in fixed)} == set()
