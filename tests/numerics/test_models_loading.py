@@ -19,6 +19,7 @@ import torch
 from filelock import FileLock
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, Phi3ForCausalLM
 
 from plait.core.errors import ConfigError, ModelError, StorageError
@@ -113,6 +114,18 @@ def test_a_gguf_file_is_converted_once_and_is_the_same_model(
     monkeypatch.setattr(sources, "convert_gguf", lambda *_: pytest.fail("converted a second time"))
     assert logits_of(settings, tmp_path, tokens).shape == expected.shape
     assert [name.startswith("tiny-") for name in kept(tmp_path)] == [True]
+
+
+def test_any_process_of_several_may_be_the_one_that_converts(tmp_path: Path) -> None:
+    model = transformers_model(TINY, cache=tmp_path)
+    assert isinstance(model, LlamaForCausalLM)
+    write_gguf(model, tmp_path / "tiny.gguf")
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        sources.convert_gguf(tmp_path / "tiny.gguf", tmp_path / "made", "float32")
+    finally:
+        torch.distributed.destroy_process_group()
+    assert {"config.json", "model.safetensors"} <= {file.name for file in (tmp_path / "made").iterdir()}
 
 
 def write_config(folder: Path) -> None:

@@ -158,6 +158,8 @@ def convert_gguf(path: Path, folder: Path, dtype: str) -> None:
         plain = cast(Any, AutoModelForCausalLM).from_config(config)
     plain.load_state_dict(model.state_dict(), assign=True)
     plain.tie_weights()
+    # Transformers writes in the process of rank 0 alone; here any may be the one that converts for all.
+    cast(Any, plain).should_save_on_this_rank = lambda _is_main: True
     with quiet():
         plain.to(getattr(torch, dtype)).save_pretrained(folder)
         tokeniser.save_pretrained(folder)
