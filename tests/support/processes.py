@@ -9,9 +9,11 @@ from contextlib import closing, contextmanager, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import psutil
+import pytest
 import torch
 from forked import FORKING, FORKS, Forked, fork_from, forking_address
 from laboratory import random_data
@@ -150,6 +152,20 @@ class ForkedSearch(Forked):
             with suppress(psutil.NoSuchProcess):
                 found.append(psutil.Process(int(pid)))
         return found
+
+
+def wait_no_longer(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on the limit for joining has passed once the first process is there: those of other hosts are
+    given up without a wait, and the first one has as long as a busy machine takes."""
+    ahead = 0.0
+
+    def watch() -> None:
+        nonlocal ahead
+        if 0 in launcher._waiting.all:
+            ahead = 1000.0
+
+    monkeypatch.setattr(launch, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + ahead))
+    launcher.watch = watch
 
 
 @contextmanager

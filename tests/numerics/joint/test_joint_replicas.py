@@ -27,7 +27,7 @@ from laboratory import (
     stopping,
     with_train,
 )
-from processes import ForkedProcess, fleet
+from processes import ForkedProcess, fleet, wait_no_longer
 from torch import Tensor
 
 from plait.core.lifecycle import PauseReason
@@ -110,7 +110,9 @@ def test_jobs_that_join_finish_and_diverge_leave_the_others_as_they_were(
     assert_same(found, alone, [*jobs[:3], *jobs[4:]])
 
 
-def test_a_process_that_is_lost_and_comes_late_changes_nothing(laboratory: Any, tmp_path: Path) -> None:
+def test_a_process_that_is_lost_and_comes_late_changes_nothing(
+    laboratory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lab = laboratory("llama")
     jobs = lab.group(dropout=0.1, steps=10)[:4]
     alone = lab.undisturbed(jobs, kernels="grouped")
@@ -132,7 +134,7 @@ def test_a_process_that_is_lost_and_comes_late_changes_nothing(laboratory: Any, 
             counts.append(now)
             if turn == 2:
                 os.kill(elsewhere.pid, signal.SIGKILL)
-                launcher._cluster = replace(cluster, join_seconds=1.0)
+                wait_no_longer(launcher, monkeypatch)
             elif now == 1 and counts.count(1) == 3:
                 back.append(come())
                 while not launcher.grown():
