@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -14,7 +14,17 @@ from processes import fleet
 from transformers import LlamaConfig
 from worker_contract import CAPACITY, JOBS, WorkerContract, run, schedule
 
-from plait.core.messages import Attach, Detach, JobFailed, MicrobatchDone, OutOfMemory, RunSchedule, StepDone
+from plait.core.messages import (
+    Attach,
+    Command,
+    Detach,
+    JobFailed,
+    MicrobatchDone,
+    OutOfMemory,
+    RunSchedule,
+    StepDone,
+    WorkerEvent,
+)
 from plait.core.plans import Segment
 from plait.core.settings import EngineSettings, ModelSettings
 from plait.cost.fake_memory import fake_model
@@ -236,8 +246,16 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 class TestFleet(WorkerContract):
     @pytest.fixture
-    def worker(self, processes: Fleet) -> Iterator[Fleet]:
+    def worker(self, processes: Fleet, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
         """As after a start: no job is in."""
+        attached, execute = set[str](), processes.execute
+
+        def noting(command: Command) -> Sequence[WorkerEvent]:
+            attached.update([command.job.name] if isinstance(command, Attach) else ())
+            attached.difference_update([command.job] if isinstance(command, Detach) else ())
+            return execute(command)
+
+        monkeypatch.setattr(processes, "execute", noting)
         yield processes
-        for job in processes.jobs:
-            processes.execute(Detach(job))
+        for job in attached:
+            execute(Detach(job))

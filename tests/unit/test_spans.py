@@ -30,7 +30,7 @@ def test_every_moment_is_in_one_span() -> None:
     with recorder.request():
         with recorder.request():  # a command inside of a process's request
             recorder.lap("microbatch", JOB, tokens=7)
-        recorder.add_beside("exchange", 1.5, JOB, received=12)
+        recorder.add_beside(1.5, JOB, received=12)
         recorder.lap("exchange", JOB)
     with recorder.request():
         pass

@@ -11,10 +11,8 @@ import os
 import platform
 import queue
 import socket
-import stat
 import struct
 import threading
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
@@ -28,6 +26,7 @@ from multiprocessing.connection import (
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from plait.core.errors import PlaitError
@@ -217,8 +216,6 @@ class Beat:
     """The process lives and carries out a request."""
 
 
-OPEN_FILES = Path("/dev/fd")
-MOST_FILES = 65536  # that are looked at where the system does not say which are open
 MOST_SECONDS = 86400.0  # that every system takes as a limit
 UNREACHED_SECONDS = 60.0  # after which those who wait for a host without a limit notice that it has left
 
@@ -229,20 +226,9 @@ def limit_links(seconds: float) -> None:
     torch.distributed sets no such limit on its own links: what is sent into a broken network is repeated for
     15 minutes, and who only receives waits for ever.
     """
-    for number in _open_files():
-        with suppress(OSError):  # it is closed by now
-            if stat.S_ISSOCK(os.fstat(number).st_mode):
-                with socket.socket(fileno=os.dup(number)) as link:
-                    if link.type == socket.SOCK_STREAM and link.family in (socket.AF_INET, socket.AF_INET6):
-                        _limit(link, seconds)
-
-
-def _open_files() -> Sequence[int]:
-    """The numbers of this process's open files; some may be closed."""
-    try:
-        return [int(each.name) for each in OPEN_FILES.iterdir()]
-    except OSError:  # not every system has it
-        return range(min(os.sysconf("SC_OPEN_MAX"), MOST_FILES))
+    for each in psutil.Process().net_connections("tcp"):
+        with suppress(OSError), socket.socket(fileno=os.dup(each.fd)) as link:  # it may be closed by now
+            _limit(link, seconds)
 
 
 def _limit(link: socket.socket, seconds: float) -> None:

@@ -173,21 +173,16 @@ class Exchange:
             elif each.matrices:
                 vector = torch.cat([matrix.flatten() for matrix in each.matrices])
                 self._sum(vector, work, each.group)
-                _spread(vector, each.matrices)
+                spread(vector, each.matrices)
         of_all = (each for part in self._all(squares()) for each in part.tolist())
         self._synchronise()
         return math.sqrt(sum(of_all))
 
     def _sum(self, vector: Tensor, work: Work, group: dist.ProcessGroup | None = None) -> None:
         began = self._recorder.clock()
-        for piece in torch.split(vector, PIECE):
-            parts = self._all(piece.contiguous(), group)
-            piece.copy_(parts[0])
-            for part in parts[1:]:
-                piece.add_(part)
+        add_in_order(vector, lambda piece: self._all(piece.contiguous(), group))
         self._synchronise()
-        received = (dist.get_world_size(group) - 1) * vector.nbytes
-        self._recorder.add_beside("exchange", began, work, received)
+        self._recorder.add_beside(began, work, (dist.get_world_size(group) - 1) * vector.nbytes)
 
     def _sum_regions(self, each: Sum, work: Work) -> None:
         """Each member sends what it has, and all add that into the whole matrices."""
@@ -206,7 +201,7 @@ class Exchange:
         for matrix, whole, region in zip(each.matrices, wholes, here, strict=True):
             matrix.copy_(whole[region])
         self._synchronise()
-        self._recorder.add_beside("exchange", began, work, received)
+        self._recorder.add_beside(began, work, received)
 
     def _any(self, own: bool) -> bool:
         said = self._all(torch.tensor([own], dtype=torch.uint8, device=self._device))
@@ -281,7 +276,16 @@ def over_link(action: Callable[[], Result], to: str, rule: str) -> Result:
         raise LostProcessError(f"the link to {to} broke: {said}", rule, remedy) from error
 
 
-def _spread(vector: Tensor, matrices: Sequence[Tensor]) -> None:
+def add_in_order(vector: Tensor, gather: Callable[[Tensor], Sequence[Tensor]]) -> None:
+    """Put the sum of a vector of several processes into it, in the order in which they are gathered."""
+    for piece in torch.split(vector, PIECE):
+        first, *others = gather(piece)
+        piece.copy_(first)
+        for other in others:
+            piece.add_(other)
+
+
+def spread(vector: Tensor, matrices: Sequence[Tensor]) -> None:
     """Put the parts of a vector into these matrices."""
     parts = torch.split(vector, [matrix.numel() for matrix in matrices])
     for matrix, part in zip(matrices, parts, strict=True):

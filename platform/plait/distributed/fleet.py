@@ -70,7 +70,6 @@ class Fleet:
         self.processes = processes
         self._data = data
         self._provided: set[DataSpec] = set()
-        self._jobs: set[str] = set()
         self._sharded = cluster.optimiser == "sharded"
         self._staged = cluster.staged
         self._lockstep = cluster.shard_base
@@ -184,26 +183,23 @@ class Fleet:
             case RunSchedule() if self._staged and (self._flying or not command.drained):
                 return self._follow(command)
             case Attach():
-                return self._attach(command)
+                self._provide(command.job.data)
+                return self._attached(command, self.processes.ask_all(command))
             case RunSchedule() | Evaluate() if self._staged:
                 return self._run_stages(command)
-            case SaveCheckpoint() | Export() if self._staged:
-                answers = self.processes.ask(dict.fromkeys(self._replicas[0], command))
-                return [Saved(command.job, sum(answer.seconds for answer in answers.values()))]
             case RunSchedule():
                 return self._run_schedule(command)
-            case Evaluate():
-                return self._evaluate(command)
+            case Evaluate(microbatches):
+                own = self._shared_out(microbatches)
+                return _of_replicas(
+                    self.processes.ask({n: Evaluate(each) for n, each in own.items() if each})
+                )
             case Generate():
                 return self._generate(command)
-            case SaveCheckpoint() if self._sharded:
-                answers = self.processes.ask_all(command)
-                return [Saved(command.job, sum(answer.seconds for answer in answers.values()))]
             case SaveCheckpoint() | Export():
-                return self.processes.ask({0: command})[0].events
+                return self._save(command)
             case Detach() | KeepWeights():
                 self.processes.ask_all(command)
-                self._jobs -= {command.job} if isinstance(command, Detach) else set()
                 return ()
 
     def _follow(self, command: RunSchedule) -> Sequence[WorkerEvent]:
@@ -230,10 +226,6 @@ class Fleet:
             found.append(ScheduleDone((*_of_stages(own), *_one_step(own))))
         return found
 
-    def _attach(self, command: Attach) -> Sequence[WorkerEvent]:
-        self._provide(command.job.data)
-        return self._attached(command, self.processes.ask_all(command))
-
     def _attached(self, command: Attach, answers: Mapping[int, Answer]) -> Sequence[WorkerEvent]:
         short = {number for number, answer in answers.items() if _out_of_memory(answer.events)}
         if short and self._staged and self._flying:
@@ -246,7 +238,6 @@ class Fleet:
         if short:
             self.processes.ask(dict.fromkeys(sorted(answers.keys() - short), Detach(command.job.name)))
             return [_one_shortage([event for answer in answers.values() for event in answer.events])]
-        self._jobs.add(command.job.name)
         failed = (each for own in answers.values() for each in own.events if isinstance(each, JobFailed))
         event = next(failed, answers[0].events[0])
         spent = sum(answer.seconds for answer in answers.values())
@@ -303,35 +294,29 @@ class Fleet:
 
     def _run_round(self, turn: Round) -> Sequence[WorkerEvent]:
         """To each replica its own microbatches, and all steps."""
+        own = self._shared_out(turn.microbatches).items()
+        return _of_replicas(self.processes.ask({n: RunSchedule((*each, *turn.steps)) for n, each in own}))
+
+    def _shared_out(self, microbatches: Sequence[Microbatch]) -> dict[int, tuple[Microbatch, ...]]:
+        """Each process's microbatches; where all gather the base model together, as many for each."""
         own: dict[int, list[Microbatch]] = {number: [] for number in range(len(self.processes))}
-        for item in turn.microbatches:
+        for item in microbatches:
             own[item.replica].append(item)
-        answers = self.processes.ask(
-            {number: RunSchedule((*self._padded(own, number), *turn.steps)) for number in own}
-        )
-        events = [event for answer in answers.values() for event in answer.events]
-        ran = [event for event in events if not isinstance(event, StepDone | OutOfMemory)]
-        short = [_one_shortage(events)] if _out_of_memory(events) else []
-        return [*ran, *_one_step(each.events for each in answers.values()), *short]
-
-    def _padded(self, own: Mapping[int, Sequence[Microbatch]], number: int) -> Sequence[Microbatch]:
-        """A process's microbatches; where all gather the base model together, as many as the others have."""
         most = max(map(len, own.values())) if self._lockstep else 0
-        empty = [Microbatch(number, index, ()) for index in range(len(own[number]), most)]
-        return [*own[number], *empty]
+        return {
+            number: (*each, *(Microbatch(number, index, ()) for index in range(len(each), most)))
+            for number, each in own.items()
+        }
 
-    def _evaluate(self, command: Evaluate) -> Sequence[WorkerEvent]:
-        own: dict[int, list[Microbatch]] = {number: [] for number in range(len(self.processes))}
-        for each in command.microbatches:
-            own[each.replica].append(each)
-        padded = {number: self._padded(own, number) for number in own}
-        answers = self.processes.ask(
-            {number: Evaluate(tuple(each)) for number, each in padded.items() if each}
-        )
-        events = [event for answer in answers.values() for event in answer.events]
-        if not _out_of_memory(events):
-            return events
-        return [*(event for event in events if not isinstance(event, OutOfMemory)), _one_shortage(events)]
+    def _save(self, command: SaveCheckpoint | Export) -> Sequence[WorkerEvent]:
+        """Have those write a job together that hold it: all stages, or with its moments all processes."""
+        holders = range(1)
+        if self._staged:
+            holders = self._replicas[0]
+        elif self._sharded and isinstance(command, SaveCheckpoint):
+            holders = range(len(self.processes))
+        answers = self.processes.ask(dict.fromkeys(holders, command))
+        return [Saved(command.job, sum(answer.seconds for answer in answers.values()))]
 
     def _generate(self, command: Generate) -> Sequence[WorkerEvent]:
         """The jobs are shared out in turn; answers come in the order asked for."""
@@ -346,14 +331,13 @@ class Fleet:
             said[event.job] = event
         return [said[each.job] for each in command.jobs]
 
-    @property
-    def jobs(self) -> frozenset[str]:
-        """The jobs that are in."""
-        return frozenset(self._jobs)
 
-    def close(self) -> None:
-        """End all processes."""
-        self.processes.close()
+def _of_replicas(answers: Mapping[int, Answer]) -> Sequence[WorkerEvent]:
+    """The events of replicas that ran microbatches of their own, and the same steps."""
+    events = [event for answer in answers.values() for event in answer.events]
+    ran = [event for event in events if not isinstance(event, StepDone | OutOfMemory)]
+    short = [_one_shortage(events)] if _out_of_memory(events) else []
+    return [*ran, *_one_step(each.events for each in answers.values()), *short]
 
 
 def _out_of_memory(events: Sequence[WorkerEvent]) -> bool:
@@ -419,7 +403,7 @@ def _one_step(answers: Iterable[Sequence[WorkerEvent]]) -> Sequence[WorkerEvent]
         ProcessError: they did not.
     """
     said = [
-        sorted((event for event in each if isinstance(event, StepDone)), key=_job_and_step)
+        sorted((e for e in each if isinstance(e, StepDone)), key=lambda event: (event.job, event.step))
         for each in answers
     ]
     merged: list[WorkerEvent] = []
@@ -432,7 +416,3 @@ def _one_step(answers: Iterable[Sequence[WorkerEvent]]) -> Sequence[WorkerEvent]
             )
         merged.append(replace(own[0], seconds=sum(event.seconds for event in own)))
     return merged
-
-
-def _job_and_step(event: StepDone) -> tuple[str, int]:
-    return event.job, event.step

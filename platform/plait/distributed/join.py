@@ -10,9 +10,8 @@ from __future__ import annotations
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from types import FrameType
 
 from plait.core.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_INTERRUPTED, ProcessError
 from plait.core.settings import ClusterSettings
@@ -23,16 +22,6 @@ from plait.engine.restarts import Restarts
 LOOK_SECONDS = 0.2
 REACH_SECONDS = 5.0  # for one attempt to reach the coordinator
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-class _Asked:
-    """Whether a signal asked this process to end."""
-
-    def __init__(self) -> None:
-        self.yet = False
-
-    def __call__(self, _number: int, _frame: FrameType | None) -> None:
-        self.yet = True
 
 
 def join_run(place: Place, cluster: ClusterSettings) -> int:
@@ -74,7 +63,7 @@ def _live(place: Place, meeting: Meeting) -> int:
         child.wait()
 
 
-def _meet(place: Place, cluster: ClusterSettings, asked: _Asked) -> Meeting | None:
+def _meet(place: Place, cluster: ClusterSettings, asked: Sequence[int]) -> Meeting | None:
     """Wait until the coordinator can be reached; None once a signal came.
 
     Raises:
@@ -82,7 +71,7 @@ def _meet(place: Place, cluster: ClusterSettings, asked: _Asked) -> Meeting | No
     """
     end = time.monotonic() + cluster.join_seconds
     where, why = place.host, "has not said yet where it listens"
-    while not asked.yet:
+    while not asked:
         if (meeting := read_meeting(place, cluster)) is not None:
             where = ":".join(map(str, meeting.address))
             try:
@@ -102,12 +91,12 @@ def _meet(place: Place, cluster: ClusterSettings, asked: _Asked) -> Meeting | No
 
 
 @contextmanager
-def _signals() -> Iterator[_Asked]:
+def _signals() -> Iterator[Sequence[int]]:
     """Inside, signals are noted: launchers send them to all, and the coordinator ends the run in order."""
-    asked = _Asked()
+    asked: list[int] = []
     before = {}
     with suppress(ValueError):  # not in the main thread
-        before = {number: signal.signal(number, asked) for number in SIGNALS}
+        before = {number: signal.signal(number, lambda number, _: asked.append(number)) for number in SIGNALS}
     try:
         yield asked
     finally:

@@ -30,7 +30,7 @@ from plait.core.plans import ReplicaShape
 from plait.core.settings import ClusterSettings, RunSettings
 from plait.distributed.channel import Door, Join, Load, See
 from plait.distributed.fleet import Fleet
-from plait.distributed.places import Meeting, Place, announce, random_key, retract, shared_key
+from plait.distributed.places import Meeting, Place, announce, retract, shared_key
 from plait.distributed.processes import Fate, Process, Processes
 from plait.distributed.start import AGAIN, Start, Started, start_process
 from plait.distributed.waiting import OTHER_MODEL, Waiting
@@ -56,6 +56,7 @@ class Launcher:
     Attributes:
         watch: called several times a second while processes are waited for.
         stopping: whether the user wants no more; asked as often.
+        say: tells the user.
 
     Raises:
         ConfigError: hosts differ and share no key; the port is taken.
@@ -66,13 +67,14 @@ class Launcher:
     ) -> None:
         self.watch: Callable[[], None] = lambda: None
         self.stopping: Callable[[], bool] = lambda: False
+        self.say: Callable[[str], None] = lambda _: None
         self._cluster = cluster
         self._start = start or start_process
         self._count = cluster.processes if place is None else place.processes
         self._own = range(self._count if place is None else 1)
         self._from_elsewhere = set(range(self._count)) - set(self._own)
         self._one_host = place is None or place.one_host
-        key = random_key() if self._one_host else shared_key(cluster)
+        key = secrets.token_hex(32).encode() if self._one_host else shared_key(cluster)
         with _port_named(cluster):
             host, port = (HERE, 0) if self._one_host else (ANYWHERE, cluster.port)
             self._door = Door((host, port), key, cluster.silence_seconds)
@@ -81,7 +83,7 @@ class Launcher:
         self._store: TCPStore | None = None
         self._store_port = 0
         self._generation = 0
-        self._waiting = Waiting(self._door, self._count)
+        self._waiting = Waiting(self._door, self._count, lambda words: self.say(words))
         self._here: _Here | None = None
         self._processes: Processes | None = None
         self._preferred: tuple[ReplicaShape, ...] = ()
@@ -112,15 +114,6 @@ class Launcher:
                 if self._trained or self._ended_by_itself or not self._restarts.another():
                     raise
                 self.say(f"{error.value}. Restarting with the processes that come back ...")
-
-    @property
-    def say(self) -> Callable[[str], None]:
-        """Tells the user."""
-        return self._waiting.say
-
-    @say.setter
-    def say(self, say: Callable[[str], None]) -> None:
-        self._waiting.say = say
 
     @property
     def _ended_by_itself(self) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import socket
 import tempfile
 from collections.abc import Mapping
@@ -200,11 +199,6 @@ def _read_key(path: Path) -> str:
             f"chmod 600 {path}",
         )
     return text
-
-
-def random_key() -> bytes:
-    """A key for processes of one host."""
-    return secrets.token_hex(32).encode()
 
 
 def meeting_file(place: Place) -> Path:

@@ -83,6 +83,9 @@ class Replica:
     Args:
         channel: to the coordinator.
         local: its number on its host, which says which GPU it takes.
+
+    Attributes:
+        digest: of the base model.
     """
 
     def __init__(self, channel: Channel, local: int, request: Load, recorder: SpanRecorder) -> None:
@@ -95,6 +98,7 @@ class Replica:
             torch.cuda.set_device(self._device)
         self._settings = request.model
         self._shape = inspect_model(request.model, cache=cache_dir())
+        self.digest = self._shape.digest
         self._dtype: torch.dtype = getattr(torch, request.model.dtype)
         self._model: BaseModel | None = None  # until it is known which part is wanted
         self._data: dict[DataSpec, TokenisedData] = {}
@@ -119,11 +123,6 @@ class Replica:
     def _exchange(self) -> Exchange:
         assert self._made_exchange is not None
         return self._made_exchange
-
-    @property
-    def model(self) -> str:
-        """The digest of the base model."""
-        return self._shape.digest
 
     @property
     def worker(self) -> LocalWorker:
@@ -293,7 +292,7 @@ def serve(address: Address, key: bytes, number: int, local: int | None = None) -
                 if isinstance(request, Load):
                     replica = Replica(channel, number if local is None else local, request, recorder)
                     recorder.lap("load")
-                    answer = Answer(model=replica.model)
+                    answer = Answer(model=replica.digest)
                 else:
                     assert replica is not None
                     answer = replica.answer(request)

@@ -51,7 +51,6 @@ class Fate:
     log: str
 
 
-GOOD = Fate(None, "")  # as far as is known
 Said = TypeVar("Said", bound=PlaitError)
 Ending = TypeVar("Ending", bound=PlaitError)
 
@@ -353,8 +352,7 @@ class Processes:
         end = time.monotonic() + TURN
         while how == "died" and _lives(self._fate(process.hello.process)) and time.monotonic() < end:
             time.sleep(0.01)
-        self.spent += sum(time.monotonic() - each.asked for each in self.all if each.busy)
-        fates = {each: self._fate(each.hello.process) or GOOD for each in self.all}
+        fates = {each: self._fate(each.hello.process) or Fate(None, "") for each in self.all}
         killed = [each for each, fate in fates.items() if (fate.status or 0) < 0]
         if how == "died" and killed and process not in killed:
             process = killed[0]
@@ -362,13 +360,12 @@ class Processes:
         status = "" if fate.status is None else f" with status {fate.status}"
         self.culprit, self.how = process.hello.process, f"{how}{status} while {process.doing}"
         self.status = fate.status
-        self.close(lost=True)
-        self.error = LostProcessError(
+        error = LostProcessError(
             f"{process} {self.how}",
             f"The run ends when one of its processes ends; its checkpoints are complete.{fate.log}",
             "The same command resumes the search.",
         )
-        return self.error
+        return self.ended_by(error)
 
 
 def _together(request: object) -> bool:

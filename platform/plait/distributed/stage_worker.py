@@ -95,7 +95,7 @@ class StageWorker(LocalWorker):
         group: TensorGroup | None = None,
     ) -> None:
         super().__init__(model, data, settings, recorder=recorder)
-        self._links = links
+        self._links, self._stage = links, links.process
         self._layers = layers
         self.messages = Messages(model.hidden_size, model.dtype, model.device)
         self._lowering = Lowering(len(layers))
@@ -131,18 +131,13 @@ class StageWorker(LocalWorker):
         events, detail = attempt(action)
         if events is None:
             raise ShortStageError(
-                f"stage {self.stage} ran out of memory: {detail}",
+                f"stage {self._stage} ran out of memory: {detail}",
                 "Each stage keeps the activations of several microbatches.",
                 "Lower engine.capacity or planner.max_jobs, or set engine.checkpointing.",
             )
         return events
 
     # ---- schedules ---------------------------------------------------------------------------------------
-
-    @property
-    def stage(self) -> int:
-        """Its number."""
-        return self._links.process
 
     def _run_window(self, command: RunSchedule) -> list[WorkerEvent]:
         """Run the next schedule as far as it may be run without another; what is done by then."""
@@ -179,7 +174,7 @@ class StageWorker(LocalWorker):
     def forward(self, number: int, microbatch: Microbatch, entering: Tensor | None) -> Tensor | None:
         """Run this stage's layers, and on the last stage the loss."""
         with self._peaks.forward(number, number in self._observed) as peaks:
-            running = self._running[number] = self._through(microbatch, entering, peaks)
+            running = self._running[number] = self._through(microbatch, entering, peaks, training=True)
         self._recorder.lap("microbatch", work_of(microbatch))
         return None if self._model.is_last else running.leaving
 
@@ -223,9 +218,11 @@ class StageWorker(LocalWorker):
             if not math.isfinite(event.grad_norm):
                 self._failed.add(event.job)
 
-    def _through(self, microbatch: Microbatch, entering: Tensor | None, peaks: PhasePeaks | None) -> _Running:
-        """Forward; in training with what counts its peaks, which may do nothing."""
-        started, training = self._clock(), peaks is not None
+    def _through(
+        self, microbatch: Microbatch, entering: Tensor | None, peaks: PhasePeaks, *, training: bool
+    ) -> _Running:
+        """Forward, on the last stage up to the loss."""
+        started = self._clock()
         if entering is not None and training:
             entering.requires_grad_()
         again = training and self._checkpointing
@@ -234,12 +231,10 @@ class StageWorker(LocalWorker):
         nll = None
         with torch.set_grad_enabled(training):
             leaving = self._model.hidden(loaded.context, entering)
-            if peaks is not None:
-                peaks.end("forward")
+            peaks.end("forward")
             if self._model.is_last:
                 leaving, nll = self._model.loss(leaving, loaded.rows, loaded.targets, loaded.weights)
-                if peaks is not None:
-                    peaks.end("loss")
+                peaks.end("loss")
         return _Running(loaded, entering, leaving, nll, self._clock() - started)
 
     def _evaluate(self, microbatches: Sequence[Microbatch]) -> list[WorkerEvent]:
@@ -247,15 +242,15 @@ class StageWorker(LocalWorker):
         events: list[WorkerEvent] = []
         if not first:
             sizes = [self.messages.bytes(each) for each in microbatches]
-            self._links.expect(self.stage - 1, sizes, EVALUATION)
+            self._links.expect(self._stage - 1, sizes, EVALUATION)
         for each in microbatches:
             entering = None
             if not first:
-                _, entering = self.messages.unpack(self._links.receive(self.stage - 1, EVALUATION))
+                _, entering = self.messages.unpack(self._links.receive(self._stage - 1, EVALUATION))
             self.received()
-            running = self._through(each, entering, None)
+            running = self._through(each, entering, PhasePeaks(), training=False)
             if not last:
-                self._links.send(self.stage + 1, self.messages.pack(running.leaving))
+                self._links.send(self._stage + 1, self.messages.pack(running.leaving))
             events += done(each, _losses(running), running.seconds, training=False)
             self._recorder.lap("evaluation", work_of(each), tokens=each.tokens)
         return events

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.distributed.exchange import LONGEST, PIECE, Result, over_link
+from plait.distributed.exchange import LONGEST, Result, add_in_order, over_link, spread
 from plait.models.slices import LayerSlice, Slicing
 from plait_kernels import Site
 from plait_kernels.bank import GRADIENTS, Block
@@ -96,38 +96,29 @@ class SharedSides:
         By site and in float64: the same in all processes, bit by bit.
         """
         everyone = range(self._group.count)
-        sums: dict[range, list[Tensor]] = {}
+        sums: dict[range, list[Tensor]] = {everyone: []}
         whole, sliced = [], []
         for name in block.layout.specs:
             part, (a, b) = self._slices[name], block.at(self._sites[name], GRADIENTS)
             mine, theirs = (a, b) if part.side == "in" else (b, a)
-            sums.setdefault(everyone, []).append(theirs)
+            sums[everyone].append(theirs)
             if len(part.holders) > 1:
                 sums.setdefault(part.holders, []).append(mine)
             whole.append(theirs)
             sliced.append(mine if part.holders[0] == self._group.number else mine[:0])
-        self._add_up(sums.pop(everyone, []), everyone)
+        if not whole:
+            return 0.0
         for holders, gradients in sums.items():
             self._add_up(gradients, holders)
         return self._squares(whole, sliced)
 
     def _add_up(self, gradients: Sequence[Tensor], holders: range) -> None:
         """Put the sums over the holders into these tensors; all processes do so together."""
-        if not gradients:
-            return
         vector = torch.cat([each.flatten() for each in gradients])
-        for piece in torch.split(vector, PIECE):
-            parts = self._group.gather(piece)
-            piece.copy_(parts[holders[0]])
-            for holder in holders[1:]:
-                piece.add_(parts[holder])
-        pieces = torch.split(vector, [each.numel() for each in gradients])
-        for each, found in zip(gradients, pieces, strict=True):
-            each.copy_(found.view_as(each))
+        add_in_order(vector, lambda piece: self._group.gather(piece)[holders.start : holders.stop])
+        spread(vector, gradients)
 
     def _squares(self, whole: Sequence[Tensor], sliced: Sequence[Tensor]) -> float:
-        if not whole:
-            return 0.0
         parts = self._group.gather(torch.stack([each.double().square().sum() for each in sliced]))
         total = torch.stack([each.double().square().sum() for each in whole])
         for part in parts:

@@ -19,17 +19,17 @@ class Waiting:
 
     Args:
         count: how many processes were launched.
+        say: tells the user.
 
     Attributes:
         all: those that are there.
         left_out: why processes are not let in any more, by their numbers.
-        say: tells the user.
     """
 
-    def __init__(self, door: Door, count: int) -> None:
+    def __init__(self, door: Door, count: int, say: Callable[[str], None]) -> None:
         self.all: dict[int, Process] = {}
         self.left_out: dict[int, str] = {}
-        self.say: Callable[[str], None] = lambda _: None
+        self._say = say
         self._door = door
         self._count = count
 
@@ -38,7 +38,7 @@ class Waiting:
         while (came := self._door.next(seconds)) is not None:
             self._welcome(*came)
             seconds = 0.0
-        self.all = {number: each for number, each in self.all.items() if self._there(each)}
+        self.all = {number: each for number, each in list(self.all.items()) if self._there(each)}
 
     def take(self, wanted: Callable[[Process], bool]) -> dict[int, Process]:
         """Take out the processes that are wanted; they wait no more."""
@@ -76,23 +76,18 @@ class Waiting:
                     case Answer(model=model):
                         process.loaded, process.busy = model, False
                     case Refusal(error):
-                        self._leave_out(process, str(error))
+                        self.leave_out(process.hello.process, str(error))
                         return False
             return True
         return False
 
     def leave_out(self, number: int, why: str) -> None:
         """Let a process in no more, and say so."""
-        if (process := self.all.pop(number, None)) is not None:
-            self._leave_out(process, why)
-        else:
-            self.left_out[number] = why
-            self.say(f"process {number} is left out: {why}")
-
-    def _leave_out(self, process: Process, why: str) -> None:
-        self.left_out[process.hello.process] = why
-        self.say(f"{process} is left out: {why}")
-        dismiss(process.channel, Goodbye(why, wrong=False))
+        process = self.all.pop(number, None)
+        self.left_out[number] = why
+        self._say(f"{process or f'process {number}'} is left out: {why}")
+        if process is not None:
+            dismiss(process.channel, Goodbye(why, wrong=False))
 
     def dismiss_all(self) -> set[int]:
         """Tell all that there is nothing to do; their numbers."""

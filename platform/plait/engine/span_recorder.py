@@ -75,9 +75,10 @@ class SpanRecorder:
             self._spans.append(Span(part.kind, self._last, until, part.work, part.tokens))
             self._last, self._lapped = until, True
 
-    def add_beside(self, kind: SpanKind, start: float, work: Work, received: int) -> None:
-        """What a thread beside the process's own did from ``start`` until now; ``received``: bytes."""
-        self._spans.append(Span(kind, start, self.clock(), work, bytes=received, overlapping=True))
+    def add_beside(self, start: float, work: Work, received: int) -> None:
+        """A thread beside the process's own exchanged this work from ``start`` until now; ``received``:
+        bytes."""
+        self._spans.append(Span("exchange", start, self.clock(), work, bytes=received, overlapping=True))
 
     def take(self) -> tuple[Span, ...]:
         """The spans since the last call."""
