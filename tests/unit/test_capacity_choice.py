@@ -238,5 +238,5 @@ def test_a_search_resumes_with_its_kernels_on_a_device_of_the_same_kind(
     engine.write_plan(tmp_path, Plan((), (), choices={"device": "cuda:0", "kernels": "recorded"}))
     before = engine.recorded_before(OPEN, tmp_path)
     for device, kernels in (("cuda", "recorded"), ("cuda:1", "recorded"), ("cpu", "auto")):
-        found = engine._same_kernels("auto", torch.device(device), torch.float32, before)
-        assert found == kernels
+        monkeypatch.setattr(engine, "device_of", lambda _, device=device: torch.device(device))
+        assert engine._same_kernels(replace(OPEN, model=ModelSettings(dtype="float32")), before) == kernels

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from plait.core.errors import StorageError
 from plait.core.jobs import JobSpec, TrainSpec
-from plait.core.messages import Command, Cursor, Event, JobSaved, Notice, SaveCheckpoint
+from plait.core.messages import Command, Cursor, SaveCheckpoint
 from plait.core.samples import Sample, Split, TokenisedData
 from plait.core.settings import EngineSettings
 from plait.engine.admission import Demand
@@ -55,13 +55,17 @@ class Desk:
         (command.directory / HEADER).touch()
         self.log.append(f"{command.job}@{command.cursor.step}")
 
-    def walk(self, job: LiveJob, steps: int, seconds: Callable[[int], float] = lambda _: 1.0) -> list[Event]:
-        events: list[Event] = []
+    @property
+    def saved(self) -> list[str]:
+        return [each for each in self.log if each != "commit"]
+
+    def walk(self, job: LiveJob, steps: int, seconds: Callable[[int], float] = lambda _: 1.0) -> list[str]:
+        said: list[str] = []
         for _ in range(steps):
             self.now += seconds(job.step)
             job.advance(1)
-            events += self.saving.save_due([job])
-        return events
+            said += [each.text for each in self.saving.save_due([job])]
+        return said
 
 
 def desk(folder: Path, *, steps: int | None = None, minutes: float | None = None, keep: int = 2) -> Desk:
@@ -75,8 +79,8 @@ def test_checkpoints_are_due_at_multiples_of_the_steps_but_not_at_the_end(tmp_pa
     made = desk(tmp_path, steps=8)
     job = live()
     made.saving.admitted(job)
-    events = made.walk(job, STEPS)
-    assert [event.step for event in events if isinstance(event, JobSaved)] == [8, 16, 24, 32]
+    made.walk(job, STEPS)
+    assert made.saved == ["a@8", "a@16", "a@24", "a@32"]
     assert [path.name for path in checkpoints(tmp_path / "a")] == ["step-00000032", "step-00000024"]
 
 
@@ -93,16 +97,16 @@ def test_checkpoints_are_due_some_minutes_after_the_last_one(tmp_path: Path) -> 
     made = desk(tmp_path, minutes=0.5)
     job = live(step=7)
     made.saving.admitted(job)
-    saved = made.walk(job, 20, lambda _: 12.0)
-    assert [event.step for event in saved if isinstance(event, JobSaved)] == [10, 13, 16, 19, 22, 25]
+    made.walk(job, 20, lambda _: 12.0)
+    assert made.saved == [f"a@{step}" for step in (10, 13, 16, 19, 22, 25)]
 
 
 def test_a_job_that_resumes_counts_from_its_checkpoint(tmp_path: Path) -> None:
     made = desk(tmp_path, steps=10)
     job = live(step=17)
     made.saving.admitted(job, Path("elsewhere"))
-    saved = [event.step for event in made.walk(job, 6) if isinstance(event, JobSaved)]
-    assert saved == [20]
+    made.walk(job, 6)
+    assert made.saved == ["a@20"]
 
 
 def test_an_interruption_saves_what_has_moved_and_finds_the_rest(tmp_path: Path) -> None:
@@ -112,12 +116,12 @@ def test_an_interruption_saves_what_has_moved_and_finds_the_rest(tmp_path: Path)
     made.saving.admitted(still, tmp_path / "elsewhere")
     made.saving.admitted(fresh)
     made.walk(moved, 7)
-    found, events = made.saving.save([moved, still, fresh])
+    found, notices = made.saving.save([moved, still, fresh])
     assert found == {
         "moved": tmp_path / "moved" / checkpoint_name(7),
         "still": tmp_path / "elsewhere",
     }
-    assert [event.job for event in events if isinstance(event, JobSaved)] == ["moved"]
+    assert (made.saved, notices) == (["moved@5", "moved@7"], [])
 
 
 def test_a_full_disk_stops_no_job_and_is_reported_once_for_each_attempt(tmp_path: Path) -> None:
@@ -126,21 +130,21 @@ def test_a_full_disk_stops_no_job_and_is_reported_once_for_each_attempt(tmp_path
     made.saving.admitted(job)
     made.walk(job, 6)
     made.full = True
-    said = [event.text for event in made.walk(job, 10) if isinstance(event, Notice)]
+    said = made.walk(job, 10)
     assert [text.partition(": could not save ")[2] for text in said] == [
         "a at step 10 (last saved at step 5)",
         "a at step 15 (last saved at step 5)",
     ]
     assert all("No space left" in text for text in said)
     others = [live(name, 20) for name in "bc"]
-    text, *more = [event.text for event in made.saving.save(others)[1] if isinstance(event, Notice)]
-    assert not more, "one line for all that fail alike"
-    assert text == (
+    (notice,) = made.saving.save(others)[1]  # one line for all that fail alike
+    assert notice.text == (
         f"{tmp_path}: No space left on device: could not save b at step 20 (not saved yet), "
         "c at step 20 (not saved yet)"
     )
     made.full = False
-    assert [event.step for event in made.walk(job, 5) if isinstance(event, JobSaved)] == [20]
+    assert made.walk(job, 5) == []
+    assert made.saved == ["a@5", "a@20"]
     assert [path.name for path in checkpoints(tmp_path / "a")] == ["step-00000020", "step-00000005"]
 
 

@@ -19,8 +19,8 @@ from plait.core.messages import (
     Generate,
     JobEvaluated,
     JobGenerated,
-    JobSaved,
     KeepWeights,
+    SaveCheckpoint,
 )
 from plait.core.settings import EngineSettings, PlannerSettings, RunSettings, SearchSettings, StoppingSettings
 from plait.core.space import Space
@@ -88,8 +88,8 @@ def test_the_objective_is_that_of_the_adapter(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("killed", [3, 5, 7])
 def test_a_resumed_job_knows_its_best(tmp_path: Path, killed: int) -> None:
-    first, _ = run(tmp_path, [job("best")], stop=killed)
-    assert any(isinstance(event, JobSaved) for event in first)
+    _, first = run(tmp_path, [job("best")], stop=killed)
+    assert any(isinstance(each, SaveCheckpoint) for each in first.commands)
     events, worker = run(tmp_path, [job("best")], states={"a": tmp_path / "checkpoints" / "a"})
     assert [each.kept_step for each in worker.commands if isinstance(each, Export)] == [4]
     assert end(events).eval_loss == 1.5

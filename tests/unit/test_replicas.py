@@ -60,13 +60,13 @@ def test_the_replica_that_is_short_of_memory_decides_who_is_admitted() -> None:
     )
     settings = run(capacity=None, capacities=capacities)
     admission = Admission(short, settings)
-    admission.take_replicas(replicas_of(short, settings, None))
+    admission.take_replicas(short, replicas_of(short, settings, None))
     usual = [admission.usual]
     # Its microbatches are so small that the other one, which has more memory, needs more of what it has.
     large, small = (admission.static(usual) + admission.estimate(tokens, tokens) for tokens in (4096, 128))
     assert admission.predicted(usual) == max(large - int(0.8 * ROOM / 2), small)
     alike = Admission(wide, settings)
-    alike.take_replicas(replicas_of(wide, settings, None))
+    alike.take_replicas(wide, replicas_of(wide, settings, None))
     assert alike.predicted(usual) == large
 
 
@@ -190,13 +190,12 @@ def test_memory_is_that_of_the_replicas_that_are_left() -> None:
     both, left = facts(ROOM, ROOM // 2), facts(ROOM // 2)
     settings = run()
     admission = Admission(both, settings)
-    admission.take_replicas(replicas_of(both, settings, None))
+    admission.take_replicas(both, replicas_of(both, settings, None))
     usual = [admission.usual]
     before = admission.predicted(usual)
-    admission.take_facts(left)
-    admission.take_replicas(replicas_of(left, settings, None))
+    admission.take_replicas(left, replicas_of(left, settings, None))
     fresh = Admission(left, settings)
-    fresh.take_replicas(replicas_of(left, settings, None))
+    fresh.take_replicas(left, replicas_of(left, settings, None))
     assert admission.predicted(usual) == fresh.predicted(usual) > before
 
 
@@ -204,7 +203,7 @@ def test_without_the_replica_that_takes_most_long_samples_wait_for_it() -> None:
     settings = run(capacity=None, capacities=(512, 32))
     left = replace(CurveWorker().facts, capacities=(32,))
     admission = Admission(left, settings)
-    admission.take_replicas(replicas_of(left, settings, None))
+    admission.take_replicas(left, replicas_of(left, settings, None))
     with pytest.raises(ProcessError, match="larger capacity is missing"):
         admission.demand(ADAPTER, 40)
     settings = run(capacity=None, capacities=(32, 32))

@@ -221,7 +221,7 @@ def _plan_local(command: SearchCommand) -> Outlook:
     facts = replace(facts, devices=(str(device),) * len(settings.cluster.stages))
     admission = Admission(facts, settings, stored)
     replicas = replicas_of(facts, settings, stored)
-    admission.take_replicas(replicas)
+    admission.take_replicas(facts, replicas)
     number = processes if device.type == "cuda" else 1  # on a processor they share it
     threads = threads_each(settings) if processes > 1 else None
     time, unknown = time_of(settings, shape, stored, min(memory))

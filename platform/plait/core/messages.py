@@ -361,15 +361,6 @@ class JobGenerated:
 
 
 @dataclass(frozen=True, slots=True)
-class JobSaved:
-    """A live job's checkpoint is complete on disk: after a crash the job resumes from ``step``."""
-
-    job: str
-    step: int
-    directory: Path
-
-
-@dataclass(frozen=True, slots=True)
 class Notice:
     """Something that the user should know. No job ends because of it."""
 
@@ -446,7 +437,6 @@ Event = (
     | JobEvaluated
     | JobGenerated
     | JobResult
-    | JobSaved
     | Notice
     | GroupStep
     | SpansTaken

@@ -97,8 +97,7 @@ class Admission:
         self._overhead: dict[Portion, float] = {}  # static bytes for each byte of the adapters themselves
         # By process, models that there are not, longest sample, rank, microbatches in flight.
         self._activations: dict[tuple[_Room, bool, bool, int, int, float], int] = {}
-        self._replicas = [self._rooms_of(own, self._capacity) for own in facts.parts]
-        self._rooms = frozenset(room for own in self._replicas for room in own)
+        self._use([self._rooms_of(own, self._capacity) for own in facts.parts])
 
     def demand(self, adapter: AdapterSpec, longest: int, samples: int = 1) -> Demand:
         """What a job needs.
@@ -197,25 +196,23 @@ class Admission:
             f"Raise {self._key}, or truncate long samples (model.max_length).",
         )
 
-    def take_facts(self, facts: WorkerFacts) -> None:
-        """Count with what another worker says of the same model and its own memory."""
-        self._facts = facts
-        self._activations.clear()
-
-    def take_replicas(self, replicas: Sequence[Replica], widest: int = 0) -> None:
+    def take_replicas(self, facts: WorkerFacts, replicas: Sequence[Replica], widest: int = 0) -> None:
         """Count with these replicas, whose capacities and memory may differ, from now on.
 
         Args:
+            facts: what their worker says of the same model and its own memory.
             widest: most tokens of a microbatch on replicas that the same processes could make.
         """
-        self._widest = widest
-        before = self._capacity
-        self._capacity = max(each.capacity or before for each in replicas)
-        self._replicas = [
-            self._rooms_of(self._facts.parts[each.id], each.capacity or self._capacity) for each in replicas
-        ]
-        self._rooms = frozenset(room for own in self._replicas for room in own)
+        self._facts, self._widest = facts, widest
+        self._capacity = max(each.capacity or self._capacity for each in replicas)
+        self._use(
+            [self._rooms_of(facts.parts[each.id], each.capacity or self._capacity) for each in replicas]
+        )
         self._activations.clear()
+
+    def _use(self, replicas: list[tuple[_Room, ...]]) -> None:
+        self._replicas = replicas
+        self._rooms = frozenset(room for own in replicas for room in own)
 
     @property
     def valid_for(self) -> str:

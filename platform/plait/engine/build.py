@@ -103,18 +103,27 @@ def open_data(
     return LoadedData(catalogue, facts, lengths, tuple(filter(None, said)))
 
 
+def device_of(settings: RunSettings) -> torch.device:
+    """The run's device.
+
+    Raises:
+        ConfigError: as for ``choose_device``.
+    """
+    from plait.engine.devices import choose_device  # imports torch, which takes long
+
+    return choose_device(settings.engine.device)
+
+
 def on_gpu(settings: RunSettings) -> bool:
     """Whether the run's device is a GPU."""
-    from plait.engine.devices import choose_device
-
-    return choose_device(settings.engine.device).type != "cpu"
+    return device_of(settings).type != "cpu"
 
 
 def free_memory(settings: RunSettings) -> int:
     """Bytes of each of the run's devices, as its worker will count them."""
-    from plait.engine.devices import choose_device, device_bytes
+    from plait.engine.devices import device_bytes
 
-    device = choose_device(settings.engine.device)
+    device = device_of(settings)
     beside = settings.cluster.per_host or settings.cluster.processes
     return device_bytes(device) // (beside if device.type == "cpu" else 1)
 
@@ -123,10 +132,10 @@ def replica_bytes(settings: RunSettings) -> tuple[int, ...]:
     """Bytes of each process's device, as the workers will count them: GPUs may differ."""
     import torch
 
-    from plait.engine.devices import choose_device, device_bytes
+    from plait.engine.devices import device_bytes
 
     processes = settings.cluster.processes
-    if choose_device(settings.engine.device).type == "cpu":
+    if not on_gpu(settings):
         return (free_memory(settings),) * processes
     gpus = torch.cuda.device_count()
     return tuple(device_bytes(torch.device("cuda", number % gpus)) for number in range(processes))
@@ -146,11 +155,11 @@ def check_engine(settings: RunSettings, jobs: Sequence[JobSpec]) -> None:
         return  # there is always one
     import torch
 
-    from plait.engine.devices import check_kernels, check_variants, choose_device, cores
+    from plait.engine.devices import check_kernels, check_variants, cores
 
-    device = choose_device(settings.engine.device)
+    device = device_of(settings)
     dtype = settle_dtype(settings).model.dtype
-    check_kernels(settings.engine.kernels, device, getattr(torch, dtype))
+    check_kernels(engine.kernels, device, getattr(torch, dtype))
     check_variants(engine.kernels, {job.adapter.variant for job in jobs})
     there = torch.cuda.device_count() if device.type == "cuda" else cores()
     if settings.cluster.per_host is None and processes > there:  # launchers may show each its own alone
@@ -191,12 +200,11 @@ def settle_dtype(settings: RunSettings) -> RunSettings:
     Raises:
         ConfigError: as for ``choose_device``.
     """
-    from plait.engine.devices import choose_device, choose_dtype
+    from plait.engine.devices import choose_dtype
 
     if settings.model.dtype != AUTO:
         return settings
-    dtype = choose_dtype(choose_device(settings.engine.device))
-    return replace(settings, model=replace(settings.model, dtype=dtype))
+    return replace(settings, model=replace(settings.model, dtype=choose_dtype(device_of(settings))))
 
 
 def settle_engine(
@@ -247,15 +255,13 @@ def settle_engine(
 
 def _too_many_threads(settings: RunSettings) -> tuple[str, ...]:
     """A warning if the processes of this host ask for more threads than there are processor cores."""
-    from plait.engine.devices import choose_device, cores, host_cores
+    from plait.engine.devices import cores, host_cores
 
     threads, launched = settings.engine.threads or 0, settings.cluster.per_host
     here = launched or settings.cluster.processes
     shared = host_cores() if launched else cores()  # a launcher may bind each process to cores of its own
     there, of = (cores(), "") if threads > cores() else (shared, f" in each of {here} processes")
-    if threads <= cores() and threads * here <= shared:
-        return ()
-    if choose_device(settings.engine.device).type != "cpu":
+    if (threads <= cores() and threads * here <= shared) or on_gpu(settings):
         return ()
     return (
         f"engine.threads={threads}{of}, with {counted(there, 'processor core')}: threads that wait for a "
@@ -265,9 +271,9 @@ def _too_many_threads(settings: RunSettings) -> tuple[str, ...]:
 
 def _slow_here(settings: RunSettings) -> tuple[str, ...]:
     """A warning if the device has no arithmetic for the dtype."""
-    from plait.engine.devices import choose_device, choose_dtype
+    from plait.engine.devices import choose_dtype
 
-    device, dtype = choose_device(settings.engine.device), settings.model.dtype
+    device, dtype = device_of(settings), settings.model.dtype
     if dtype in (AUTO, "float32") or (device.type == "cuda" and dtype == "float16"):
         return ()
     if dtype == (fast := choose_dtype(device)):
@@ -339,13 +345,13 @@ def stored_profile(settings: RunSettings, digest: str) -> Profile | None:
     Raises:
         ConfigError: as for ``load_profile``.
     """
-    from plait.engine.devices import choose_device, device_kind
+    from plait.engine.devices import device_kind
 
-    device = choose_device(settings.engine.device).type
+    device = device_of(settings).type
 
     def load(engine: EngineSettings) -> Profile | None:
-        kind, on_cpu = device_kind(device), device == "cpu"
-        key = ProfileKey.of(digest, settings.model.dtype, kind, engine, on_cpu=on_cpu)
+        kind = device_kind(device)
+        key = ProfileKey.of(digest, settings.model.dtype, kind, engine, on_cpu=device == "cpu")
         return load_profile(key, cache=cache_dir())
 
     own = replace(settings.engine, threads=threads_each(settings))
@@ -357,10 +363,10 @@ def stored_profile(settings: RunSettings, digest: str) -> Profile | None:
 
 def threads_each(settings: RunSettings) -> int | None:
     """``engine.threads`` of each process: of several on a processor an equal part; None: as many as usual."""
-    from plait.engine.devices import choose_device, usual_threads
+    from plait.engine.devices import usual_threads
 
     engine, cluster = settings.engine, settings.cluster
-    if engine.threads or cluster.processes == 1 or choose_device(engine.device).type != "cpu":
+    if engine.threads or cluster.processes == 1 or on_gpu(settings):
         return engine.threads
     return max(1, usual_threads() // (cluster.per_host or cluster.processes))
 
@@ -386,14 +392,8 @@ def build_coordinator(
     Raises:
         ModelError, CapacityError: the model cannot be loaded, or does not fit.
     """
-    import torch
-
-    from plait.engine.devices import choose_device
-
     before = recorded_before(settings, folder)
-    device, dtype = choose_device(settings.engine.device), getattr(torch, settings.model.dtype)
-    kernels = _same_kernels(settings.engine.kernels, device, dtype, before)
-    engine = replace(settings.engine, kernels=kernels)
+    engine = replace(settings.engine, kernels=_same_kernels(settings, before))
     begun = replace(settings, engine=engine, cluster=_same_speeds(settings.cluster, before))
     own_worker = partial(_local_worker, tiles=str(before.get("tiles", "")))
     worker = (make_worker or own_worker)(begun, data)
@@ -434,24 +434,25 @@ def _same_speeds(cluster: ClusterSettings, before: Choices) -> ClusterSettings:
 
 
 def _local_worker(settings: RunSettings, data: DataCatalogue, *, tiles: str) -> Worker:
-    from plait.engine.devices import choose_device
     from plait.engine.local_worker import LocalWorker
     from plait.models.load import load_model
 
-    device = choose_device(settings.engine.device)
-    model = load_model(settings.model, cache=cache_dir(), device=device)
+    model = load_model(settings.model, cache=cache_dir(), device=device_of(settings))
     return LocalWorker(model, data, settings.engine, tiles=tiles)
 
 
-def _same_kernels(kernels: str, device: torch.device, dtype: torch.dtype, before: Choices) -> str:
+def _same_kernels(settings: RunSettings, before: Choices) -> str:
     """The kernels that the settings name. If they are to be chosen by measurement, those with which the
     search was started, whatever would be measured now."""
+    import torch
+
     from plait.engine.devices import check_kernels
 
+    kernels, device = settings.engine.kernels, device_of(settings)
     if kernels != "auto" or str(before.get("device")).partition(":")[0] != device.type:  # of one kind
         return kernels
     try:
-        check_kernels(recorded := str(before.get("kernels")), device, dtype)
+        check_kernels(recorded := str(before.get("kernels")), device, getattr(torch, settings.model.dtype))
     except ConfigError:  # they no longer run here
         return kernels
     return recorded

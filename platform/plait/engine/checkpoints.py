@@ -12,13 +12,13 @@ and reads one.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from plait.core.errors import StorageError
-from plait.core.messages import Command, Cursor, Event, JobSaved, Notice, SaveCheckpoint
+from plait.core.messages import Command, Cursor, Notice, SaveCheckpoint
 from plait.core.settings import EngineSettings
 from plait.engine.jobs import LiveJob
 
@@ -144,24 +144,24 @@ class Checkpointer:
         job.fall_back(record.cursor, record.folder and record.folder.parent)
         return before - job.step
 
-    def save_due(self, jobs: Iterable[LiveJob]) -> list[Event]:
+    def save_due(self, jobs: Iterable[LiveJob]) -> list[Notice]:
         """Save the jobs whose checkpoints are due."""
-        return list(self._save([job for job in jobs if self.due(job)]))
+        return self._save([job for job in jobs if self.due(job)])
 
-    def save(self, jobs: Iterable[LiveJob], *, urgent: bool = True) -> tuple[dict[str, Path], list[Event]]:
+    def save(self, jobs: Iterable[LiveJob], *, urgent: bool = True) -> tuple[dict[str, Path], list[Notice]]:
         """Save the jobs that have trained since their last checkpoint.
 
         A job without steps has no checkpoint, and starts from scratch. Unless ``urgent``, a job that could
         not be saved a moment ago is left for later.
 
         Returns:
-            The last checkpoint of each job that has one, by name, and what happened.
+            The last checkpoint of each job that has one, by name, and what could not be saved.
         """
         asked = list(jobs)
         changed = [job for job in asked if job.step > self._record(job).step]
-        events = list(self._save([job for job in changed if urgent or not self._just_failed(job)]))
+        notices = self._save([job for job in changed if urgent or not self._just_failed(job)])
         found = {job.name: self._record(job).folder for job in asked}
-        return {name: folder for name, folder in found.items() if folder is not None}, events
+        return {name: folder for name, folder in found.items() if folder is not None}, notices
 
     def _record(self, job: LiveJob) -> _SaveRecord:
         return self._records.setdefault(job.name, _SaveRecord(self._clock()))
@@ -180,11 +180,11 @@ class Checkpointer:
         by_time = minutes is not None and self._clock() - record.tried_at >= 60 * minutes
         return by_steps or by_time
 
-    def _save(self, jobs: list[LiveJob]) -> Iterator[Event]:
+    def _save(self, jobs: list[LiveJob]) -> list[Notice]:
         """Commit once for all jobs, then write each checkpoint. A failed one harms no job: earlier ones are
         kept, and the next is tried when it is due."""
         if not jobs:
-            return
+            return []
         began = self._clock()
         trouble, unsaved = _trouble(self._commit), dict[str, list[str]]()  # by reason
         for job in jobs:
@@ -202,10 +202,8 @@ class Checkpointer:
             record.cursor = command.cursor
             self.count += 1
             prune(folder, self._settings.checkpoint_keep, newest=job.step)
-            yield JobSaved(job.name, job.step, directory)
-        for reason, those in unsaved.items():
-            yield Notice(f"{reason}: could not save {', '.join(those)}")
         self.seconds += self._clock() - began
+        return [Notice(f"{reason}: could not save {', '.join(those)}") for reason, those in unsaved.items()]
 
 
 def _trouble(action: Callable[[], object]) -> str:

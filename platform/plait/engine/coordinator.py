@@ -116,12 +116,10 @@ class Coordinator:
         facts = worker.facts
         self._worker = self._ledger.worker = worker
         self._replicas = replicas_of(facts, self._settings, self._profile)
-        self._admission.take_facts(facts)
         self._redeployment.use(facts, self._replicas)
-        self._admission.take_replicas(self._replicas, self._redeployment.widest)
+        self._admission.take_replicas(facts, self._replicas, self._redeployment.widest)
         self._predictions.take_facts(facts)
         self._packer = Packer(self._replicas, dispatch_time(facts, self._profile))
-        self._capacity = self._packer.capacity
         self._flights = flights_of(facts, self._settings, self._packer, self._predictions.expect)
         for job in self._roster.all():  # a shard of the moments is larger if there are fewer
             job.demand = self._admission.demand_again(job.spec.adapter, job.demand)
@@ -215,10 +213,10 @@ class Coordinator:
         """The plan as far as it is known: the jobs admitted so far, and what was measured and chosen."""
         live = [job.demand for job in self._live.values()]
         expected = Prediction(bytes=self._admission.predicted(live))
-        group = Group(tuple(self._joined), self._capacity, predicted=expected)
+        group = Group(tuple(self._joined), self._packer.capacity, predicted=expected)
         choices: Choices = {
             **self._chosen,
-            "capacity": self._capacity,
+            "capacity": self._packer.capacity,
             "processes": self._processes,
             "speeds": " ".join(str(each.speed) for each in self._replicas),
             "packing repeats": self._packer.repeats,
@@ -347,8 +345,8 @@ class Coordinator:
         they are."""
         yield from self._land()
         jobs = list(self._live.values())
-        saved, events = self.checkpointer.save(jobs, urgent=False)
-        yield from events
+        saved, notices = self.checkpointer.save(jobs, urgent=False)
+        yield from notices
         if any(_older(job, saved.get(job.name)) for job in jobs):
             return  # the disk refuses: later
         for job in jobs:
@@ -445,14 +443,14 @@ class Coordinator:
         if job.name not in self._live:
             move(job)
             return [_paused(job, reason)]
-        saved, events = self.checkpointer.save([job], urgent=urgent)
+        saved, notices = self.checkpointer.save([job], urgent=urgent)
         checkpoint = saved.get(job.name)
         if _older(job, checkpoint):
-            return events  # it would lose steps
+            return [*notices]  # it would lose steps
         job.resume_from = checkpoint
         self._detach(job.name)
         move(job)
-        return [*events, _paused(job, reason)]
+        return [*notices, _paused(job, reason)]
 
     def _end_failed(self, failures: Mapping[str, str]) -> list[Event]:
         """End these jobs; one that is in flight ends when it is not."""
@@ -470,12 +468,12 @@ class Coordinator:
         ends = [self._end(job, *job.cancelled) for job in jobs if job.cancelled is not None]
         jobs = [job for job in jobs if job.cancelled is None]
         try:
-            saved, events = self.checkpointer.save(jobs)
+            saved, notices = self.checkpointer.save(jobs)
         except LostProcessError:
             self._fall_back()
-            saved, events = self.checkpointer.save(jobs)
+            saved, notices = self.checkpointer.save(jobs)
         ends += [self._end(job, JobState.PAUSED, INTERRUPTED, checkpoint=saved.get(job.name)) for job in jobs]
-        return [*before, *events, *ends]
+        return [*before, *notices, *ends]
 
     def _end(
         self,
@@ -567,7 +565,7 @@ class Coordinator:
         number = next(self._iterations)
         spans = on_one_clock(self._worker.take_spans())
         times = expected.with_predictions(times_between(spans, started, ended), run)
-        step = group_step(GROUP, number, tuple(jobs), run, expected, seconds, self._capacity, times)
+        step = group_step(GROUP, number, tuple(jobs), run, expected, seconds, self._packer.capacity, times)
         fitted = self._predictions.learn(expected, run, seconds, number, times, jobs | self._live)
         return [*events, step, *traced(spans), *fitted]
 

@@ -78,6 +78,7 @@ class Splits:
     Attributes:
         parts: what a process would hold of some layers: for each kind of replica.
         demands: of the jobs of which each must fit alone.
+        full: a full microbatch.
     """
 
     admission: Admission
@@ -85,7 +86,7 @@ class Splits:
     demands: Sequence[Demand]
     stages: int
     layers: int
-    capacity: int
+    full: MicrobatchShape
 
     @classmethod
     def of(cls, facts: WorkerFacts, settings: RunSettings, profile: Profile | None, jobs: Asked) -> Splits:
@@ -105,12 +106,12 @@ class Splits:
             for adapter, longest, samples in jobs
         ]
         (stages,) = {len(own) // tensor for tensor, own in staged.items()}
-        capacity = settings.engine.capacity_or_usual
-        return cls(admission, parts, list(dict.fromkeys(demands)), stages, facts.shape.layers, capacity)
+        full = MicrobatchShape.of([settings.engine.capacity_or_usual])
+        return cls(admission, parts, list(dict.fromkeys(demands)), stages, facts.shape.layers, full)
 
     def balanced(self, time: TimeModel) -> tuple[int, ...]:
         """The fastest split, whether it fits or not."""
-        return balanced_split(time, self.stages, self._shape)
+        return balanced_split(time, self.stages, self.full)
 
     def fastest(self, time: TimeModel) -> tuple[int, ...]:
         """The fastest split that fits.
@@ -130,7 +131,7 @@ class Splits:
                 staged=True,
                 rule=f" Each stage has room for at most {as_written(most)} of {self.layers} layers.",
             )
-        return balanced_split(time, self.stages, self._shape, most_layers=most)
+        return balanced_split(time, self.stages, self.full, most_layers=most)
 
     def fits(self, split: Sequence[int]) -> bool:
         """Whether each job fits alone."""
@@ -163,7 +164,3 @@ class Splits:
             )
 
         return bisect_left(range(1, self.layers - self.stages + 2), True, key=exceeds)
-
-    @property
-    def _shape(self) -> MicrobatchShape:
-        return MicrobatchShape.of([self.capacity])

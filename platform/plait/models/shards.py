@@ -85,13 +85,7 @@ class LayerShard:
 
 
 class LayerShards:
-    """The shards of all layers of a model.
-
-    Attributes:
-        ahead: whether the next layer is gathered while one runs.
-    """
-
-    ahead = True
+    """The shards of all layers of a model."""
 
     def __init__(self, sharding: Sharding) -> None:
         self._sharding = sharding
@@ -122,7 +116,7 @@ class LayerShards:
     def gather(self, index: int, following: int) -> None:
         """See that a layer is here, and begin to gather the one that follows, if there is one."""
         self._layers[index].gather()
-        if self.ahead and 0 <= following < len(self._layers):
+        if 0 <= following < len(self._layers):
             self._layers[following].begin()
 
     def release(self, index: int) -> None:
