@@ -73,7 +73,7 @@ def test_when_long_jobs_have_gone_a_change_waits_until_it_pays() -> None:
     few, _ = weighed((1, 2))
     few.restart_seconds = 10.0
     few.change(jobs)
-    for _ in range(MEASURED):
+    for _ in range(MEASURED + 1):  # several of a pipeline's windows may be done at once
         few.took(1.0)
     assert few.change(jobs)
     assert asked == []

@@ -80,7 +80,7 @@ class Redeployment:
     def took(self, seconds: float) -> None:
         """An iteration of the jobs that were weighed last took so long."""
         self._seconds.append(seconds)
-        self._due = len(self._seconds) == MEASURED
+        self._due |= len(self._seconds) == MEASURED
 
     def change(self, jobs: Sequence[LiveJob]) -> bool:
         """Whether the deployment should change for these jobs; then who makes replicas knows how."""
