@@ -277,7 +277,7 @@ class LocalWorker:
 
         The host waits for its device once, for losses and norms; the peers' gradients come in meanwhile.
         """
-        started = self._clock()
+        started, work = self._clock(), _work(turn.steps)
         asked, own = self._ask_round(turn)
         short, waited = self._finish(own is not None)
         passed, ended = self._clock() - started, self._recorder.clock()
@@ -287,12 +287,12 @@ class LocalWorker:
             ends[-1].wait()
         parts, after = self._parts(asked, "microbatch"), []
         if stepped is not None:
-            after.append(Part("step", _work(turn.steps), stepped.start.seconds_to(stepped.end)))
+            after.append(Part("step", work, stepped.start.seconds_to(stepped.end)))
         if self._peers is not None:
             busy = asked[0].start.seconds_to(asked[-1].end) if asked else 0.0
             waited = min(waited, max(0.0, passed - busy))  # of the rest the device was still busy
             self._recorder.share(parts, end=ended - waited)
-            self._recorder.share([Part("exchange", _work(turn.steps), waited)], end=ended)
+            self._recorder.share([Part("exchange", work, waited)], end=ended)
             parts = []
         self._recorder.share([*parts, *after])
         events = [event for each in asked for event in each.events(training=True)]
@@ -300,7 +300,8 @@ class LocalWorker:
         if short and self._peers is not None:
             events.append(OutOfMemory("", waited))
         if stepped is not None:
-            events += self._read_steps(stepped, turn.steps, waited)
+            seconds = waited + stepped.start.seconds_to(stepped.end)
+            events += self._stepped(work, stepped.steps.results(), seconds)
         return events, short
 
     def _ask_round(self, turn: Round) -> tuple[list[Asked], OutOfMemory | None]:
@@ -448,12 +449,6 @@ class LocalWorker:
             asked = AskedSteps(asked.adapters, on_its_way(asked.norms))
         return AskedStep(asked, start, mark(self._model.device, self._clock))
 
-    def _read_steps(self, asked: AskedStep, steps: Sequence[StepJob], waited: float) -> Sequence[WorkerEvent]:
-        """What came of it, which is waited for; its time includes that of waiting for sums."""
-        asked.end.wait()
-        seconds = waited + asked.start.seconds_to(asked.end)
-        return self._stepped(_work(steps), asked.steps.results(), seconds)
-
     def _stepped(
         self, steps: Sequence[tuple[str, int]], results: Sequence[StepResult], seconds: float
     ) -> list[StepDone]:
@@ -499,9 +494,8 @@ class LocalWorker:
         with self.adapters.at_best([each.job for each in command.jobs if command.best]):
             answers = answer(command, splits, self._model, self.bank, capacity=self._capacity)
         seconds = self._clock() - started
-        work = tuple((each.job, 0) for each in command.jobs)
-        self._recorder.lap("generation", work, tokens=sum(each.tokens for each in answers.values()))
         whole = sum(each.tokens for each in answers.values())
+        self._recorder.lap("generation", tuple((each.job, 0) for each in command.jobs), tokens=whole)
         events: list[WorkerEvent] = []
         for each in command.jobs:
             own = answers[each.job]
@@ -533,7 +527,7 @@ def answer(
     command: Generate, splits: Mapping[str, Split], model: BaseModel, bank: Bank, *, capacity: int
 ) -> dict[str, Answers]:
     """Generate answers by job. If memory runs out, fewer prompts are processed at a time, down to one. If a
-    single prompt of a job is too much, this job has no answers; the others do.
+    single prompt of a job, or the pool for it, is too much, this job has no answers; the others do.
     """
     sampling = Sampling(command.max_new_tokens)
     requests = [
@@ -544,25 +538,32 @@ def answer(
     adapters = BankAdapters(bank)
     found: dict[int, Completion] = {}
     troubles: dict[str | None, str] = {}
-    left, most = list(range(len(requests))), len(requests)
+    left, most, pool = list(range(len(requests))), len(requests), capacity
     while left:
-        needed = max(needed_tokens(requests[index], model.max_length) for index in left)
-        engine = Engine(
-            model, adapters, pool_tokens=max(capacity, needed), most=most, most_prompt_tokens=capacity
+        needed = {index: needed_tokens(requests[index], model.max_length) for index in left}
+        longest = max(left, key=needed.__getitem__)
+        size, short = max(pool, needed[longest]), [longest]
+        engine, detail = attempt(
+            partial(Engine, model, adapters, pool_tokens=size, most=most, most_prompt_tokens=capacity)
         )
-        names = {engine.add(requests[index]): index for index in left}
-        done, detail = attempt(partial(_finish, engine, names, found))
-        left = [index for index in left if index not in found]
-        if done is None:
-            running = [names[number] for number in engine.running]
-            del engine
-            release_unused(model.device)
-            most = len(running) // 2
-            if most == 0:
-                most, short = 1, requests[running[0]]
-                size = len(short.tokens)
-                troubles[short.adapter] = f"out of memory for a single prompt of {size} tokens: {detail}"
-                left = [index for index in left if requests[index].adapter != short.adapter]
+        if engine is not None:
+            names = {engine.add(requests[index]): index for index in left}
+            _, detail = attempt(partial(_finish, engine, names, found))
+            short = [names[number] for number in engine.running] or short
+            left = [index for index in left if index not in found]
+        if not left:
+            break
+        made = engine is not None
+        del engine
+        release_unused(model.device)
+        if not made and pool > 0:
+            pool = 0  # then one for the longest request alone
+            continue
+        most = len(short) // 2
+        if most == 0:
+            most, one = 1, requests[short[0]]
+            troubles[one.adapter] = f"out of memory for a single prompt of {len(one.tokens)} tokens: {detail}"
+            left = [index for index in left if requests[index].adapter != one.adapter]
     return _by_job(command, requests, found, troubles)
 
 

@@ -38,6 +38,7 @@ from plait.models.base import BaseModel
 from plait.models.context import MicrobatchContext
 from plait.models.load import transformers_model
 from plait.planner.packing import pack
+from plait.serve import engine
 from plait_kernels.bank import parts_of
 from plait_kernels.pooled import PooledRows
 
@@ -152,6 +153,33 @@ def test_answers_for_which_memory_runs_out_are_generated_fewer_at_a_time(
     assert second.job == jobs[1].name
     assert second.reason.startswith("out of memory for a single prompt of ")
     assert second.reason.endswith(" tokens: tried to allocate 20.00 GiB")
+
+
+def test_a_pool_for_answers_that_does_not_fit_is_made_smaller(
+    laboratory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Down to the longest prompt's; where that is too much, its job has no answers."""
+    lab = laboratory("llama")
+    jobs = lab.group()[:2]
+    worker, _ = attached(lab, jobs)
+    asked = Generate(tuple(GenerateJob(job.name, (0, 1)) for job in jobs), 4)
+    tried, most, make = list[int](), 2**30, engine.pool_memory
+
+    def short(layers: int, pages: int, *given: Any, **named: Any) -> list[torch.Tensor]:
+        tried.append(pages)
+        if pages > most:
+            raise torch.OutOfMemoryError("tried to allocate 20.00 GiB")
+        return make(layers, pages, *given, **named)
+
+    monkeypatch.setattr(engine, "pool_memory", short)
+    whole = worker.execute(asked)
+    most = tried[0] - 1
+    assert [each.texts for each in worker.execute(asked)] == [each.texts for each in whole]
+    assert tried[0] == tried[1] > tried[2]
+    most = 0
+    for event in worker.execute(asked):
+        assert isinstance(event, JobFailed)
+        assert event.reason.startswith("out of memory for a single prompt of ")
 
 
 def test_the_exported_adapter_gives_the_same_logits_in_peft(laboratory: Any, tmp_path: Path) -> None:
