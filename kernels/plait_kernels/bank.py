@@ -240,6 +240,9 @@ class Bank:
         compute_dtype: dtype of the activations; master weights, gradients and moments are always float32.
         part: number of this bank and count of those that keep the same adapters, each the moments of a part.
 
+    Attributes:
+        loss_scale: what losses are multiplied by before their backward; a step divides gradients by it.
+
     Raises:
         KernelError: two sites with one name, or a size below 1.
     """
@@ -255,6 +258,7 @@ class Bank:
         self.sites = tuple(sites)
         self.device = torch.device(device)
         self.compute_dtype = compute_dtype
+        self.loss_scale = 1.0
         self._part = part
         self.site_index = {site.name: index for index, site in enumerate(self.sites)}
         self.blocks: dict[str, Block] = {}

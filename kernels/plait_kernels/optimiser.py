@@ -31,7 +31,8 @@ def adamw_step(
     memory is read or written. Compute-dtype copies follow.
 
     Args:
-        norms: of each adapter's gradient, where other banks have parts of it; None: this bank has all.
+        norms: of each adapter's gradient as it is in the banks, where others have parts of it; None: this
+            bank has all.
         backend: the backend of the model's kernels; `triton` steps all adapters in one launch.
 
     Raises:
@@ -59,6 +60,9 @@ def ask_steps(
     blocks = [bank.block(name) for name in names]
     if not blocks:
         return AskedSteps((), ())
+    if bank.loss_scale != 1.0:
+        torch._foreach_div_([block.state[GRADIENTS] for block in blocks], bank.loss_scale)
+        norms = None if norms is None else [norm / bank.loss_scale for norm in norms]
     joint = backend == TRITON.name and TRITON.runs(bank.device, bank.compute_dtype)
     whole = joint and len(blocks[0].parts) == 1
     if norms is None and joint:

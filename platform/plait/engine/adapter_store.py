@@ -25,6 +25,8 @@ from plait.models.targets import resolve_targets
 from plait_kernels import Bank
 
 BEST = "best."  # prefix of the best weights' names in a checkpoint
+# In float16 nothing is below 6e-8: without it, gradients of large batches are rounded away.
+HALF_SCALE = 256.0
 
 
 class AdapterStore:
@@ -42,6 +44,7 @@ class AdapterStore:
     def __init__(self, model: BaseModel, part: tuple[int, int] = (0, 1), layers: range | None = None) -> None:
         here = model.own if layers is None else layers
         self.bank = Bank(model.sites_of(here), device=model.device, compute_dtype=model.dtype, part=part)
+        self.bank.loss_scale = HALF_SCALE if model.dtype == torch.float16 else 1.0
         self._partial = len(here) < model.layer_count
         self._slices = AdapterSlices(model.slices, model.slicing)
         self._model = model

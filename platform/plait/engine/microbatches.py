@@ -33,7 +33,7 @@ class LoadedMicrobatch:
     Attributes:
         rows: (labelled,) int64, the rows whose next token counts, segment by segment.
         targets: (labelled,) int64, those next tokens.
-        weights: (labelled,) float32, each row's share of its job's loss.
+        weights: (labelled,) float32, each row's share of its job's loss, times the bank's ``loss_scale``.
         counts: labelled rows of each segment.
     """
 
@@ -135,7 +135,7 @@ class Gathered:
             context=context,
             rows=upload(torch.from_numpy(self.rows), device),
             targets=upload(torch.from_numpy(self.targets), device),
-            weights=upload(torch.from_numpy(self.weights), device),
+            weights=upload(torch.from_numpy(self.weights * np.float32(bank.loss_scale)), device),
             counts=self.counts,
             segments=self.microbatch.segments,
         )

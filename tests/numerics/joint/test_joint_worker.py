@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ from plait.core.messages import (
     JobFailed,
     JobGenerated,
     Notice,
+    RunSchedule,
+    StepDone,
+    StepJob,
 )
 from plait.core.settings import EngineSettings, RunSettings
 from plait.engine.build import build_coordinator, open_data
@@ -36,10 +40,10 @@ from plait.engine.microbatches import gather
 from plait.engine.steps import DataOrder, training_batch
 from plait.models.base import BaseModel
 from plait.models.context import MicrobatchContext
-from plait.models.load import transformers_model
+from plait.models.load import load_model, transformers_model
 from plait.planner.packing import pack
 from plait.serve import engine
-from plait_kernels.bank import parts_of
+from plait_kernels.bank import GRADIENTS, parts_of
 from plait_kernels.pooled import PooledRows
 
 
@@ -98,6 +102,30 @@ def test_only_labelled_rows_reach_the_head_and_weights_are_those_of_the_global_b
         labelled += sum(loaded.counts)
         assert torch.allclose(loaded.weights, torch.full((sum(loaded.counts),), batch.loss_weight))
     assert labelled * batch.loss_weight == pytest.approx(1.0)
+
+
+def test_in_float16_gradients_of_a_large_batch_are_not_rounded_away(laboratory: Any, tmp_path: Path) -> None:
+    lab = laboratory("llama")
+    job = lab.group()[1]
+    split = lab.data(job).train
+    batch = training_batch(job, DataOrder.over(job.train, split), split, 1)
+    batch = replace(batch, loss_weight=1 / 64_000)  # as if it had so many labelled tokens
+    gradients, norms = [], []
+    for model in (lab.model, load_model(replace(TINY, dtype="float16"), cache=tmp_path)):
+        worker = LocalWorker(model, DataCatalogue(lambda _: lab.data(job)), EngineSettings(capacity=256))
+        worker.execute(Attach(job))
+        noise = torch.Generator().manual_seed(1)
+        for _, b in worker.bank.weights(job.name).values():
+            b.normal_(std=0.02, generator=noise)
+        worker.bank.refresh()
+        worker.execute(RunSchedule(pack([batch], capacity=256)))
+        gradients.append(worker.bank.block(job.name).state[GRADIENTS] / worker.bank.loss_scale)
+        (stepped,) = worker.execute(RunSchedule((StepJob(job.name, 1, 1e-3),)))
+        assert isinstance(stepped, StepDone)
+        norms.append(stepped.grad_norm)
+    exact, half = gradients
+    assert float((half - exact).norm() / exact.norm()) < 0.01
+    assert norms[1] == pytest.approx(norms[0], rel=0.01)
 
 
 def test_answers_of_a_batch_are_those_of_each_job_alone(laboratory: Any) -> None:

@@ -125,6 +125,24 @@ def test_a_gradient_that_is_not_finite_skips_its_own_step_alone(bad, backend):
             assert torch.equal(bank.block(name).state, other.block(name).state)
 
 
+@pytest.mark.parametrize("given", [False, True])
+def test_the_scale_of_losses_changes_no_bit(given, backend):
+    plain, scaled = _bank(), _bank()
+    scaled.loss_scale = 1024.0
+    for count in (1, 2):
+        results = []
+        for bank in (plain, scaled):
+            _set_gradients(bank, count)
+            for block in bank.blocks.values():
+                block.state[1] *= bank.loss_scale
+            norms = [float(block.state[1].norm()) for block in bank.blocks.values()] if given else None
+            steps = [replace(step, step=count) for step in STEPS.values()]
+            results.append(adamw_step(bank, steps, norms=norms, backend=backend))
+        assert results[0] == results[1]
+        for name in STEPS:
+            assert torch.equal(plain.block(name).state, scaled.block(name).state)
+
+
 def test_a_gradient_of_zero_is_no_failure(backend):
     bank = _bank()
     (result,) = adamw_step(bank, [STEPS["clipped"]], backend=backend)
