@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from laboratory import TINY, Kept, Laboratory, assert_same, stopping
+from laboratory import TINY, Kept, Laboratory, assert_same, random_data, stopping
 from peft_runs import assert_same_as_peft, peft_run
 from safetensors.torch import load_file, save_file
 from saved_models import saved
@@ -17,9 +17,11 @@ from saved_models import saved
 from plait.adapters.facts import WEIGHTS, quantised_base
 from plait.core.errors import ConfigError, ModelError
 from plait.core.lifecycle import JobState
-from plait.core.settings import ClusterSettings, ModelSettings, RunSettings
+from plait.core.settings import ClusterSettings, EngineSettings, ModelSettings, RunSettings
 from plait.cost.peaks import StorageCounter
 from plait.engine.build import largest_made, worker_facts
+from plait.engine.catalogue import DataCatalogue
+from plait.engine.local_worker import LocalWorker
 from plait.models.context import MicrobatchContext
 from plait.models.load import inspect_model, load_model, load_part
 from plait.models.lora import LinearGroup
@@ -77,6 +79,8 @@ def test_bytes_are_known_before_it_is_loaded(lab: Laboratory, tmp_path: Path) ->
     assert 0 <= lab.model.weight_bytes - known.weight_bytes < 1000
     assert known.weight_bytes < 0.5 * dense.weight_bytes
     assert (known.made_bytes, dense.made_bytes) == (max(map(made_peak, lab.model.groups)), 0)
+    facts = LocalWorker(lab.model, DataCatalogue(random_data), EngineSettings()).facts
+    assert {facts.shape.made_bytes, facts.parts[0][0].made_bytes} == {known.made_bytes}
 
 
 def test_layers_that_read_the_same_are_counted_together_whatever_their_names(tmp_path: Path) -> None:

@@ -80,13 +80,16 @@ def test_nf4_is_that_of_bitsandbytes(shape: tuple[int, int]) -> None:
     assert torch.equal(functional.create_dynamic_map(), dynamic_codes(CPU))
 
 
-@pytest.mark.parametrize(("mode", "most"), [("int8", 0.5 / 127), ("fp8", 2.0**-4)])
-def test_rows_in_8_bits_have_scales_of_their_own(mode: str, most: float) -> None:
+@pytest.mark.parametrize(("mode", "most", "largest"), [("int8", 0.5 / 127, 127.0), ("fp8", 2.0**-4, 448.0)])
+def test_rows_in_8_bits_have_scales_of_their_own(mode: str, most: float, largest: float) -> None:
     weight = random_weight((17, 33)) * torch.logspace(-3, 3, 17).unsqueeze(1)
     weight[3] = 0.0
-    off = (Quantised((weight,), mode).dense() - weight).abs()
+    kept = Quantised((weight,), mode)
+    off = (kept.dense() - weight).abs()
     assert bool((off <= most * 1.0001 * weight.abs().amax(1, keepdim=True)).all())
     assert off.max() > 0
+    values, _ = kept.tensors()
+    assert set(values.float().abs().amax(1).tolist()) == {0.0, largest}, "a row's largest is the last code"
 
 
 @pytest.mark.parametrize("mode", MODES)
