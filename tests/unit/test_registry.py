@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Iterator
-from functools import partial
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -88,23 +87,27 @@ def test_a_module_that_cannot_be_imported_is_not_silently_left_out(modules: Path
 
 
 def test_a_name_of_another_module_is_refused() -> None:
-    made: Registry[object] = Registry("shape", key="shape")
+    """Also where the entry does not say whose it is, as one that is no function or class."""
+    made: Registry[int] = Registry("shape", key="shape")
     made.add_later("later", "shapes_of_later")
-    made.add("mine", EntryPoint)
-    theirs, here = "shapes_of_theirs", EntryPoint.__module__
-    for again, adds, has in (
-        (lambda: made.add("later", EntryPoint), here, "shapes_of_later"),
-        (lambda: made.add("mine", Path), Path.__module__, here),
-        (lambda: made.add_later("mine", theirs), theirs, here),
-        (lambda: made.add_later("later", theirs), theirs, "shapes_of_later"),
+    made.add("mine", 1)
+    theirs, here = "shapes_of_theirs", __name__
+    module = {"__name__": theirs, "made": made}
+    for adds, again, has in (
+        (here, 'made.add("later", 2)', "shapes_of_later"),
+        (theirs, 'made.add("mine", 2)', here),
+        (theirs, 'made.register("mine")(2)', here),
+        (theirs, f'made.add_later("mine", "{theirs}")', here),
+        (theirs, f'made.add_later("later", "{theirs}")', "shapes_of_later"),
     ):
         with pytest.raises(ConfigError, match=f"shape '(later|mine)' of {adds}") as caught:
-            again()
+            exec(again, module | {"__name__": adds})
         assert f"{has} has a shape with this name" in str(caught.value)
-    made.add("mine", EntryPoint)
     made.add_later("mine", here)
-    made.add("later", partial(EntryPoint, "a"))
-    assert isinstance(made.get("later"), partial), "whose class says nothing of who adds it"
+    assert (made.add("mine", 3), made.get("mine")) == (3, 3)
+    made.remove("mine")
+    exec('made.add("mine", 4)', module)
+    assert made.get("mine") == 4
 
 
 def test_what_is_added_later_is_known_before_its_module_is_imported(

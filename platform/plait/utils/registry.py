@@ -4,6 +4,7 @@ defines it."""
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import entry_points
 from types import MappingProxyType
@@ -41,22 +42,26 @@ class Registry(Generic[T]):
         self._group = group
         self._elsewhere = elsewhere
         self._entries: dict[str, T] = {}
-        self._places: dict[str, str] = {}
+        self._owners: dict[str, str] = {}  # the module that registers each
         self._loaded = False
 
     def add(self, name: str, entry: T) -> T:
-        """Register an entry. An existing name is replaced, so that a module can be loaded again.
+        """Register an entry. Its own module may replace it, since a module can be loaded again.
 
         Raises:
             ConfigError: another module has an entry with this name.
         """
-        self._check_owner(name, _module_of(entry))
-        self._entries[name] = entry
-        return entry
+        return self._add(name, entry, _caller())
 
     def register(self, name: str) -> Callable[[T], T]:
         """The decorator form of :meth:`add`."""
-        return lambda entry: self.add(name, entry)
+        module = _caller()
+        return lambda entry: self._add(name, entry, module)
+
+    def _add(self, name: str, entry: T, module: str) -> T:
+        self.add_later(name, module)
+        self._entries[name] = entry
+        return entry
 
     def add_later(self, name: str, module: str) -> None:
         """Register an entry that this module adds: it is imported when the entry is first asked for.
@@ -64,12 +69,7 @@ class Registry(Generic[T]):
         Raises:
             ConfigError: another module has an entry with this name.
         """
-        self._check_owner(name, module)
-        self._places[name] = module
-
-    def _check_owner(self, name: str, module: str | None) -> None:
-        owner = self._places.get(name) or _module_of(self._entries.get(name))
-        if owner and module and owner != module:
+        if (owner := self._owners.setdefault(name, module)) != module:
             raise ConfigError(
                 f"{self.kind} {name!r} of {module}",
                 f"{owner} has a {self.kind} with this name.",
@@ -79,7 +79,7 @@ class Registry(Generic[T]):
     def remove(self, name: str) -> None:
         """Remove an entry, as tests do."""
         self._entries.pop(name, None)
-        self._places.pop(name, None)
+        self._owners.pop(name, None)
 
     def get(self, name: str) -> T:
         """The entry with this name.
@@ -88,8 +88,8 @@ class Registry(Generic[T]):
             ConfigError: there is none; the message lists all names.
         """
         self._load()
-        if name not in self._entries and name in self._places:
-            importlib.import_module(self._places[name])
+        if name not in self._entries and name in self._owners:
+            importlib.import_module(self._owners[name])
         if name not in self._entries:
             meant = self._elsewhere.get(name.lower().replace("_", ""))
             near = f"Did you mean {meant}? " if meant else did_you_mean(name, self.names())
@@ -103,11 +103,11 @@ class Registry(Generic[T]):
     def names(self) -> tuple[str, ...]:
         """All names, sorted."""
         self._load()
-        return tuple(sorted(self._entries.keys() | self._places.keys()))
+        return tuple(sorted(self._owners))
 
     def __contains__(self, name: object) -> bool:
         self._load()
-        return name in self._entries or name in self._places
+        return name in self._owners
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names())
@@ -127,7 +127,7 @@ class Registry(Generic[T]):
             raise
 
 
-def _module_of(entry: object) -> str | None:
-    """The module that defines an entry; None where the entry is no function or class, as its class may come
-    from anywhere."""
-    return entry.__module__ if hasattr(entry, "__qualname__") else None
+def _caller() -> str:
+    """The module that calls the registry: an entry does not say whose it is, as its class may come from
+    anywhere."""
+    return str(sys._getframe(2).f_globals["__name__"])
