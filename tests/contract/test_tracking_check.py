@@ -9,7 +9,7 @@ import sqlite3
 import tempfile
 import threading
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -198,9 +198,9 @@ def test_a_root_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_store_that_is_only_read_may_be_write_protected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    new_store: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    location = locate(TrackingSettings(root=tmp_path))
+    location = locate(TrackingSettings(root=new_store()))
     written = open_store(location, "plait").experiment_id
     with monkeypatch.context() as patched:
 
@@ -269,11 +269,32 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse(TrackingSettings(root=tmp_path), "1 MiB free", "at least 64 MiB")
 
 
-def test_an_experiment_that_was_deleted(tmp_path: Path) -> None:
-    settings = TrackingSettings(root=tmp_path, experiment="gone")
+def test_an_experiment_that_was_deleted(new_store: Callable[[], Path]) -> None:
+    settings = TrackingSettings(root=new_store(), experiment="gone")
     store = open_store(check_tracking(settings), "gone")
     store.client.delete_experiment(store.experiment_id)
     refuse(settings, "'gone' was deleted", "restore")
+
+
+def test_a_folder_that_was_moved_is_refused_until_its_old_place_leads_to_it(
+    new_store: Callable[[], Path],
+) -> None:
+    old = new_store().resolve()
+    new = old.with_name(f"{old.name} moved")
+    check_tracking(TrackingSettings(root=old))
+    old.rename(new)
+    moved = TrackingSettings(root=new)
+    assert open_store(locate(moved), "plait", reading=True)  # losses are in the database
+    refuse(moved, f"moved or copied from {old}", f"ln -s '{new}' {old}", "tracking.experiment=NAME")
+    assert not old.exists()
+    check_tracking(replace(moved, experiment="other"))
+    shutil.copytree(new, old)
+    refuse(moved, f"Use tracking.root={old}")
+    shutil.rmtree(old)
+    old.symlink_to(new)
+    check_tracking(moved)
+    own = open_store(locate(moved), "other").client.create_experiment("own", str(new / "big"))
+    assert check_tracking(replace(moved, experiment="own")), own
 
 
 @pytest.mark.parametrize("name", ["dl%20runs", "my runs?x=1"])
@@ -320,5 +341,6 @@ def test_passwords_do_not_show(text: str, shown: str) -> None:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("part", ["a", "://", "x://u:p ", "'://u:pp ab ' ", "?token", "http://u:'"])
 def test_long_texts_are_read_once(part: str) -> None:
-    """As in the differences of a repository; going back and forth over them would take hours."""
-    assert redact(part * (1_000_000 // len(part)))
+    """As in the differences of a repository; going back and forth over them would take longer than the limit,
+    and over those of four times this length hours."""
+    assert redact(part * (250_000 // len(part)))

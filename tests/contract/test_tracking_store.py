@@ -34,7 +34,7 @@ from plait.core.settings import RunSettings, SearchSettings, TrackingSettings
 from plait.tracking import trained
 from plait.tracking.facts import DataFacts, SearchFacts
 from plait.tracking.location import locate
-from plait.tracking.results import export, load_search, search_address, search_names
+from plait.tracking.results import export, load_search, recorded_text, search_address, search_names
 from plait.tracking.tracker import Tracker
 
 STEPS = 12
@@ -300,6 +300,10 @@ class TestWholeSearch:
             export(recorded, "demo", tmp_path / "out")
         assert not (tmp_path / "out").exists()
 
+    def test_the_run_of_a_job_means_its_search(self, recorded: TrackingSettings) -> None:
+        found = load_search(recorded, "demo")
+        assert load_search(recorded, found.records[0].run_id) == found
+
     def test_an_export_that_is_refused_leaves_no_folder(
         self, recorded: TrackingSettings, tmp_path: Path
     ) -> None:
@@ -485,8 +489,8 @@ def test_a_clock_that_is_set_back_makes_no_time_negative(sqlite: str, tmp_path: 
     assert steps == list(range(1, STEPS + 1))
 
 
-def test_a_vanished_adapter_folder_is_reported(tmp_path: Path) -> None:
-    settings = TrackingSettings(root=tmp_path)
+def test_a_vanished_adapter_folder_is_reported(tmp_path: Path, new_store: Callable[[], Path]) -> None:
+    settings = TrackingSettings(root=new_store())
     tracker = Tracker(settings)
     tracker.start_search(facts(settings))
     tracker.start_job(job(0), 0)
@@ -494,6 +498,20 @@ def test_a_vanished_adapter_folder_is_reported(tmp_path: Path) -> None:
     tracker.close()
     (told,) = tracker.notices
     assert "gone does not exist, so it cannot be kept as adapter" in told
+
+
+def test_what_a_moved_folder_lacks_is_explained(tmp_path: Path, new_store: Callable[[], Path]) -> None:
+    settings = TrackingSettings(root=new_store())
+    with Tracker(settings) as tracker:
+        tracker.start_search(facts(settings))
+        tracker.start_job(job(0), 0)
+        tracker.handle(ended("trial-0000", "finished", adapter_folder(tmp_path)))
+    shutil.move(settings.root, tmp_path / "new")
+    moved = TrackingSettings(root=tmp_path / "new")
+    with pytest.raises(StorageError, match="moved or copied from"):
+        export(moved, "demo", tmp_path / "out", trial=0)
+    with pytest.raises(StorageError, match="moved or copied from"):
+        recorded_text(load_search(moved, "demo"), moved, "config.yaml")
 
 
 @pytest.mark.slow

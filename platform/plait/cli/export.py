@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from plait.cli.results import READING, store_parser, store_settings
-from plait.core.errors import EXIT_DONE, StorageError
+from plait.core.errors import EXIT_DONE
 from plait.utils.paths import as_path
 from plait.utils.progress import say
 
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
         free_folder(known.to)
         with tempfile.TemporaryDirectory(prefix="plait-export-") as name:
             record, folder = export(settings, known.name, Path(name) / "adapter", trial=known.trial)
-            _write(known.form, _base_model(settings, known.name, record), record, folder, known.to)
+            _write(known.form, _base_model(settings, record), record, folder, known.to)
     print(f"{record.name}: {known.to}")
     return EXIT_DONE
 
@@ -58,17 +58,12 @@ def _write(form: str, model: ModelSettings, record: JobRecord, folder: Path, tar
     write(model, folder, target, _card(record, folder, form))
 
 
-def _base_model(settings: TrackingSettings, name: str | None, record: JobRecord) -> ModelSettings:
+def _base_model(settings: TrackingSettings, record: JobRecord) -> ModelSettings:
     """The base model of a record's search, as the search trained on it."""
     from plait.tracking.results import load_search
     from plait.tracking.trained import base_model
 
-    search = load_search(settings, None if name == record.run_id else name)
-    if record.run_id not in {each.run_id for each in search.records}:
-        raise StorageError(
-            f"{name}", "The base model is found through the search.", "Give the search and --trial."
-        )
-    return base_model(search, settings)
+    return base_model(load_search(settings, record.run_id), settings)
 
 
 def _card(record: JobRecord, folder: Path, form: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from mlflow.exceptions import MlflowException
 
 from plait.core.errors import StorageError
 from plait.core.settings import TrackingSettings
-from plait.tracking.location import Location, check_folder, locate
+from plait.tracking.location import ARTIFACTS, Location, check_folder, locate, sqlite_in
 from plait.tracking.mlflow_store import Store
 from plait.utils.addresses import first_line, foreign_tables, sqlite_fault
 from plait.utils.file_locks import file_lock
@@ -68,7 +69,33 @@ def open_store(location: Location, experiment: str, *, reading: bool = False) ->
             f"Restore it (mlflow experiments restore -x {store.experiment_id}), or set tracking.experiment "
             "to another name.",
         )
+    if not reading:
+        check_place(store)
     return store
+
+
+def check_place(store: Store) -> None:
+    """Refuse a folder of runs that was moved or copied: its database still names the old one for artifacts.
+
+    Raises:
+        StorageError: it was.
+    """
+    root = store.location.root
+    if store.location.uri != sqlite_in(root):
+        return
+    with storage_errors(store.location):
+        artifacts = Path(store.client.get_experiment(store.experiment_id).artifact_location)
+    usual = artifacts.is_absolute() and artifacts.name == ARTIFACTS  # else the user has chosen it
+    if not usual or artifacts.resolve() == root / ARTIFACTS:
+        return
+    old = artifacts.parent
+    back = f"Move it back, or make a link: {shlex.join(('ln', '-s', str(root), str(old)))}"
+    raise StorageError(
+        f"tracking.root={root} was moved or copied from {old}",
+        "MLflow's database in it names that folder for artifacts: adapters are written and looked for there.",
+        f"{f'Use tracking.root={old}' if old.exists() else back}, or begin another experiment with "
+        "tracking.experiment=NAME.",
+    )
 
 
 class Connection:

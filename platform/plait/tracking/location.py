@@ -19,6 +19,7 @@ from plait.utils.paths import user_path
 VARIABLE = "MLFLOW_TRACKING_URI"
 DATABASE_SCHEMES = ("sqlite", "postgresql", "mysql", "mssql")
 SQLITE_PREFIX = "sqlite:///"
+ARTIFACTS = "artifacts"  # folder in the root
 LEAST_FREE_BYTES = 64 * 2**20
 
 
@@ -92,7 +93,7 @@ def locate(settings: TrackingSettings) -> Location:
     check_login("tracking.uri", uri)
     if scheme == "sqlite":
         uri = _absolute_sqlite(uri)
-    artifacts = f"{root / 'artifacts'}" if scheme in DATABASE_SCHEMES else None
+    artifacts = f"{root / ARTIFACTS}" if scheme in DATABASE_SCHEMES else None
     if artifacts is not None and ("?" in str(root) or unquote(str(root)) != str(root)):
         raise StorageError(
             f"tracking.root={str(root)!r}",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import shutil
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +16,15 @@ from plait.core.lifecycle import JobState
 from plait.core.objectives import Objective, best_first, best_of
 from plait.core.settings import TrackingSettings
 from plait.tracking import names
-from plait.tracking.connection import open_store, storage_errors
+from plait.tracking.connection import check_place, open_store, storage_errors
+from plait.tracking.event_log import time_ms
 from plait.tracking.leaderboard import JobRecord
 from plait.tracking.location import Location, locate, sqlite_in
 from plait.tracking.mlflow_store import Store, job_record, stored_leaderboard
 from plait.tracking.records import LogPoints
 from plait.tracking.ui import page_tag, search_page
 from plait.utils.addresses import redact
+from plait.utils.counts import listed
 from plait.utils.files import disk_errors
 from plait.utils.paths import begun_name, cache_dir
 
@@ -74,14 +75,16 @@ def search_names(settings: TrackingSettings) -> list[str]:
         StorageError: the store cannot be used.
     """
     store = store_to_read(settings)
-    if store is None:
-        return []
+    return [] if store is None else _names(store)
+
+
+def _names(store: Store) -> list[str]:
     with storage_errors(store.location):
         return list(dict.fromkeys(run.data.tags[names.TAG_SEARCH] for run in store.searches()))
 
 
 def load_search(settings: TrackingSettings, name: str | None = None) -> SearchResult:
-    """A search with its jobs, by name or run id, or the newest.
+    """A search with its jobs, by name or run id, also of one of its jobs, or the newest.
 
     Raises:
         SearchError: there is none with that name, or none at all.
@@ -110,13 +113,15 @@ def search_address(settings: TrackingSettings, name: str | None, address: str) -
 
 def _result(store: Store, run: Run) -> SearchResult:
     with storage_errors(store.location):
+        if parent := run.data.tags.get(names.TAG_PARENT):  # the id of a job was given
+            run = store.client.get_run(parent)
         children = store.children(run.info.run_id)
     tags = run.data.tags
     board = stored_leaderboard(run, children)
     return SearchResult(
         name=tags[names.TAG_SEARCH],
         state=JobState(tags[names.TAG_STATE]),
-        objectives=(Objective(tags.get(names.TAG_METRIC, ""), board.direction), *board.others),
+        objectives=(Objective(tags[names.TAG_METRIC], board.direction), *board.others),
         run_id=run.info.run_id,
         experiment_id=store.experiment_id,
         location=store.location,
@@ -149,6 +154,7 @@ def export(
     with storage_errors(store.location):
         files = store.client.list_artifacts(record.run_id, names.ADAPTER_FOLDER)
         if not files:
+            check_place(store)
             board = shlex.join(("plait", "leaderboard", run.data.tags[names.TAG_SEARCH]))
             raise SearchError(
                 f"{record.name} ({record.state}) has no adapter in {store.location}",
@@ -259,9 +265,8 @@ def leading(result: SearchResult, count: int) -> list[JobRecord]:
 def _trials(records: Sequence[JobRecord]) -> str:
     if not records:
         return "It has no trials."
-    listed = sorted(records, key=lambda item: item.trial)[:SHOWN]
-    more = f" and {len(records) - len(listed)} more" if len(records) > len(listed) else ""
-    return "It has " + ", ".join(f"{item.trial} ({item.state})" for item in listed) + f"{more}."
+    trials = [f"{item.trial} ({item.state})" for item in sorted(records, key=lambda item: item.trial)]
+    return f"It has {listed(trials, SHOWN)}."
 
 
 def recorded_text(result: SearchResult, settings: TrackingSettings, path: str) -> str:
@@ -271,9 +276,13 @@ def recorded_text(result: SearchResult, settings: TrackingSettings, path: str) -
         StorageError: the store does not have it, or does not answer.
     """
     store = open_store(result.location, settings.experiment, reading=True)
-    with storage_errors(result.location), tempfile.TemporaryDirectory() as folder:
-        file = store.client.download_artifacts(result.run_id, path, folder)
-        return Path(file).read_text(encoding="utf-8")
+    try:
+        with storage_errors(result.location), tempfile.TemporaryDirectory() as folder:
+            file = store.client.download_artifacts(result.run_id, path, folder)
+            return Path(file).read_text(encoding="utf-8")
+    except StorageError:
+        check_place(store)
+        raise
 
 
 def record_values(
@@ -286,7 +295,7 @@ def record_values(
     """
     store = open_store(search.location, settings.experiment)
     with storage_errors(search.location):
-        point = LogPoints(record.run_id, record.step, int(time.time() * 1000), values)
+        point = LogPoints(record.run_id, record.step, time_ms(), values)
         store.update(record.run_id, [point], {})
 
 
@@ -323,15 +332,15 @@ def _find(settings: TrackingSettings, name: str | None) -> tuple[Store, Run]:
             return store, by_id
         if runs:
             return store, runs[0]
-    listed = search_names(settings)
-    if name and (whole := begun_name(name, listed)) != name:
+    there = [] if store is None else _names(store)
+    if name and (whole := begun_name(name, there)) != name:
         return _find(settings, whole)
     where = f"{locate(settings)}, experiment {settings.experiment!r}"
     raise SearchError(
         f"search {name!r} is not in {where}" if name else f"no search in {where}",
         "The search must exist in this store.",
-        f"Available: {', '.join(listed[:SHOWN])}. Are its runs in another folder? Add tracking.root=FOLDER."
-        if listed
+        f"Available: {listed(there, SHOWN)}. Are its runs in another folder? Add tracking.root=FOLDER."
+        if there
         else "Start one with `plait sweep`, or name the folder of its searches (tracking.root=FOLDER).",
     )
 
