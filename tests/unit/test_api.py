@@ -258,6 +258,20 @@ def test_an_adapter_that_another_process_is_fetching_is_not_removed(
     assert _result(tmp_path, "a" * 32).adapter(0).folder == fetched
 
 
+def test_an_adapter_that_another_process_has_fetched_meanwhile_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PLAIT_CACHE", str(tmp_path / "cache"))
+
+    def export(_: TrackingSettings, _name: str, destination: Path, **_more: object) -> None:
+        destination.mkdir(parents=True)
+        raise StorageError(f"{destination} already exists")
+
+    monkeypatch.setattr("plait.tracking.trained._readable", Path.is_dir)
+    monkeypatch.setattr("plait.tracking.results.export", export)
+    assert _result(tmp_path, "a" * 32).adapter(0).folder == tmp_path / "cache" / "adapters" / ("a" * 32)
+
+
 def test_without_its_runs_a_search_has_the_adapters_in_its_folder_and_no_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,6 +72,18 @@ def test_a_free_port_passes(tmp_path: Path) -> None:
     socket.create_server(("127.0.0.1", port)).close()  # the check holds it no longer
 
 
+@pytest.mark.parametrize(
+    ("host", "shown"),
+    [("0.0.0.0", "127.0.0.1"), ("::1", "[::1]"), ("::", "[::1]"), ("localhost", "localhost")],
+)
+def test_the_address_of_a_host_can_be_opened(tmp_path: Path, host: str, shown: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    served = ui_command(TrackingSettings(root=tmp_path), ["--host", host, "--port", str(port)])
+    assert served.url == f"http://{shown}:{port}"
+    check_port(served)
+
+
 @pytest.mark.parametrize("port", ["5001x", -1, 70000])
 def test_an_invalid_port_is_refused_before_a_server_starts(tmp_path: Path, port: object) -> None:
     with pytest.raises(ConfigError, match="from 1 to 65535"):

@@ -11,7 +11,7 @@ import pytest
 
 from plait.core.errors import DataError, StorageError
 from plait.utils import files
-from plait.utils.files import OWNER_ONLY, disk_errors, new_file, new_folder, write_text
+from plait.utils.files import OWNER_ONLY, disk_errors, keep_newest, new_file, new_folder, write_text
 
 
 def names(folder: Path) -> list[str]:
@@ -93,6 +93,23 @@ def test_a_failed_folder_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
         (folder / "new").touch()
     assert names(path) == ["old"]
     assert names(tmp_path) == ["folder"]
+
+
+def test_a_folder_that_another_process_removes_meanwhile_is_none_of_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("old", "new", ".export-theirs"):
+        (tmp_path / name).mkdir()
+    os.utime(tmp_path / "old", (1, 1))
+
+    def is_dir(path: Path) -> bool:
+        if path.name.startswith("."):
+            path.rmdir()
+        return True
+
+    monkeypatch.setattr(Path, "is_dir", is_dir)
+    keep_newest(tmp_path, 1, 10.0)
+    assert names(tmp_path) == ["new"]
 
 
 def test_an_error_of_the_system_says_path_rule_and_remedy_and_others_pass(tmp_path: Path) -> None:

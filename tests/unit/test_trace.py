@@ -81,6 +81,15 @@ def test_a_full_disk_ends_no_search(tmp_path: Path) -> None:
     assert write_trace(tmp_path / "missing") is None
 
 
+def test_a_torn_line_of_a_killed_process_spoils_no_other(tmp_path: Path) -> None:
+    for torn in (b'{"spans": [[0, "ho', b'{"spans'):  # the last one while it is written
+        keep(tmp_path, taken(0, Span("microbatch", 1.0, 2.0)))
+        with (tmp_path / SPANS_FILE).open("ab") as file:
+            file.write(torn)
+    (track,) = tracks_of(write_trace(tmp_path) or "").values()
+    assert len(track) == 2
+
+
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     (tmp_path / SPANS_FILE).write_text('{"spans": 3}\n')
     with pytest.raises(StorageError, match=r"spans\.jsonl"):

@@ -20,6 +20,7 @@ from typing import Any
 from plait.core.errors import StorageError
 from plait.core.messages import SpansTaken
 from plait.core.spans import Span
+from plait.utils.counts import listed
 from plait.utils.files import append_line
 from plait.utils.trace_events import TraceEvents
 
@@ -147,10 +148,12 @@ def _read(path: Path, tracks: dict[tuple[Any, ...], _Track]) -> None:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of a file; none where there is no file."""
+    """The lines of a file, without those that a crash left partial; none where there is no file."""
     if path.exists():
         with path.open("rb") as file:
-            yield from (json.loads(line) for line in file if line.endswith(b"\n"))
+            for line in file:
+                with suppress(ValueError):
+                    yield json.loads(line)
 
 
 def _track(tracks: dict[tuple[Any, ...], _Track], worker: str, head: Mapping[str, Any]) -> _Track:
@@ -169,8 +172,7 @@ def _draw(events: TraceEvents, number: int, track: _Track, since: float) -> None
         if span.start < since:
             continue
         jobs = [f"{job}#{step}" for job, step in span.work]
-        more = f" and {len(jobs) - MOST_NAMED} more" if len(jobs) > MOST_NAMED else ""
-        name = f"{span.kind} {', '.join(jobs[:MOST_NAMED])}{more}".rstrip()
+        name = f"{span.kind} {listed(jobs, MOST_NAMED)}".rstrip()
         said = {"jobs": jobs, "tokens": span.tokens, "received_bytes": span.bytes}
         arguments = {key: value for key, value in said.items() if value}
         events.span(

@@ -52,7 +52,11 @@ def adapter_folder(search: SearchResult, record: JobRecord, settings: TrackingSe
     if fetched.is_dir() and not _readable(fetched):  # not one that another process has just fetched
         shutil.rmtree(fetched, ignore_errors=True)
     if not fetched.is_dir():
-        results.export(settings, record.run_id, fetched, remedy=OTHER_CACHE)
+        try:
+            results.export(settings, record.run_id, fetched, remedy=OTHER_CACHE)
+        except StorageError:
+            if not _readable(fetched):  # else another process was faster
+                raise
         keep_newest(fetched.parent, MOST_FETCHED, IN_USE)
     with suppress(OSError):
         os.utime(fetched)  # it was used just now

@@ -27,6 +27,7 @@ from plait.tracking.location import locate
 SHARED_VIEW = "mlflow.sharedViewState."  # prefix of a tag; the key in the address follows
 HOST = "127.0.0.1"
 PORT = "5000"
+ANYWHERE = {"0.0.0.0": HOST, "::": "::1"}  # where a server that listens on all addresses is reached
 GRACE_SECONDS = 10
 START_SECONDS = 60  # after which the address is shown although nothing has answered
 LOOK_SECONDS = 0.1
@@ -110,7 +111,8 @@ def ui_command(settings: TrackingSettings, arguments: Sequence[str] = ()) -> UiC
     }
     if location.artifacts is not None:
         environment["MLFLOW_DEFAULT_ARTIFACT_ROOT"] = location.artifacts
-    shown = HOST if known.host == "0.0.0.0" else known.host
+    shown = ANYWHERE.get(known.host, known.host)
+    shown = f"[{shown}]" if ":" in shown else shown
     return UiCommand(f"http://{shown}:{known.port}", tuple(command), environment)
 
 
@@ -123,7 +125,8 @@ def check_port(command: UiCommand) -> None:
     try:
         address = urlsplit(command.url)
         if command.command and address.hostname and address.port:
-            socket.create_server((address.hostname, address.port)).close()
+            family = socket.AF_INET6 if ":" in address.hostname else socket.AF_INET
+            socket.create_server((address.hostname, address.port), family=family).close()
     except ValueError as error:
         raise ConfigError(
             command.url, "A port is a whole number from 1 to 65535.", f"Choose one: plait ui --port {PORT}"

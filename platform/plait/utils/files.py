@@ -128,7 +128,11 @@ def _beside(path: Path) -> Path:
 def keep_newest(folder: Path, most: int, spare: float) -> None:
     """Remove the oldest folders in a folder, so that at most ``most`` are left, and those that were changed
     within the last ``spare`` seconds."""
-    ages = {path: path.stat().st_mtime for path in folder.iterdir() if path.is_dir()}
+    ages = {}
+    for path in folder.iterdir():
+        with suppress(FileNotFoundError):  # another process has just removed it
+            if path.is_dir():
+                ages[path] = path.stat().st_mtime
     by_age = sorted(ages, key=ages.__getitem__)
     for path in by_age[: max(0, len(by_age) - most)]:
         if ages[path] < time.time() - spare:
