@@ -13,16 +13,7 @@ from plotly.subplots import make_subplots
 from plait.core.objectives import Objective, pareto_front
 from plait.tracking.leaderboard import JobRecord
 from plait_dashboards.parameters import Axis, axis_of
-from plait_dashboards.style import (
-    FAINT,
-    GREEN,
-    HEIGHT,
-    MARGIN,
-    OUTCOME_COLOUR,
-    OUTCOME_MARKER,
-    figure,
-    say,
-)
+from plait_dashboards.style import FAINT, GREEN, HEIGHT, MARGIN, OUTCOME_COLOUR, OUTCOME_MARKER, figure, say
 from plait_dashboards.sweep import OUTCOMES, Sweep, SweepObjective, outcome
 
 SECONDS = "device-seconds"
@@ -93,7 +84,7 @@ def pareto_axes(sweep: Sweep) -> tuple[SweepObjective, ...]:
     scored = [item for item in sweep.records if item.objective is not None]
     cost = SweepObjective(SECONDS, "minimize", {item.trial: item.device_seconds for item in scored})
     values = {item.trial: float(item.objective) for item in scored if item.objective is not None}
-    return cost, SweepObjective(sweep.metric or "objective", sweep.direction, values)
+    return cost, SweepObjective(sweep.metric, sweep.direction, values)
 
 
 @dataclass(frozen=True, slots=True)

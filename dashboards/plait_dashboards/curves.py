@@ -9,15 +9,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from plait.tracking.leaderboard import JobRecord
-from plait_dashboards.style import (
-    BAND,
-    GREY,
-    OUTCOME_COLOUR,
-    OUTCOME_MARKER,
-    faded,
-    figure,
-    line_style,
-)
+from plait_dashboards.style import BAND, GREY, OUTCOME_COLOUR, OUTCOME_MARKER, faded, figure, line_style
 from plait_dashboards.sweep import (
     FAILED,
     OUTCOMES,
@@ -113,12 +105,9 @@ def joined(curves: Sequence[tuple[int, Curve]]) -> tuple[Integers, Floats, Integ
     )
 
 
-def _range(curves: Iterable[Curve]) -> list[float] | None:
+def _range(curves: Iterable[Curve]) -> list[float]:
     """The range of almost all values, because one diverging curve must not flatten the others."""
     values = np.concatenate([curve.values for curve in curves])
-    values = values[np.isfinite(values)]
-    if not len(values):
-        return None
     low, high = float(values.min()), float(np.percentile(values, 99.5))
     pad = max((high - low) * 0.06, 1e-6)
     return [low - pad, high + pad]

@@ -38,11 +38,9 @@ class Shown:
 
 def all_figures(sweep: Sweep) -> list[Shown]:
     """Every figure of a search; figures without data say so."""
-    shown = [_curves(sweep, metric) for metric in drawn_metrics(sweep)]
-    shown.append(
-        Shown("leaderboard", "Leaderboard", "Measured", _leaderboard_note(sweep), table.leaderboard(sweep))
-    )
-    shown.append(
+    return [
+        *(_curves(sweep, metric) for metric in drawn_metrics(sweep)),
+        Shown("leaderboard", "Leaderboard", "Measured", _leaderboard_note(sweep), table.leaderboard(sweep)),
         Shown(
             "parallel-coordinates",
             "Parallel coordinates",
@@ -50,20 +48,17 @@ def all_figures(sweep: Sweep) -> list[Shown]:
             "One line per adapter, coloured by its objective. Drag along an axis to show only the lines that "
             f"cross it there.{_left_out(sweep)}",
             parameters.parallel_coordinates(sweep),
-        )
-    )
-    shown.append(
+        ),
         Shown(
             "importance",
             "Importance of each hyperparameter",
             "Estimated",
             parameters.importance_note(sweep),
             parameters.importance(sweep),
-        )
-    )
-    shown.append(Shown("pareto", "Pareto front", "Measured", costs.pareto_note(sweep), costs.pareto(sweep)))
-    shown += _costs(sweep)
-    return shown
+        ),
+        Shown("pareto", "Pareto front", "Measured", costs.pareto_note(sweep), costs.pareto(sweep)),
+        *_costs(sweep),
+    ]
 
 
 def _costs(sweep: Sweep) -> list[Shown]:
@@ -110,7 +105,7 @@ def _leaderboard_note(sweep: Sweep) -> str:
     order = "lowest" if sweep.direction == "minimize" else "highest"
     counts = {how: sum(outcome(item) == how for item in sweep.records) for how in OUTCOMES}
     parts = [f"{count} {'finished' if how == USEFUL else how}" for how, count in counts.items() if count]
-    rule = f"{order.capitalize()} {sweep.metric or 'objective'} first; finished adapters come before others"
+    rule = f"{order.capitalize()} {sweep.metric} first; finished adapters come before others"
     if len(sweep.objectives) > 1:
         rule = f"The Pareto front of {' and '.join(each.name for each in sweep.objectives)} first. {rule}"
     return f"{rule}: {', '.join(parts)}."

@@ -87,15 +87,14 @@ def _at_one_step(study: Study, trials: Sequence[FrozenTrial]) -> tuple[list[Froz
     measured = [item for item in trials if item.intermediate_values]
     counts = Counter(step for item in measured for step in item.intermediate_values)
     least = max(LEAST_TRIALS, len(measured) / 2)
-    steps = [step for step, count in counts.items() if count >= least]
-    if not steps or len(study.directions) > 1:
+    last = max((step for step, count in counts.items() if count >= least), default=None)
+    if last is None or len(study.directions) > 1:
         return [], 0
     chosen = [
         create_trial(params=item.params, distributions=item.distributions, value=value)
         for item in measured
-        if (value := item.intermediate_values.get(max(steps))) is not None
+        if (value := item.intermediate_values.get(last)) is not None
     ]
-    last = max(steps)
     return chosen, Share(last) if study.user_attrs.get(UNIT) == "shares" else last
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from plait.tracking.tables import GroupStepRow
+from plait.core.messages import GroupStep
 from plait.utils.counts import counted
 from plait_dashboards.style import BLUE, GREY, MARGIN, ORANGE, SCALE, figure, say
 from plait_dashboards.sweep import Floats, Sweep
@@ -41,7 +41,7 @@ class Timeline:
     fill: Floats
 
 
-def timeline(steps: Sequence[GroupStepRow], trial_of: Mapping[str, int], bins: int = BINS) -> Timeline:
+def timeline(steps: Sequence[GroupStep], trial_of: Mapping[str, int], bins: int = BINS) -> Timeline:
     """Combine steps into at most ``bins`` columns with equal numbers of steps; jobs without a trial are left
     out."""
     parts = [part for part in np.array_split(np.arange(len(steps)), min(bins, len(steps))) if len(part)]
@@ -122,15 +122,11 @@ def packing_note(sweep: Sweep) -> str:
     if not sweep.steps:
         return ""
     per_column = -(-len(sweep.steps) // BINS)
-    each = (
-        "Each column is one iteration."
-        if per_column == 1
-        else f"Each column is about {per_column} iterations."
-    )
+    each = "one iteration" if per_column == 1 else f"about {per_column} iterations"
     count = f"{len(sweep.steps):,} iterations of the group"
     if (last := max(step.iteration for step in sweep.steps)) > len(sweep.steps):
         count = f"{len(sweep.steps):,} of {last:,} iterations of the group, chosen evenly"
-    return f"{count}. {each} Padding is not counted."
+    return f"{count}. Each column is {each}. Padding is not counted."
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +143,12 @@ class Pairs:
         return (self.predicted - self.measured) / self.measured
 
 
-def seconds_pairs(steps: Sequence[GroupStepRow]) -> Pairs:
+def seconds_pairs(steps: Sequence[GroupStep]) -> Pairs:
     """Seconds of the steps."""
     return _pairs([(step.iteration, step.predicted_seconds, step.seconds) for step in steps])
 
 
-def bytes_pairs(steps: Sequence[GroupStepRow], *, by_rule: bool = False) -> Pairs:
+def bytes_pairs(steps: Sequence[GroupStep], *, by_rule: bool = False) -> Pairs:
     """Peak memory of the steps, in GiB: of steps predicted by a fitted model or, with ``by_rule``, by the
     upper bound that is used before there is one."""
     chosen = [step for step in steps if step.bytes_by_rule == by_rule]
@@ -184,11 +180,9 @@ def predictions(sweep: Sweep) -> go.Figure:
     if not any(pairs.iterations for _, series in sides for pairs, *_ in series):
         return say(figure(), f"There are no predictions for the steps of this search. {TO_PREDICT}")
     made = make_subplots(1, 2, horizontal_spacing=0.12)
-    made.update_layout(template=None, height=430, margin=MARGIN, showlegend=False)
-    if ruled.iterations:
-        made.update_layout(
-            showlegend=True, legend={"orientation": "h", "x": 1, "xanchor": "right", "y": 1.12}
-        )
+    legend = {"orientation": "h", "x": 1, "xanchor": "right", "y": 1.12}
+    shown = bool(ruled.iterations)
+    made.update_layout(template=None, height=430, margin=MARGIN, showlegend=shown, legend=legend)
     for column, (label, series) in enumerate(sides, 1):
         made.update_xaxes(title={"text": f"predicted {label}"}, row=1, col=column)
         made.update_yaxes(title={"text": f"measured {label}"}, row=1, col=column)
@@ -267,9 +261,7 @@ def predictions_note(sweep: Sweep) -> str:
             f"{BY_RULE}, before anything was fitted: {middle:.1f} times the measured value in the median "
             f"step ({counted(len(ruled.iterations), 'step')}{hidden})"
         )
-    return (
-        "Error of the prediction: " + "; ".join(said) + ". On the dashed line, prediction and "
-        "measurement are equal."
-        if said
-        else ""
-    )
+    if not said:
+        return ""
+    equal = "On the dashed line, prediction and measurement are equal."
+    return f"Error of the prediction: {'; '.join(said)}. {equal}"

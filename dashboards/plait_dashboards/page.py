@@ -14,6 +14,7 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from plait.core.objectives import Objective, best_of
+from plait.utils.counts import listed
 from plait_dashboards.costs import seconds_by_outcome
 from plait_dashboards.figures import Shown
 from plait_dashboards.style import themes
@@ -54,7 +55,7 @@ def facts(sweep: Sweep) -> dict[str, str]:
     if len(sweep.objectives) > 1:
         found["Pareto front (measured)"] = _front([item.trial for item in sweep.records if item.on_front])
     elif best is not None and best.objective is not None:
-        found[f"best {sweep.metric or 'objective'} (measured)"] = f"{best.objective:.6g}, trial {best.trial}"
+        found[f"best {sweep.metric} (measured)"] = f"{best.objective:.6g}, trial {best.trial}"
     totals = seconds_by_outcome(sweep.records)
     whole = sum(totals.values())
     found["device-seconds (measured)"] = f"{whole:,.1f} s"
@@ -68,9 +69,7 @@ def _front(trials: Sequence[int]) -> str:
     """The trials on the front; if there are many, the first few and the number of others."""
     if not trials:
         return "empty"
-    named = ", ".join(map(str, trials[:MOST_ON_FRONT]))
-    more = len(trials) - MOST_ON_FRONT
-    return f"trial{'s' if len(trials) > 1 else ''} {named}" + (f" and {more} more" if more > 0 else "")
+    return f"trial{'s' if len(trials) > 1 else ''} {listed(list(map(str, trials)), MOST_ON_FRONT)}"
 
 
 def _facts(found: Mapping[str, str]) -> str:

@@ -53,12 +53,7 @@ def axis_of(label: str, values: Sequence[Any]) -> Axis:
     spread = different[0] > 0 and different[-1] / different[0] >= LOG_RATIO
     if not spread and len(different) > MOST_TICKS:
         return Axis(label, tuple(float(value) for value in numbers))
-    if not spread:
-        marks: Sequence[float] = different
-    elif len(different) <= MOST_TICKS:
-        marks = different
-    else:
-        marks = decades(different[0], different[-1])
+    marks = different if len(different) <= MOST_TICKS else decades(different[0], different[-1])
     at = math.log10 if spread else float
     texts = [f"{mark:.3g}" for mark in marks]
     return Axis(label, tuple(at(value) for value in numbers), tuple(at(mark) for mark in marks), tuple(texts))
@@ -94,7 +89,7 @@ def parallel_coordinates(sweep: Sweep) -> go.Figure:
         if each.name not in keys:
             axes.append(axis_of(each.name, [item.others[at] for item in shown]))
     objective = [float(item.objective) for item in shown if item.objective is not None]
-    axes.append(Axis(sweep.metric or "objective", tuple(objective)))
+    axes.append(Axis(sweep.metric, tuple(objective)))
     made = figure(height=460, margin={"l": 80, "r": 80, "t": 60, "b": 40})
     made.add_parcoords(
         dimensions=[axis.dimension() for axis in axes], line=_coloured(objective, sweep.direction)

@@ -15,16 +15,13 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Run
 
 from plait.core.lifecycle import JobState
+from plait.core.messages import GroupStep
 from plait.core.settings import TrackingSettings
 from plait.tracking import names
 from plait.tracking.connection import storage_errors
 from plait.tracking.leaderboard import JobRecord, varying
 from plait.tracking.results import SearchResult, load_search
-from plait.tracking.tables import (
-    GROUP_STEPS_ARTIFACT,
-    GroupStepRow,
-    group_step_row,
-)
+from plait.tracking.tables import GROUP_STEPS_ARTIFACT, group_step
 from plait_dashboards.importance import read_importance
 from plait_dashboards.sweep import Curve, Sweep, SweepObjective
 
@@ -54,8 +51,9 @@ def sweep_of(result: SearchResult, client: MlflowClient, storage: str | None) ->
     run = client.get_run(result.run_id)
     storage = storage or run.data.params.get("search.storage")
     first = result.objectives[0]
-    metrics = dict.fromkeys((*CURVES, first.metric) if first.metric else CURVES)
-    curves = {metric: read_curves(client, result, metric) for metric in metrics}
+    curves = {
+        metric: read_curves(client, result, metric) for metric in dict.fromkeys((*CURVES, first.metric))
+    }
     return Sweep(
         name=result.name,
         state=result.state,
@@ -73,7 +71,7 @@ def sweep_of(result: SearchResult, client: MlflowClient, storage: str | None) ->
 def about(run: Run, records: Sequence[JobRecord]) -> dict[str, str]:
     """What was searched, by whom and when, to distinguish pages after a month."""
     settings, tags = run.data.params, run.data.tags
-    data = {_words(item.parameters, ("data.source", "data.task", "data.path")) for item in records}
+    data = {_words(item.parameters, ("data.source", "data.task", "data.path", "data.id")) for item in records}
     found = {
         "started": _time(run.info.start_time),
         "ended": _time(run.info.end_time),
@@ -140,11 +138,11 @@ def curve_of(points: Sequence[Metric]) -> Curve:
     )
 
 
-def read_steps(client: MlflowClient, result: SearchResult) -> tuple[GroupStepRow, ...]:
+def read_steps(client: MlflowClient, result: SearchResult) -> tuple[GroupStep, ...]:
     """The search's group steps, from the table of its run."""
     if not any(item.path == GROUP_STEPS_ARTIFACT for item in client.list_artifacts(result.run_id)):
         return ()
     with tempfile.TemporaryDirectory() as folder:
         copied = Path(client.download_artifacts(result.run_id, GROUP_STEPS_ARTIFACT, folder))
         table = json.loads(copied.read_text(encoding="utf-8"))
-    return tuple(group_step_row(dict(zip(table["columns"], row, strict=True))) for row in table["data"])
+    return tuple(group_step(dict(zip(table["columns"], row, strict=True))) for row in table["data"])

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.core.lifecycle import JobState
+from plait.core.messages import GroupStep
 from plait.tracking.leaderboard import JobRecord, varying
-from plait.tracking.tables import GroupStepRow
 from plait_dashboards.importance import Importance
 
 Floats = NDArray[np.floating[Any]]
@@ -59,7 +59,7 @@ class Sweep:
     metric: str
     records: tuple[JobRecord, ...]
     curves: Mapping[str, Mapping[int, Curve]] = field(default_factory=dict)
-    steps: tuple[GroupStepRow, ...] = ()
+    steps: tuple[GroupStep, ...] = ()
     importance: Importance = field(default_factory=Importance)
     objectives: tuple[SweepObjective, ...] = ()
     about: Mapping[str, str] = field(default_factory=dict)

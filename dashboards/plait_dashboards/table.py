@@ -29,12 +29,11 @@ def leaderboard(sweep: Sweep) -> go.Figure:
         return say(figure(), "No adapter has started.")
     shown = columns(sweep)
     widths = [_width(name, cells) for name, cells in shown]
-    prose = [name == "reason" for name, _ in shown]
-    rest = sum(width for width, breaks in zip(widths, prose, strict=True) if not breaks)
-    widths = [
-        max(PAGE - rest, PROSE) if breaks else width for width, breaks in zip(widths, prose, strict=True)
-    ]
-    reasons = shown[-1][1] if prose[-1] else []
+    last, reasons = shown[-1]
+    if last == "reason":  # prose, which wraps
+        widths[-1] = max(PAGE - sum(widths[:-1]), PROSE)
+    else:
+        reasons = []
     made = figure(
         height=60 + ROW + LINE + _height(len(sweep.records), reasons, widths[-1]),
         margin={"l": 0, "r": 0, "t": 10},

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from plait.core.errors import FULL_ERROR, ConfigError, PlaitError, SearchError, StorageError
 from plait.core.lifecycle import JobState
-from plait.core.settings import ModelSettings, TrackingSettings
+from plait.core.settings import TrackingSettings
 from plait.utils.counts import counted
 
 # Other imports take seconds, and a notebook's completion imports this module for its names.
@@ -203,17 +203,9 @@ class Adapter:
         from peft import PeftModel
 
         from plait.models.load import load_tokeniser, transformers_model
-        from plait.utils.paths import cache_dir
-
-        settings = self._model()
-        base = transformers_model(settings, cache=cache_dir())
-        tokeniser = load_tokeniser(settings, cache=cache_dir())
-        return PeftModel.from_pretrained(base, str(self.folder)), tokeniser
-
-    def _model(self) -> ModelSettings:
-        """The base model as the search trained on it, with the dtype that "auto" meant."""
         from plait.tracking.results import opening
         from plait.tracking.trained import base_model
+        from plait.utils.paths import cache_dir
 
         if not self._search.run_id:
             again = opening(self._search.name, self._settings)
@@ -222,7 +214,10 @@ class Adapter:
                 "Its store, which has the model's settings, did not answer when the search was opened.",
                 f"Open it again when the store answers: {again}. Its adapter: {self.folder}.",
             )
-        return base_model(self._search, self._settings)
+        settings = base_model(self._search, self._settings)
+        base = transformers_model(settings, cache=cache_dir())
+        tokeniser = load_tokeniser(settings, cache=cache_dir())
+        return PeftModel.from_pretrained(base, str(self.folder)), tokeniser
 
 
 def override_words(overrides: Overrides) -> list[str]:

@@ -13,11 +13,12 @@ from mlflow import MlflowClient
 
 from plait.cli.main import main
 from plait.core.settings import TrackingSettings
+from plait.tracking.leaderboard import JobRecord
 from plait.tracking.results import load_search
-from plait.tracking.tables import GROUP_STEPS_FILE, group_step_row
+from plait.tracking.tables import GROUP_STEPS_FILE, group_step
 from plait.utils.paths import search_folder
 from plait_dashboards.publish import publish
-from plait_dashboards.reading import curve_of, read_sweep
+from plait_dashboards.reading import about, curve_of, read_sweep
 from plait_dashboards.sweep import FAILED, PRUNED, USEFUL, Sweep, outcome
 
 JOBS, STEPS = 10, 20
@@ -83,6 +84,10 @@ def test_the_page_says_what_was_searched(sweep: Sweep) -> None:
     assert sweep.about["searched"] == "adapter.rank, adapter.dropout, train.lr"
     assert (sweep.about["sampler"], sweep.about["stopping"]) == ("tpe", "none")
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", sweep.about["started"])
+    info, data = SimpleNamespace(start_time=0, end_time=0), SimpleNamespace(params={}, tags={})
+    run = SimpleNamespace(info=info, data=data)
+    record = JobRecord("trial-0000", 0, {"data.source": "hub", "data.id": "openai/gsm8k"})
+    assert about(run, [record])["data"] == "hub openai/gsm8k"  # type: ignore[arg-type]
 
 
 def test_importance_is_of_the_study(sweep: Sweep) -> None:
@@ -92,7 +97,7 @@ def test_importance_is_of_the_study(sweep: Sweep) -> None:
 
 def test_steps_are_those_of_the_table(settings: TrackingSettings, sweep: Sweep) -> None:
     lines = (search_folder(settings.root, "ten") / GROUP_STEPS_FILE).read_text().splitlines()
-    rows = [group_step_row({**json.loads(line), "iteration": at}) for at, line in enumerate(lines, 1)]
+    rows = [group_step({**json.loads(line), "iteration": at}) for at, line in enumerate(lines, 1)]
     assert list(sweep.steps) == rows
 
 

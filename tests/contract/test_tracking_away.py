@@ -6,7 +6,6 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,6 @@ from plait.tracking.mlflow_store import Store
 from plait.tracking.results import load_search
 from plait.tracking.search_run import Begun, conclude, left_unsent, send_left
 from plait.tracking.tracker import Peers, Tracker
-from plait.tracking.writer import Writer
 
 STEPS = 6
 OBJECTIVES = SearchSettings(
@@ -54,7 +52,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Switch:
     switch = Switch()
     for module in ("connection", "search_run"):
         monkeypatch.setattr(f"plait.tracking.{module}.open_store", switch.open)
-    monkeypatch.setattr("plait.tracking.tracker.Writer", partial(Writer, first_delay=0.01))
+    monkeypatch.setattr("plait.tracking.writer.FIRST_DELAY", 0.01)
     monkeypatch.setattr("plait.tracking.tracker.READ_PAUSE", 0.01)
     monkeypatch.setattr("plait.tracking.tracker.READ_SHARE", 1e9)  # however long a reading takes
     return switch

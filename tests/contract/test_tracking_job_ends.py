@@ -212,7 +212,7 @@ def test_leaderboards_take_room_in_the_event_log_as_jobs_do(
     tracker = begin(replace(settings, flush_seconds=3600.0))
     folder = logs_folder(settings.root, "demo")
     sizes = []
-    for trial in range(40):
+    for trial in range(20):
         train(tracker, trial, 1)
         end(tracker, trial, 1.0)
         sizes.append(sum(path.stat().st_size for path in folder.glob("*.jsonl")))
@@ -222,4 +222,4 @@ def test_leaderboards_take_room_in_the_event_log_as_jobs_do(
     assert send_left(settings, "demo") == []
     client, run_id = MlflowClient(locate(settings).uri), load_search(settings, "demo").run_id
     table = json.loads(Path(client.download_artifacts(run_id, "leaderboard.json")).read_text())
-    assert len(table["data"]) == 40
+    assert len(table["data"]) == 20

@@ -112,11 +112,7 @@ def test_fifty_runs_are_compared(seen: Any, fifty: SearchResult) -> None:
 
 @pytest.mark.parametrize(
     ("page", "figures"),
-    [
-        ("report.html", FIGURES),
-        ("figures/parallel-coordinates.html", ["parallel-coordinates"]),
-        ("figures/packing.html", ["packing"]),
-    ],
+    [("report.html", FIGURES), ("figures/parallel-coordinates.html", ["parallel-coordinates"])],
 )
 def test_the_report_and_each_figure_are_shown_among_the_artifacts(
     pictures: ModuleType, seen: Any, fifty: SearchResult, page: str, figures: list[str]

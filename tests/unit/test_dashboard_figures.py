@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.core.lifecycle import JobState
+from plait.core.messages import GroupStep
 from plait.core.objectives import Objective
 from plait.tracking.leaderboard import JobRecord, Leaderboard
-from plait.tracking.tables import GroupStepRow
+from plait.tracking.tables import group_step
 from plait_dashboards import curves, packing, parameters, table
 from plait_dashboards.costs import device_seconds, pareto, pareto_axes, seconds_by_outcome
 from plait_dashboards.figures import all_figures
@@ -36,9 +37,10 @@ def curve(*values: float, first: int = 1) -> Curve:
     return Curve(np.arange(first, first + len(values)), np.array(values, dtype=float))
 
 
-def row(iteration: int, tokens: dict[str, int], seconds: float = 1.0, **more: float) -> GroupStepRow:
-    known = {"predicted_seconds": None, "peak_bytes": None, "predicted_bytes": None} | more
-    return GroupStepRow(iteration, "g0", tuple(tokens), tuple(tokens.values()), 1000, 2, seconds, **known)  # type: ignore[arg-type]
+def row(iteration: int, tokens: dict[str, int], seconds: float = 1.0, **more: float) -> GroupStep:
+    cells = {"group": "g0", "jobs": list(tokens), "job_tokens": list(tokens.values()), "capacity": 1000}
+    known = {"iteration": iteration, "microbatches": 2, "seconds": seconds, "peak_bytes": None}
+    return group_step(cells | known | more)
 
 
 def sweep_of(count: int, length: int = 20) -> Sweep:

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from plait.core.lifecycle import JobState
+from plait.core.messages import GroupStep
 from plait.core.objectives import Objective
 from plait.tracking.leaderboard import JobRecord
 from plait.tracking.location import Location
 from plait.tracking.results import SearchResult
-from plait.tracking.tables import GroupStepRow
+from plait.tracking.tables import group_step
 from plait_dashboards import curves, packing, parameters, table
 from plait_dashboards.costs import device_seconds, pareto
 from plait_dashboards.figures import all_figures
@@ -125,9 +126,9 @@ def test_lines_differ_by_colour_then_by_dash_and_many_are_faint() -> None:
 # ---- packing and predictions -----------------------------------------------------------------------------
 
 
-def row(iteration: int, **known: float | None) -> GroupStepRow:
-    more = {"seconds": 1.0, "predicted_seconds": None, "peak_bytes": None, "predicted_bytes": None} | known
-    return GroupStepRow(iteration, "g0", ("trial-0000",), (10,), 1000, 2, **more)  # type: ignore[arg-type]
+def row(iteration: int, **known: float | None) -> GroupStep:
+    cells = {"group": "g0", "jobs": ["trial-0000"], "job_tokens": [10], "capacity": 1000, "microbatches": 2}
+    return group_step(cells | {"iteration": iteration, "seconds": 1.0, "peak_bytes": None} | known)
 
 
 def test_a_step_counts_where_it_was_both_predicted_and_measured() -> None:

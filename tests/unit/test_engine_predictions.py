@@ -39,7 +39,7 @@ from plait.engine.steps import DataOrder
 from plait.engine.worker import ActivationShape, HeldPart, WorkerFacts
 from plait.models.slices import vocabulary_slice
 from plait.models.targets import LinearInfo
-from plait.tracking.tables import FIT_COLUMNS, MOST_FITS, fits_table
+from plait.tracking.tables import FIT_COLUMNS, FITS_FILE, MOST_FITS, LineTable
 from plait_kernels.loss import chunk_rows
 
 CAPACITY, WEIGHTS = 64, 50_000
@@ -245,6 +245,10 @@ def test_a_sample_of_iterations_is_observed() -> None:
     assert not sampler.wanted(["a", "b"], [120])
     each = PeakSampler(every=1)
     assert [each.wanted(["a"], [1]) for _ in range(100)] == [False, *[True] * 99]
+
+
+def fits_table(folder: Path) -> LineTable:
+    return LineTable(folder / FITS_FILE, FIT_COLUMNS, MOST_FITS)
 
 
 def test_fits_are_a_table(tmp_path: Path) -> None:

@@ -1,11 +1,13 @@
 """Figures made while a search runs: now and then, once more at its end, and never in its way."""
 
 import threading
+from collections.abc import Callable
 
 import pytest
 
 from plait.core.errors import StorageError
 from plait.core.settings import TrackingSettings
+from plait.tracking import figures as made_now_and_then
 from plait.tracking.figures import Figures, Publish, publishers
 
 SETTINGS = TrackingSettings()
@@ -26,18 +28,27 @@ class Recorded:
             raise self.error
 
 
-def figures(*made: Publish, first_seconds: float = 0.01) -> Figures:
-    return Figures(SETTINGS, "run", "study.db", find=lambda: list(made), first_seconds=first_seconds)
+Make = Callable[..., Figures]
 
 
-def test_figures_are_made_while_the_search_runs() -> None:
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> Make:
+    def make(*made: Publish, first_seconds: float = 0.01) -> Figures:
+        monkeypatch.setattr(made_now_and_then, "publishers", lambda: list(made))
+        monkeypatch.setattr(made_now_and_then, "FIRST_SECONDS", first_seconds)
+        return Figures(SETTINGS, "run", "study.db")
+
+    return make
+
+
+def test_figures_are_made_while_the_search_runs(figures: Make) -> None:
     publisher = Recorded()
     with figures(publisher):
         assert publisher.called.wait(30)
     assert publisher.calls[0] == (SETTINGS, "run", "study.db", False)
 
 
-def test_a_short_search_has_them_at_its_end_only() -> None:
+def test_a_short_search_has_them_at_its_end_only(figures: Make) -> None:
     publisher = Recorded()
     with figures(publisher, first_seconds=3600) as made:
         pass
@@ -52,7 +63,7 @@ def test_a_short_search_has_them_at_its_end_only() -> None:
         (ZeroDivisionError("division by zero"), "ZeroDivisionError: division by zero"),
     ],
 )
-def test_errors_are_reported_and_stop_nothing(error: Exception, said: str) -> None:
+def test_errors_are_reported_and_stop_nothing(figures: Make, error: Exception, said: str) -> None:
     publisher = Recorded(error)
     with figures(publisher) as made:
         assert publisher.called.wait(30)
@@ -63,7 +74,7 @@ def test_errors_are_reported_and_stop_nothing(error: Exception, said: str) -> No
     assert made.trouble == ""
 
 
-def test_a_search_that_fails_is_not_held_up() -> None:
+def test_a_search_that_fails_is_not_held_up(figures: Make) -> None:
     release = threading.Event()
 
     class Slow(Recorded):

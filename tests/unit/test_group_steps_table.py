@@ -12,23 +12,28 @@ import pytest
 from plait.core.messages import GroupStep, ModelFitted
 from plait.tracking import tables
 from plait.tracking.tables import (
+    FIT_COLUMNS,
     FITS_ARTIFACT,
+    FITS_FILE,
     GROUP_STEP_COLUMNS,
     GROUP_STEPS_ARTIFACT,
+    GROUP_STEPS_FILE,
+    MOST_FITS,
     MOST_GROUP_STEPS,
-    GroupStepRow,
     LineTable,
     SearchTables,
-    fits_table,
-    group_step_row,
-    group_steps_table,
+    group_step,
 )
 
 
-def rows_of(table: LineTable) -> list[GroupStepRow]:
+def group_steps_table(folder: Path) -> LineTable:
+    return LineTable(folder / GROUP_STEPS_FILE, GROUP_STEP_COLUMNS, MOST_GROUP_STEPS)
+
+
+def rows_of(table: LineTable) -> list[GroupStep]:
     """The rows that MLflow shows."""
     shown = json.loads(table.artifact())
-    return [group_step_row(dict(zip(shown["columns"], row, strict=True))) for row in shown["data"]]
+    return [group_step(dict(zip(shown["columns"], row, strict=True))) for row in shown["data"]]
 
 
 def step(iteration: int, *, seconds: float = 0.5, predicted: float | None = None) -> GroupStep:
@@ -108,7 +113,7 @@ def test_a_long_table_is_shown_and_begun_without_parsing_all_of_it(
 
 
 def test_a_torn_line_of_a_killed_process_spoils_no_row_of_another(tmp_path: Path) -> None:
-    steps, fits = group_steps_table(tmp_path), fits_table(tmp_path)
+    steps, fits = group_steps_table(tmp_path), LineTable(tmp_path / FITS_FILE, FIT_COLUMNS, MOST_FITS)
     fitted = ModelFitted("seconds", 9, 8, (("token", 0.5),), 0.01, 0.02, None, 0.1)
     for before, (table, key) in itertools.product((0, 1), ((steps, "iteration"), (fits, "target"))):
         with table.path.open("a") as file:

@@ -66,7 +66,7 @@ class Stage:
             file=self.file, force_terminal=terminal, height=height, width=width, color_system=None
         )
         self.board = board
-        self.view = Terminal(board, self.console, clock=self.clock, line_seconds=15.0)
+        self.view = Terminal(board, self.console, clock=self.clock)
 
     def play(self, event: Event) -> None:
         self.board.handle(event)

@@ -17,8 +17,9 @@ from plait.core.errors import StorageError
 from plait.core.jobs import JobSpec
 from plait.core.lifecycle import JobResult, JobState, PauseReason
 from plait.core.messages import JobAdmitted, JobEvaluated, JobPaused, JobProgress
-from plait.core.settings import TrackingSettings
+from plait.core.settings import RunSettings, TrackingSettings
 from plait.tracking.event_log import EventLog, free_logs, logs_folder, open_event_log
+from plait.tracking.facts import SearchFacts
 from plait.tracking.leaderboard import JobRecord, Leaderboard
 from plait.tracking.names import DEVICE_SECONDS, TRAIN_LOSS
 from plait.tracking.records import (
@@ -470,10 +471,10 @@ class Life:
 
 def started(tracker: Tracker, log: EventLog) -> Tracker:
     """The tracker with its search begun, without a store."""
-    run = SearchRun(log, tracker.board, SearchClock(lambda: 0.0), 100)
+    run = search_run(log, tracker.board)
     tables = SearchTables(log.path.parent, run.write_table)
-    spans = SpanLog(log.path.parent, "me")
-    tracker._started = _Started("demo", (), log, Writer(Nowhere().send, log, 3600.0), run, tables, spans)
+    spans, facts = SpanLog(log.path.parent, "me"), SearchFacts("demo", RunSettings())
+    tracker._started = _Started(facts, log, Writer(Nowhere().send, log, 3600.0), run, tables, spans)
     return tracker
 
 
@@ -506,6 +507,7 @@ def test_killed_at_any_moment_every_point_is_written_once(
 def search_run(log: EventLog, board: Leaderboard, points: int = 100) -> SearchRun:
     """The search's run in a process that resumes the search."""
     clock = SearchClock(lambda: 0.0)
+    clock.writes = True
     if log.newest is not None:
         clock.follow(log.newest)
     return SearchRun(log, board, clock, points)

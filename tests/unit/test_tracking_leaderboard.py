@@ -90,7 +90,7 @@ def test_events_tell_the_board_what_a_job_does() -> None:
     board.handle(JobAdmitted(spec, 3, 10, "g0"))
     assert record.loss == 1.5
     assert (record.live, record.step, record.steps, record.loss, record.eval_loss) == (True, 3, 10, 1.5, 1.4)
-    assert (board.tokens, board.device_seconds, board.iterations) == (300, 2.0, 1)
+    assert (board.tokens, board.device_seconds) == (300, 2.0)
     board.handle(JobAdmitted(spec, 2, 10, "g0"))
     assert (record.step, record.loss) == (2, None)  # that of a later step comes again
     board.handle(JobResult("a", JobState.STOPPED, 3, "asked to", None, 320, 2.5, 9.0, None))

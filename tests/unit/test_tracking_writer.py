@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from plait.tracking import writer as writing
 from plait.tracking.event_log import EventLog, open_event_log
 from plait.tracking.records import (
     Head,
@@ -67,10 +68,15 @@ def log(tmp_path: Path) -> Iterator[EventLog]:
     opened.close()
 
 
+@pytest.fixture(autouse=True)
+def _soon_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "FIRST_DELAY", 0.001)
+
+
 @pytest.fixture
 def writer(log: EventLog) -> Callable[..., Writer]:
     def make(sender: Recorder, flush_seconds: float = 60.0) -> Writer:
-        return Writer(sender.send, log, flush_seconds, first_delay=0.001)
+        return Writer(sender.send, log, flush_seconds)
 
     return make
 
@@ -85,7 +91,7 @@ records = st.lists(
         st.builds(
             lambda run, status: SetStatus(run, status, 1), runs, st.sampled_from(["FINISHED", "KILLED"])
         ),
-        st.builds(lambda run: OpenRun(run, 0, "parent", {}, {"t": "opened"}, 1), runs),
+        st.builds(lambda run: OpenRun(run, 0, "parent", {}, {"t": "opened"}, 1, run), runs),
         st.builds(lambda run, digest: UseData(run, "rows", digest, "{}", "{}"), runs, st.sampled_from("de")),
     )
 )
@@ -233,10 +239,13 @@ def test_closing_without_the_store_ends_the_thread_and_keeps_what_waits(writer: 
     assert log.waiting == 1
 
 
-def test_a_store_that_hangs_is_given_up_without_progress(log: EventLog) -> None:
+def test_a_store_that_hangs_is_given_up_without_progress(
+    log: EventLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writing, "STALL_SECONDS", 0.01)
     answer = threading.Event()
     sender = Recorder(lambda _: None if answer.wait(30) else TimeoutError())
-    kept = Writer(sender.send, log, 0.0, stall=0.01)
+    kept = Writer(sender.send, log, 0.0)
     log.append(point("a", 1))
     assert not kept.flush()
     answer.set()
@@ -278,7 +287,7 @@ def test_waiting_records_are_sent_without_a_flush_before_what_runs_in_between(lo
     arrived, rounds = threading.Event(), queue.SimpleQueue[int]()
     log.append(point("a", 1))
     sender = Recorder(lambda request: arrived.set() if request.run == "b" else None)
-    kept = Writer(sender.send, log, 0.01, between=lambda: rounds.put(log.waiting))
+    kept = Writer(sender.send, log, 0.01, lambda: rounds.put(log.waiting))
     assert rounds.get(timeout=30) == 0
     log.append(point("b", 1))
     assert arrived.wait(60)
@@ -290,7 +299,7 @@ def test_nothing_runs_in_between_while_the_store_does_not_answer(log: EventLog) 
     away.set()
     log.append(point("a", 1))
     sender = Recorder(lambda _: ConnectionError() if away.is_set() else None)
-    kept = Writer(sender.send, log, 0.0, between=lambda: rounds.put(log.waiting), first_delay=0.001)
+    kept = Writer(sender.send, log, 0.0, lambda: rounds.put(log.waiting))
     assert not kept.flush()
     assert rounds.empty()
     away.clear()

@@ -90,9 +90,7 @@ def unknown_key(key: str, known: Sequence[str], elsewhere: Sequence[str] = ()) -
     ``elsewhere`` may be meant, too, but are not listed."""
     near = likely(key, [*known, *elsewhere])
     meant = f"Did you mean {' or '.join(near)}? " if near else ""
-    return ConfigError(
-        f"unknown key {key}", "There is no such key.", f"{meant}Available: {choices(list(known))}."
-    )
+    return ConfigError(f"unknown key {key}", "There is no such key.", f"{meant}Available: {choices(known)}.")
 
 
 def likely(key: str, known: Iterable[str], *, cutoff: float = ALIKE) -> list[str]:

@@ -6,6 +6,7 @@ that a caller would expect.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import ClassVar
 
 FULL_ERROR = "HYDRA_FULL_ERROR"  # if this variable is 1, errors show their tracebacks
@@ -92,8 +93,6 @@ class CheckpointError(PlaitError, RuntimeError):
     """A checkpoint is missing, truncated or altered."""
 
 
-def choices(names: object) -> str:
+def choices(names: Iterable[object]) -> str:
     """The allowed names, sorted, for the remedy of a wrong choice."""
-    if not isinstance(names, (list, tuple, set, frozenset, dict)):
-        raise TypeError(f"choices() takes a collection, not {type(names).__name__}")
     return ", ".join(sorted(str(name) for name in names))

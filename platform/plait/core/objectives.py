@@ -85,22 +85,18 @@ class Entry(Protocol):
     @property
     def trial(self) -> int:
         """Its number."""
-        ...
 
     @property
     def state(self) -> JobState:
         """Its state now."""
-        ...
 
     @property
     def feasible(self) -> bool:
         """It breaks no constraint."""
-        ...
 
     @property
     def values(self) -> tuple[float, ...]:
         """The objectives; empty if they were not measured."""
-        ...
 
 
 AnEntry = TypeVar("AnEntry", bound=Entry)

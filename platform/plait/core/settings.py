@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from plait.core.checks import NOT_BLANK, POSITIVE_SHARE, Rule, above, at_least, between, check, each, one_of
 from plait.core.errors import ConfigError
-from plait.core.objectives import Constraint, Objective
+from plait.core.objectives import MAXIMISE, MINIMISE, Constraint, Objective
 from plait.core.plans import ReplicaShape
 from plait.core.space import as_written
 
@@ -25,12 +25,8 @@ QUANTISED = ("int8", "nf4", "fp8")
 AUTO = "auto"
 MOST_THREADS = 1024  # CPU threads: torch crashes at absurd numbers
 USUAL_CAPACITY = 2048  # tokens of a microbatch if nothing has been measured
-GPU_CAPACITIES = (
-    16_384,
-    8192,
-    4096,
-)  # on a GPU: the first that leaves memory for other jobs
-DIRECTIONS = ("minimize", "maximize")
+GPU_CAPACITIES = (16_384, 8192, 4096)  # on a GPU: the first that leaves memory for other jobs
+DIRECTIONS = (MINIMISE, MAXIMISE)
 SHAPE = re.compile(r"(?:([1-9]\d{0,3})x)?([1-9]\d{0,3})")  # of a replica: slices x stages, or stages
 SHAPES = Rule(
     "auto or a list of the stages of each replica, or slices x stages, such as [1,2,2x4]",

@@ -92,7 +92,7 @@ class ReplicaTime:
 
     @property
     def waited_share(self) -> float | None:
-        """Share of the iteration in which it waited."""
+        """Share of the iteration in which it waited; of a stage, its bubble."""
         return _share(self.waited_seconds, self.busy_seconds)
 
     @property

@@ -13,6 +13,10 @@ from plait.utils.spelling import did_you_mean
 
 ROLES = {name: name for name in ("system", "developer", "user", "assistant", "tool")}
 SHAREGPT_ROLES = ROLES | {"human": "user", "gpt": "assistant", "observation": "tool"}
+# How messages are written: the fields of role and text, and what roles mean.
+Wording = tuple[str, str, Mapping[str, str]]
+USUAL: Wording = ("role", "content", ROLES)
+SHAREGPT: Wording = ("from", "value", SHAREGPT_ROLES)
 FORMATS = (
     "{messages}, {conversations}, {prompt, completion}, {instruction, input, output}, {text}, "
     "or fields named by data.prompt_field and data.completion_field"
@@ -135,8 +139,8 @@ def _pair(row: Row, prompt: str, completion: str, separator: str, where: str) ->
     """A prompt and its completion, both text or both messages."""
     if not any(isinstance(row.get(name), list) for name in (prompt, completion)):
         return Pair(_text(row, prompt, where), _text(row, completion, where), separator)
-    head = _messages(row.get(prompt), prompt, "role", "content", ROLES, where)
-    tail = _messages(row.get(completion), completion, "role", "content", ROLES, where)
+    head = _messages(row.get(prompt), prompt, where)
+    tail = _messages(row.get(completion), completion, where)
     return _conversation(row, head + tail, where, prompt=len(head))
 
 
@@ -145,11 +149,11 @@ def _read_prompt_completion(row: Row, where: str) -> Example:
 
 
 def _read_messages(row: Row, where: str) -> Example:
-    return _conversation(row, _messages(row["messages"], "messages", "role", "content", ROLES, where), where)
+    return _conversation(row, _messages(row["messages"], "messages", where), where)
 
 
 def _read_sharegpt(row: Row, where: str) -> Example:
-    read = _messages(row["conversations"], "conversations", "from", "value", SHAREGPT_ROLES, where)
+    read = _messages(row["conversations"], "conversations", where, SHAREGPT)
     if row.get("system"):
         read = ({"role": "system", "content": _text(row, "system", where)}, *read)
     return _conversation(row, read, where)
@@ -190,17 +194,12 @@ def _conversation(
     return Conversation(messages, prompt, tools, _without_nulls(settings))
 
 
-def _messages(
-    value: object, name: str, role_field: str, text_field: str, roles: Mapping[str, str], where: str
-) -> tuple[dict[str, Any], ...]:
-    return tuple(
-        _message(each, role_field, text_field, roles, where) for each in _objects(value, name, where)
-    )
+def _messages(value: object, name: str, where: str, wording: Wording = USUAL) -> tuple[dict[str, Any], ...]:
+    return tuple(_message(each, where, wording) for each in _objects(value, name, where))
 
 
-def _message(
-    given: Row, role_field: str, text_field: str, roles: Mapping[str, str], where: str
-) -> dict[str, Any]:
+def _message(given: Row, where: str, wording: Wording) -> dict[str, Any]:
+    role_field, text_field, roles = wording
     role = _text(given, role_field, where)
     if role not in roles:
         raise DataError(

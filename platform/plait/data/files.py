@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -70,25 +70,16 @@ def open_rows(options: FileOptions) -> Rows:
     """
     named, kind = options.named, options.format
     train = _Origin(options.path, "data.path", options.split, "data.split", kind)
-    separate = None
+    other = None
     if options.validation_path is not None:
         other = _Origin(options.validation_path, "data.validation_path", None, "data.split", kind)
-        separate = Rows(*_open(other, None, named))
     elif options.validation_split is not None:
-        split = options.validation_split
-        other = _Origin(options.path, "data.path", split, "data.validation_split", kind)
-        separate = Rows(*_open(other, None, named))
+        other = replace(train, split=options.validation_split, split_key="data.validation_split")
+    separate = None if other is None else Rows(*_open(other, None, named))
     return Rows(*_open(train, options.size, named), separate)
 
 
-SOURCES.add(
-    "file",
-    Source(
-        FileOptions,
-        open_rows,
-        no_effect=(*PLACES, *GENERATION),
-    ),
-)
+SOURCES.add("file", Source(FileOptions, open_rows, no_effect=(*PLACES, *GENERATION)))
 
 
 def _open(

@@ -21,7 +21,6 @@ WEIGHT, SOURCE = "weight", "source"
 MEANT = {"path": "file", "id": "hub", "task": "reasoning_gym"}
 # Options of the whole mixture; each entry has its own size.
 SHARED = tuple(each.name for each in fields(CommonOptions) if each.name != "size")
-UNUSED = set(GENERATION)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +104,7 @@ def _weight(entry: Mapping[str, Any], number: int) -> float | None:
         return None
     key = f"data.sources[{number}].{WEIGHT}"
     weight: float = convert(float, entry[WEIGHT], key)
-    if not 0 < weight < float("inf"):
+    if weight <= 0:
         raise ConfigError(
             f"{key}={weight}", f"{key} must be above 0.", "Leave the source out if it should not be used."
         )
@@ -126,7 +125,7 @@ def _own_options(
             "For example {path: a.jsonl, weight: 1}.",
         )
     source = SOURCES.get(name)
-    allowed = [each.name for each in fields(source.options) if each.name not in {*SHARED, *UNUSED}]
+    allowed = [each.name for each in fields(source.options) if each.name not in {*SHARED, *GENERATION}]
     for each in given:
         if each in shared:
             raise ConfigError(

@@ -33,6 +33,7 @@ HASH_DEPENDENT = frozenset(
         "word_ladder",
     }
 )
+OF_ROWS = ("task", "size", "seed", "difficulty", "task_options")  # options that change the rows
 OWN_KEYS = Rule("without size and seed: use data.size and data.seed", {"size", "seed"}.isdisjoint)
 
 
@@ -116,21 +117,12 @@ def score(options: TaskOptions, rows: Sequence[int], texts: Sequence[str]) -> tu
     return generate_task(options).score(rows, texts)
 
 
-SOURCES.add(
-    "reasoning_gym",
-    Source(TaskOptions, open_rows, check_task, score, no_effect=GENERATION),
-)
+SOURCES.add("reasoning_gym", Source(TaskOptions, open_rows, check_task, score, no_effect=GENERATION))
 
 
 def _content(options: TaskOptions) -> TaskOptions:
     """The options, with those that do not change the rows set to their defaults."""
-    return TaskOptions(
-        task=options.task,
-        size=options.size,
-        seed=options.seed,
-        difficulty=options.difficulty,
-        task_options=options.task_options,
-    )
+    return TaskOptions(**{name: getattr(options, name) for name in OF_ROWS})
 
 
 @functools.lru_cache(maxsize=16)

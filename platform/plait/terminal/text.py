@@ -12,6 +12,7 @@ from plait.core.lifecycle import JobState, described_state
 from plait.terminal.progress import share_done
 from plait.tracking.leaderboard import JobRecord, Leaderboard
 from plait.tracking.processes import ProcessRow
+from plait.utils.counts import listed
 from plait.utils.durations import duration
 
 PRIORITY = "train.priority"
@@ -181,12 +182,8 @@ def best_line(board: Leaderboard) -> str:
 
 def front_text(front: Sequence[JobRecord]) -> str:
     """Jobs with their objectives, at most ``MOST_ON_FRONT`` of them: ``trial-0003 (0.61, 8)``."""
-    shown = []
-    for job in front[:MOST_ON_FRONT]:
-        values = [value for value in (job.objective, *job.others) if value is not None]
-        shown.append(f"{job.name} ({', '.join(f'{value:.4g}' for value in values)})")
-    more = len(front) - len(shown)
-    return ", ".join(shown) + (f" and {more} more" if more else "")
+    shown = [f"{job.name} ({', '.join(f'{value:.4g}' for value in job.values)})" for job in front]
+    return listed(shown, MOST_ON_FRONT)
 
 
 def shown_first(records: Iterable[JobRecord]) -> list[JobRecord]:

@@ -59,6 +59,7 @@ from plait.utils.durations import duration
 
 REFRESH_SECONDS = 0.25  # least seconds between two drawings of the live view
 SHARE = 0.01  # share of the time that may be spent on drawing, in the training thread
+LINE_SECONDS = 15.0  # between two lines of progress if output is not a terminal
 LINES_AROUND = 6  # lines of the live view around the jobs: heading, status, best and room for the prompt
 EXITING = "Finishing this step{}, then exiting. Ctrl-C again exits at once."  # fits 80 columns
 CLOSING = "Writing the last records to MLflow."
@@ -99,14 +100,12 @@ class Terminal:
         *,
         processes: Callable[[], Sequence[ProcessRow]] = tuple,
         clock: Callable[[], float] = time.monotonic,
-        line_seconds: float = 15.0,
     ) -> None:
         self._processes = processes
         self._silent: set[int] = set()  # processes of which that was said
         self._board = board
         self._console = console
         self._clock = clock
-        self._line_seconds = line_seconds
         self._shown = clock()
         self._cost = 0.0  # seconds of the last drawing
         self._pace = Pace(board, clock)
@@ -244,7 +243,7 @@ class Terminal:
                 self._print(f"{event.job} step {event.step}: accuracy {event.accuracy:.1%}")
             case JobResult():
                 self._print(_ended_line(event, self._board.jobs.get(event.job)))
-            case GroupStep() if self._clock() - self._shown >= self._line_seconds or self._was_last(event):
+            case GroupStep() if self._clock() - self._shown >= LINE_SECONDS or self._was_last(event):
                 self._shown = self._clock()
                 self._print(progress_line(self._board, self.seconds_left, self._pace.share_done))
                 if line := processes_line(self._processes()):
@@ -259,7 +258,7 @@ class Terminal:
         return self._trained and not before
 
     def _print(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        _print(self._console, text)
 
 
 class Screen:
@@ -271,7 +270,7 @@ class Screen:
 
     def say(self, text: str) -> None:
         """One line; above the live view while there is one."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        _print(self._console, text)
 
     def watch(self, board: Leaderboard, processes: Callable[[], Sequence[ProcessRow]] = tuple) -> Terminal:
         """The view of a search that trains from now on."""
@@ -334,7 +333,12 @@ def print_summary(console: Console, board: Leaderboard, facts: Mapping[str, Any]
     lines += [(label, str(value)) for label, value in facts.items()]
     width = max(len(label) for label, _ in lines)
     for label, value in lines:
-        console.print(f"{label:<{width}}  {value}", markup=False, highlight=False, soft_wrap=True)
+        _print(console, f"{label:<{width}}  {value}")
+
+
+def _print(console: Console, text: str) -> None:
+    """Print a text literally, whatever it holds; the terminal wraps it."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True, slots=True)

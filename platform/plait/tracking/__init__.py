@@ -1,14 +1,5 @@
-"""Everything Plait keeps in MLflow: losses, throughput, adapters, leaderboard.
-
-A loss goes from the worker to MLflow through these modules:
-
-    engine/coordinator.py     puts it into a JobProgress when the job's step is complete
-    search/run.py             takes the engine's events in order
-    tracking/tracker.py       decides which run it belongs to, and whether this step is written
-    tracking/event_log.py     keeps it on disk until the store has it
-    tracking/writer.py        sends many records together, in the background
-    tracking/mlflow_store.py  writes it to the store
-"""
+"""Everything Plait keeps in MLflow: losses, throughput, adapters, leaderboard. ARCHITECTURE.md has the path
+of a loss through these modules."""
 
 import os
 

@@ -61,6 +61,7 @@ class EventLog:
         now: milliseconds since 1970; stamps what is appended.
         shared: whether other processes of this host also worked on the search.
         newest: the last point of the search's own run that is known.
+        waiting: number of records that the store does not have yet.
 
     Raises:
         StorageError: from every method that writes, if the disk is full or fails; earlier records are kept.
@@ -78,7 +79,7 @@ class EventLog:
         self._device_seconds: dict[str, float] = {}  # the most that is recorded, by run
         self._committing = threading.Lock()  # held during a commit: when it is free, all is on the disk
         self._texts: set[Path] = set()  # files of texts that are not on the disk yet; below the first lock
-        self._waiting = 0  # records
+        self.waiting = 0
         self._peeked = (0, 0)  # the end of what was read last, and its number of records
         self._sent_file = os.open(log.path.with_suffix(".sent"), os.O_RDWR | os.O_CREAT, 0o644)
         self._sent = self._noted_sent()
@@ -124,7 +125,7 @@ class EventLog:
                 continue
             self._learn(line)
             if at >= self._sent and isinstance(line, Record):
-                self._waiting += 1
+                self.waiting += 1
         self._sent = min(self._sent, self._log.end)
 
     # ---- writing ---------------------------------------------------------------------------------------
@@ -173,7 +174,7 @@ class EventLog:
                 self._log.append(text)
             self._learn(line)
             if isinstance(line, Record):
-                self._waiting += 1
+                self.waiting += 1
 
     def commit(self) -> None:
         """Wait until everything appended is on the disk. Any thread may call this."""
@@ -242,11 +243,6 @@ class EventLog:
 
     # ---- sending ---------------------------------------------------------------------------------------
 
-    @property
-    def waiting(self) -> int:
-        """Records that the store does not have yet."""
-        return self._waiting
-
     def peek(self, count: int) -> list[Record]:
         """The oldest records that the store does not have, after syncing them, so that even after a power
         failure the log has everything that the store has."""
@@ -272,7 +268,7 @@ class EventLog:
         at, records = self._peeked
         with self._lock:
             self._sent = at
-            self._waiting -= records
+            self.waiting -= records
             self._peeked = at, 0
         with suppress(OSError):  # otherwise it is sent again, which changes nothing
             self._note_sent()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Protocol, Self
 
@@ -39,20 +38,10 @@ class Figures:
 
     Errors in making them are kept in ``trouble`` and stop nothing."""
 
-    def __init__(
-        self,
-        settings: TrackingSettings,
-        run_id: str,
-        storage: str | None,
-        *,
-        find: Callable[[], list[Publish]] = publishers,
-        first_seconds: float = FIRST_SECONDS,
-    ) -> None:
+    def __init__(self, settings: TrackingSettings, run_id: str, storage: str | None) -> None:
         self._settings = settings
         self._run_id = run_id
         self._storage = storage
-        self._find = find
-        self._first_seconds = first_seconds
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._now_and_then, name="plait-figures", daemon=True)
         self.trouble = ""
@@ -70,7 +59,7 @@ class Figures:
         """Make the figures now; ``final`` once the store has the whole search."""
         self.trouble = ""
         try:
-            for made in self._find():
+            for made in publishers():
                 made(self._settings, self._run_id, self._storage, final)
         except PlaitError as error:
             self.trouble = error.value
@@ -78,8 +67,8 @@ class Figures:
             self.trouble = f"{type(error).__name__}: {error}"
 
     def _now_and_then(self) -> None:
-        pause = self._first_seconds
+        pause = FIRST_SECONDS
         while not self._over.wait(pause):
             begun = time.monotonic()
             self.publish(final=False)
-            pause = max(self._first_seconds, (time.monotonic() - begun) / SHARE)
+            pause = max(FIRST_SECONDS, (time.monotonic() - begun) / SHARE)

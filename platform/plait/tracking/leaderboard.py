@@ -149,7 +149,6 @@ class Leaderboard:
     trials: int
     jobs: dict[str, JobRecord] = field(default_factory=dict)
     group: GroupStep | None = None
-    iterations: int = 0
     others: tuple[Objective, ...] = ()
     replicas: dict[int, ReplicaTotals] = field(default_factory=dict)
     searched: Collection[str] = ()
@@ -165,7 +164,6 @@ class Leaderboard:
         """Learn from an event. Jobs that were not announced get the trial number -1."""
         if isinstance(event, GroupStep):
             self.group = event
-            self.iterations += 1
             return
         if isinstance(event, JobAdmitted):
             record = self._record(event.job.name)

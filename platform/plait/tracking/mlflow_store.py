@@ -26,14 +26,7 @@ from plait.tracking import names
 from plait.tracking.leaderboard import JobRecord, Leaderboard
 from plait.tracking.location import Location
 from plait.tracking.names import TAG_JOB, TAG_PARENT, TAG_SEARCH, TAG_STUDY, TAG_TRIAL
-from plait.tracking.records import (
-    LogFolder,
-    LogPoints,
-    LogText,
-    OpenRun,
-    SetStatus,
-    UseData,
-)
+from plait.tracking.records import LogFolder, LogPoints, LogText, OpenRun, SetStatus, UseData
 from plait.tracking.values import parameter_value
 from plait.tracking.writer import RefusedError, Request, UpdateRun
 
@@ -259,7 +252,7 @@ class StoreSender:
         whose answer was lost."""
         run = store.child(request.parent_id, trial=request.trial)
         if run is None:
-            run_id = store.create_run(request.name or request.run, request.tags, request.time_ms)
+            run_id = store.create_run(request.name, request.tags, request.time_ms)
             parameters = request.parameters
         else:
             run_id = run.info.run_id
@@ -324,6 +317,7 @@ def job_record(run: Run) -> JobRecord:
     tags, metrics = run.data.tags, run.data.metrics
     step = _step(run)
     state = JobState(tags[names.TAG_STATE])
+    best_step = metrics.get(names.EVAL_BEST_STEP)
     best = state == JobState.FINISHED and run.data.params.get("train.keep") == "best"
     last = metrics.get(names.EVAL_BEST_LOSS if best else names.EVAL_LOSS)
     return JobRecord(
@@ -337,7 +331,7 @@ def job_record(run: Run) -> JobRecord:
         loss=metrics.get(names.TRAIN_LOSS),
         eval_loss=metrics.get(names.EVAL_KEPT_LOSS, last),
         best_eval_loss=metrics.get(names.EVAL_BEST_LOSS),
-        best_eval_step=_whole(metrics.get(names.EVAL_BEST_STEP)),
+        best_eval_step=None if best_step is None else int(best_step),
         accuracy=metrics.get(names.EVAL_ACCURACY),
         objective=metrics.get(names.OBJECTIVE),
         tokens=int(metrics.get(names.TRAIN_TOKENS, 0.0)),
@@ -358,7 +352,7 @@ def stored_leaderboard(run: Run, children: Mapping[int, Run]) -> Leaderboard:
     tags = run.data.tags
     _, *others = json.loads(tags.get(names.TAG_OBJECTIVES, "[null]"))
     further = tuple(Objective(metric, direction) for metric, direction in others)
-    board = Leaderboard(tags.get(names.TAG_DIRECTION, "minimize"), len(children), others=further)
+    board = Leaderboard(tags[names.TAG_DIRECTION], len(children), others=further)
     for child in children.values():
         board.add(job_record(child))
     return board
@@ -370,10 +364,6 @@ def _step(run: Run) -> int:
     if JobState(tags[names.TAG_STATE]).ended:
         return ended
     return max(last_steps(run).values(), default=ended)
-
-
-def _whole(value: float | None) -> int | None:
-    return None if value is None else int(value)
 
 
 def _others(metrics: Mapping[str, float]) -> tuple[float, ...]:

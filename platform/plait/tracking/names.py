@@ -33,17 +33,19 @@ GROUP_JOBS: Final = "group/jobs"
 GROUP_MICROBATCHES: Final = "group/microbatches"
 GROUP_FILL: Final = "group/fill"
 PEAK_BYTES: Final = "memory/peak_bytes"
-# Of each replica where there are several, in one iteration (see replica_name).
-BUSY_SECONDS: Final = "busy_seconds"
-WAITED_SECONDS: Final = "waited_seconds"
-REPLICA_TOKENS: Final = "tokens"
-RECEIVED_BYTES: Final = "received_bytes"  # of gradients, from the other replicas' processes
-PREDICTED_BUSY_SECONDS: Final = "predicted_busy_seconds"
-PREDICTED_WAITED_SECONDS: Final = "predicted_waited_seconds"
-WAITED_SHARE: Final = "waited_share"  # of an iteration; of a stage, its bubble
-PREDICTED_WAITED_SHARE: Final = "predicted_waited_share"
-REPLICA_PEAK_BYTES: Final = "peak_bytes"
-PREDICTED_BYTES: Final = "predicted_bytes"
+# Of each replica where there are several, in one iteration, as ``replica/0/busy_seconds``: its ReplicaTime's.
+OF_REPLICA: Final = (
+    "busy_seconds",
+    "waited_seconds",
+    "tokens",
+    "received_bytes",
+    "predicted_busy_seconds",
+    "predicted_waited_seconds",
+    "waited_share",
+    "predicted_waited_share",
+    "peak_bytes",
+    "predicted_bytes",
+)
 
 # ---- tags ---------------------------------------------------------------------------------------------
 TAG_STUDY: Final = "plait.study"  # of a search: distinguishes it from an earlier one of its name
@@ -73,11 +75,6 @@ CONFIG_FILE: Final = "config.yaml"
 LEADERBOARD_FILE: Final = "leaderboard.json"
 TEXTS_FILE: Final = "generated.json"  # of `plait generate --table`
 PARETO_FILE: Final = "pareto.json"
-
-
-def replica_name(replica: int, what: str) -> str:
-    """The metric of the search's run that says something of one replica: ``replica/0/busy_seconds``."""
-    return f"replica/{replica}/{what}"
 
 
 def objective_name(at: int) -> str:

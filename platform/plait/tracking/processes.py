@@ -138,14 +138,10 @@ def read_processes(folder: Path, living: Iterable[str]) -> list[ProcessRow]:
     rows: list[ProcessRow] = []
     for pid in sorted(living):
         with suppress(OSError, ValueError, KeyError, TypeError):
-            kept = _kept(folder, pid)
+            kept = json.loads((folder / FOLDER / f"{pid}{SUFFIX}").read_text(encoding="utf-8"))
             age = max(0.0, time.time() - kept["at"])
             rows += [_row(each, age) for each in kept["processes"]]
     return rows
-
-
-def _kept(folder: Path, pid: str) -> Any:
-    return json.loads((folder / FOLDER / f"{pid}{SUFFIX}").read_text(encoding="utf-8"))
 
 
 def _row(facts: Mapping[str, Any], age: float) -> ProcessRow:

@@ -16,10 +16,7 @@ VERSION = 5  # of the lines
 
 @dataclass(frozen=True, slots=True)
 class OpenRun:
-    """Make a job's run, or resume the one that its search and trial already have.
-
-    ``name`` is what MLflow shows; the run's key if it is "".
-    """
+    """Make a job's run, or resume the one that its search and trial already have; MLflow shows ``name``."""
 
     run: str
     trial: int
@@ -27,7 +24,7 @@ class OpenRun:
     parameters: Mapping[str, str]
     tags: Mapping[str, str]
     time_ms: int
-    name: str = ""
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +111,7 @@ class Written:
 
     run: str
     steps: Mapping[str, int]
-    device_seconds: float = 0.0
+    device_seconds: float
 
 
 Record = OpenRun | UseData | LogPoints | SetTags | LogText | LogFolder | SetStatus

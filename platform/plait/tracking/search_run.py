@@ -23,13 +23,7 @@ from plait.tracking.event_log import EventLog, free_logs, logs_folder, time_ms
 from plait.tracking.facts import SearchFacts, run_parameters
 from plait.tracking.leaderboard import JobRecord, Leaderboard, to_split_json, varying
 from plait.tracking.location import locate
-from plait.tracking.mlflow_store import (
-    NO_POINT,
-    Store,
-    StoreSender,
-    newest_point,
-    stored_leaderboard,
-)
+from plait.tracking.mlflow_store import NO_POINT, Store, StoreSender, newest_point, stored_leaderboard
 from plait.tracking.records import LogPoints
 from plait.tracking.ui import page_settings
 from plait.tracking.values import finite, grown_stride, is_kept
@@ -195,8 +189,8 @@ class SearchClock:
         writes: whether this process writes them.
     """
 
-    def __init__(self, rising: Callable[[], float], *, writes: bool = True) -> None:
-        self.writes = writes
+    def __init__(self, rising: Callable[[], float]) -> None:
+        self.writes = False
         self._rising, self._started = rising, rising()
         self._step, self._before = 0, 0.0
         self._sums = dict.fromkeys(RISING, 0.0)
@@ -395,10 +389,7 @@ def write_final(store: Store, run_id: str, results: Sequence[JobResult]) -> Lead
             store.update(row.run_id, (), {names.TAG_PARETO: str(row.on_front).lower()})
     newest = newest_point(run)
     values = finite(search_values(board, newest.values.get(names.SEARCH_SECONDS, 0.0)))
-    last = (
-        []
-        if values.items() <= run.data.metrics.items()
-        else [LogPoints(run_id, newest.step + 1, time_ms(), values)]
-    )
+    known = values.items() <= run.data.metrics.items()
+    last = [] if known else [LogPoints(run_id, newest.step + 1, time_ms(), values)]
     store.update(run_id, last, note(board))
     return board

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -30,33 +30,20 @@ GROWTH = 1.25  # the artifact is rewritten when the table has grown by this fact
 BLOCK = 2**20  # bytes that are looked at together
 
 
-@dataclass(frozen=True, slots=True)
-class GroupStepRow:
-    """One iteration of a group.
-
-    Attributes:
-        iteration: number in the search, from 1, over all processes and restarts.
-        job_tokens: real tokens by job, in the order of ``jobs``.
-        seconds: from the first microbatch to the last job's optimiser step.
-        predicted_seconds, predicted_bytes: predictions made before it ran; None if there were none.
-        peak_bytes: peak bytes; None if the device cannot tell.
-        bytes_by_rule: whether ``predicted_bytes`` is an upper bound, made before anything was observed.
-    """
-
-    iteration: int
-    group: str
-    jobs: tuple[str, ...]
-    job_tokens: tuple[int, ...]
-    capacity: int
-    microbatches: int
-    seconds: float
-    predicted_seconds: float | None
-    peak_bytes: int | None
-    predicted_bytes: int | None
-    bytes_by_rule: bool = False
-
-
-GROUP_STEP_COLUMNS = tuple(field.name for field in fields(GroupStepRow))
+# The iteration is counted in the whole search here, over all processes and restarts.
+GROUP_STEP_COLUMNS = (
+    "iteration",
+    "group",
+    "jobs",
+    "job_tokens",
+    "capacity",
+    "microbatches",
+    "seconds",
+    "predicted_seconds",
+    "peak_bytes",
+    "predicted_bytes",
+    "bytes_by_rule",
+)
 FIT_COLUMNS = tuple(field.name for field in fields(ModelFitted))
 
 
@@ -116,21 +103,12 @@ class LineTable:
         return [number if first == "iteration" else row[first], *(row[name] for name in others)]
 
 
-def group_steps_table(folder: Path) -> LineTable:
-    """The group steps of the search in ``folder``."""
-    return LineTable(folder / GROUP_STEPS_FILE, GROUP_STEP_COLUMNS, MOST_GROUP_STEPS)
-
-
-def fits_table(folder: Path) -> LineTable:
-    """The fits of the time and memory models of the search in ``folder``, with their errors."""
-    return LineTable(folder / FITS_FILE, FIT_COLUMNS, MOST_FITS)
-
-
 class SearchTables:
     """Both tables of the search in ``folder``; ``show`` writes one to the search's run, by its path there."""
 
     def __init__(self, folder: Path, show: Callable[[str, str], None]) -> None:
-        self._steps, self._fits = group_steps_table(folder), fits_table(folder)
+        self._steps = LineTable(folder / GROUP_STEPS_FILE, GROUP_STEP_COLUMNS, MOST_GROUP_STEPS)
+        self._fits = LineTable(folder / FITS_FILE, FIT_COLUMNS, MOST_FITS)
         self._paths = {GROUP_STEPS_ARTIFACT: self._steps, FITS_ARTIFACT: self._fits}
         self._show = show
 
@@ -148,9 +126,10 @@ class SearchTables:
                 self._show(path, table.artifact())
 
 
-def group_step_row(cells: Mapping[str, Any]) -> GroupStepRow:
-    """A row from its cells by column, which have lists for tuples."""
-    return GroupStepRow(**{**cells, "jobs": tuple(cells["jobs"]), "job_tokens": tuple(cells["job_tokens"])})
+def group_step(cells: Mapping[str, Any]) -> GroupStep:
+    """A row as the event that it was, from its cells by column, which have lists for tuples."""
+    tokens = tuple(cells["job_tokens"])
+    return GroupStep(**{**cells, "jobs": tuple(cells["jobs"]), "job_tokens": tokens, "tokens": sum(tokens)})
 
 
 def _count_lines(path: Path) -> int:

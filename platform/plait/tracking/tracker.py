@@ -60,8 +60,7 @@ READ_SHARE = 0.005  # share of the time that may be spent on them
 class _Started:
     """The state of a tracker between the start and the end of a search."""
 
-    search: str
-    searched: Sequence[str]
+    search: SearchFacts
     log: EventLog
     writer: Writer
     run: SearchRun
@@ -186,18 +185,18 @@ class Tracker:
         head = Head(found.run_id, f"search {search.name}", str(self.location))
         self._ids[head.parent] = self._connection.run_id = found.run_id
         log = open_event_log(folder, head, self._now)
-        clock = SearchClock(self._rising, writes=False)
+        clock = SearchClock(self._rising)
         for point in (found.newest, log.newest):
             if point is not None:
                 clock.follow(point)
         run = SearchRun(log, self.board, clock, self._settings.points)
         sender = StoreSender(self._connection.store, found.run_id, self._ids)
-        writer = Writer(sender.send, log, self._settings.flush_seconds, between=self._between)
+        writer = Writer(sender.send, log, self._settings.flush_seconds, self._between)
         if found.away is not None:
             self.away, writer.away = found.away, found.away.value
         tables = SearchTables(folder.parent, run.write_table)
         spans = SpanLog(folder.parent, f"{socket.gethostname()} {os.getpid()} {self._now()}")
-        self._started = _Started(search.name, search.searched, log, writer, run, tables, spans)
+        self._started = _Started(search, log, writer, run, tables, spans)
         with suppress(Exception):  # study and store may be unavailable just now: they are asked again
             self._settle_curves(self._started)
         return log, run
@@ -216,10 +215,7 @@ class Tracker:
         return "" if self._started is None else self._started.writer.away
 
     def record(self, path: str, content: str | Mapping[str, Any]) -> None:
-        """Store a fact with the search's run as an artifact: text unchanged, a mapping as JSON.
-
-        Used for the plan ("plan.json"), the lengths ("lengths.json") and the data digests ("data.json").
-        """
+        """Store a fact with the search's run as an artifact: text unchanged, a mapping as JSON."""
         text = content if isinstance(content, str) else json.dumps(content, indent=2, default=str)
         self._log.text(self._log.head.parent, path, redact(text))
 
@@ -323,10 +319,10 @@ class Tracker:
         record.parameters, record.outside, record.searched_only = shown, outside, False
         self.board.add(record)
         self._own.add(job.name)
-        log = self._log
+        log, search = self._log, self._running.search
         log.adopt_ended()
         tags = {
-            names.TAG_SEARCH: self._running.search,
+            names.TAG_SEARCH: search.name,
             names.TAG_TRIAL: str(record.trial),
             names.TAG_JOB: record.name,
             names.TAG_STATE: record.state,
@@ -334,7 +330,7 @@ class Tracker:
             "mlflow.user": facts.user(),
         } | ({names.TAG_OUTSIDE: outside} if outside else {})
         texts = {key: parameter_text(value) for key, value in shown.items()}
-        name = run_name(self._running.search, record.trial, shown, self._running.searched)
+        name = run_name(search.name, record.trial, shown, search.searched)
         log.append(OpenRun(job.name, record.trial, log.head.parent_id, texts, tags, self._now(), name))
         if (used := self._data.get(job.data)) is not None:
             self._note_data(job.name, used)
@@ -424,9 +420,8 @@ class Tracker:
             log.points(job, result.step, {names.COMPLETION_SECONDS: result.completion_seconds})
             after = {names.TRAIN_TOKENS: float(result.tokens)} if 0 != tokens != result.tokens else {}
             log.points(job, result.step, after, late=True)
-            last = max(
-                result.step, log.last_step(job, names.DEVICE_SECONDS) or 0
-            )  # later, if a kill took it back
+            # A step after the last, if a kill took it back.
+            last = max(result.step, log.last_step(job, names.DEVICE_SECONDS) or 0)
             log.points(job, last, {names.DEVICE_SECONDS: result.device_seconds}, late=True)
         if result.adapter is not None:
             if record.keeps_most_accurate and result.eval_loss is not None:

@@ -59,21 +59,9 @@ def group_values(event: GroupStep) -> dict[str, float]:
 
 
 def _replica_values(time: ReplicaTime) -> dict[str, float]:
-    """Metrics of one replica in an iteration."""
-    said: dict[str, float | None] = {
-        names.BUSY_SECONDS: time.busy_seconds,
-        names.WAITED_SECONDS: time.waited_seconds,
-        names.REPLICA_TOKENS: time.tokens,
-        names.RECEIVED_BYTES: time.received_bytes,
-        names.PREDICTED_BUSY_SECONDS: time.predicted_busy_seconds,
-        names.PREDICTED_WAITED_SECONDS: time.predicted_waited_seconds,
-        names.WAITED_SHARE: time.waited_share,
-        names.PREDICTED_WAITED_SHARE: time.predicted_waited_share,
-        names.REPLICA_PEAK_BYTES: time.peak_bytes,
-        names.PREDICTED_BYTES: time.predicted_bytes,
-    }
-    known = {what: value for what, value in said.items() if value is not None}
-    return {names.replica_name(time.replica, what): value for what, value in known.items()}
+    """Metrics of one replica in an iteration, as far as they are known."""
+    said = {f"replica/{time.replica}/{what}": getattr(time, what) for what in names.OF_REPLICA}
+    return {name: value for name, value in said.items() if value is not None}
 
 
 def finite(values: Mapping[str, float]) -> dict[str, float]:

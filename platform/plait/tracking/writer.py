@@ -56,8 +56,6 @@ class Writer:
         flush_seconds: time that a record waits, so that several are sent together; longer if sending would
             take more than a small share of the time.
         between: called in the thread after each round of sending; its errors are ignored.
-        first_delay: seconds before a request is tried a second time.
-        stall: seconds without any progress after which flush() gives up.
 
     Attributes:
         away: why the store counts as unavailable, from the failed attempts; empty if it answers.
@@ -70,17 +68,12 @@ class Writer:
         send: Callable[[Request], None],
         log: EventLog,
         flush_seconds: float,
-        *,
         between: Callable[[], None] = lambda: None,
-        first_delay: float = FIRST_DELAY,
-        stall: float = STALL_SECONDS,
     ) -> None:
         self._send = send
         self._log = log
         self._flush_seconds = flush_seconds
         self._between = between
-        self._first_delay = first_delay
-        self._stall = stall
         self._condition = threading.Condition()
         self._requests: deque[Request] = deque()  # of the current batch, not yet accepted by the store
         self._in_hand = False
@@ -110,7 +103,7 @@ class Writer:
             self._condition.notify_all()
             try:
                 while self._log.waiting and self._failures < ATTEMPTS:
-                    limit = self._progress + self._stall
+                    limit = self._progress + STALL_SECONDS
                     limit = limit if until is None else min(limit, until)
                     if (left := limit - time.monotonic()) <= 0:
                         break
@@ -184,7 +177,7 @@ class Writer:
     def _pause(self) -> float:
         if not self._failures:
             return max(self._flush_seconds, min(self._round_seconds / SHARE, LONGEST_PAUSE))
-        return min(self._first_delay * 2.0 ** (self._failures - 1), LONGEST_DELAY)
+        return min(FIRST_DELAY * 2.0 ** (self._failures - 1), LONGEST_DELAY)
 
     def _send_batch(self) -> bool:
         """Send the current requests until one fails; drop the batch when all have succeeded."""

@@ -35,6 +35,9 @@ class LineLog:
         begins: the bytes with which every line of this kind of log begins.
         make: whether to make the file if it is missing.
 
+    Attributes:
+        end: the offset at which the next line begins; known while the lock is held.
+
     Raises:
         OSError: from every method, if the disk is full or fails. Earlier lines are kept.
     """
@@ -43,7 +46,7 @@ class LineLog:
         self.path = path
         self._begins = begins
         self._file = os.open(path, os.O_RDWR | os.O_APPEND | (os.O_CREAT if make else 0), 0o666)
-        self._end = 0
+        self.end = 0
         self._durable = 0
         self._new = False
 
@@ -68,16 +71,11 @@ class LineLog:
         status = os.fstat(self._file)
         if status.st_nlink == 0:
             return False
-        self._end = self._end_of_lines(status.st_size)
-        if self._end < status.st_size:
-            os.ftruncate(self._file, self._end)
-        self._new = self._end == 0
+        self.end = self._end_of_lines(status.st_size)
+        if self.end < status.st_size:
+            os.ftruncate(self._file, self.end)
+        self._new = self.end == 0
         return True
-
-    @property
-    def end(self) -> int:
-        """The offset at which the next line begins; known while the lock is held."""
-        return self._end
 
     def append(self, lines: bytes) -> None:
         """Add whole lines, all or none."""
@@ -85,13 +83,13 @@ class LineLog:
             if os.write(self._file, lines) < len(lines):  # a full disk takes only part of it
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except BaseException:
-            os.ftruncate(self._file, self._end)
+            os.ftruncate(self._file, self.end)
             raise
-        self._end += len(lines)
+        self.end += len(lines)
 
     def commit(self) -> None:
         """Wait until everything appended so far is on the disk."""
-        end = self._end
+        end = self.end
         if end <= self._durable:
             return
         os.fsync(self._file)
@@ -103,7 +101,7 @@ class LineLog:
     def cut(self, end: int) -> None:
         """Drop all lines from the offset ``end`` on."""
         os.ftruncate(self._file, end)
-        self._end = end
+        self.end = end
 
     def lines(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, bytes]]:
         """The complete lines between two offsets, each with its offset; up to the end by default."""
