@@ -289,7 +289,7 @@ def test_a_folder_that_was_moved_is_refused_until_its_old_place_leads_to_it(
     assert not old.exists()
     check_tracking(replace(moved, experiment="other"))
     shutil.copytree(new, old)
-    refuse(moved, f"Use tracking.root={old}")
+    refuse(moved, f"moved or copied from {old}")
     shutil.rmtree(old)
     old.symlink_to(new)
     check_tracking(moved)

@@ -1,5 +1,6 @@
 """A finished search has its figures in MLflow, and `plait report` makes a page of it."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -38,11 +39,12 @@ def test_the_report_of_a_real_search(
 
 
 def test_the_page_of_a_search_stays_in_the_current_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the search is called."""
     folder = tmp_path / "a" / "b"
-    folder.mkdir(parents=True)
+    (folder / "plait-runs").mkdir(parents=True)
+    shutil.copy(empty_store, folder / "plait-runs")
     monkeypatch.chdir(folder)
     settings = TrackingSettings()
     with Tracker(settings) as tracker:

@@ -89,12 +89,12 @@ def check_place(store: Store) -> None:
     if not usual or artifacts.resolve() == root / ARTIFACTS:
         return
     old = artifacts.parent
-    back = f"Move it back, or make a link: {shlex.join(('ln', '-s', str(root), str(old)))}"
+    link = shlex.join(("ln", "-s", str(root), str(old)))
     raise StorageError(
         f"tracking.root={root} was moved or copied from {old}",
         "MLflow's database in it names that folder for artifacts: adapters are written and looked for there.",
-        f"{f'Use tracking.root={old}' if old.exists() else back}, or begin another experiment with "
-        "tracking.experiment=NAME.",
+        f"If that folder is still there, use it. If not, move this one back, or make a link: {link}. "
+        "Or begin another experiment: tracking.experiment=NAME.",
     )
 
 
