@@ -33,7 +33,7 @@ GROUP_JOBS: Final = "group/jobs"
 GROUP_MICROBATCHES: Final = "group/microbatches"
 GROUP_FILL: Final = "group/fill"
 PEAK_BYTES: Final = "memory/peak_bytes"
-# Of each replica where there are several, in one iteration, as ``replica/0/busy_seconds``: its ReplicaTime's.
+# Of each of several replicas in one iteration (``replica/0/busy_seconds``): attributes of its ReplicaTime.
 OF_REPLICA: Final = (
     "busy_seconds",
     "waited_seconds",
