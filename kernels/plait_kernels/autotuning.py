@@ -300,9 +300,4 @@ def refused(error: RuntimeError) -> bool:
     """Whether the driver or the compiler refuses a launch. A kernel that read or wrote where it must not is a
     fault, after which the device cannot be used."""
     text = str(error).lower()
-    return not isinstance(error, _accelerator_error()) and not any(word in text for word in _BROKEN)
-
-
-def _accelerator_error() -> type[RuntimeError]:
-    found: type[RuntimeError] = torch.AcceleratorError
-    return found
+    return not isinstance(error, torch.AcceleratorError) and not any(word in text for word in _BROKEN)

@@ -5,8 +5,8 @@ all subjects take turns: the frozen layer alone (the limit), torch LoRA (autogra
 other), and each backend; forward, backward and both. On a CPU it runs small shapes.
 
 The usual shapes come first, and the file is written after each. `--seconds` limits the time of a run, and the
-same command resumes from its file if device, versions and commit are the same. A shape that fails, or does
-not fit into memory, is reported, and the others still run.
+same command resumes from its file if device, versions, commit and backends are the same. A shape that fails,
+or does not fit into memory, is reported, and the others still run.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ MODELS = {
 SMALL = {"smollm2-135m qkv": (576, (576, 192, 192)), "smollm2-135m o": (576, (576,))}
 MIXED = (4, 8, 16, 32, 64, 128)
 PHASES = ("forward", "backward", "both")
+KEY = ("layer", "tokens", "adapters", "ranks", "dropout")  # what identifies a row of the file
 Medians = dict[str, dict[str, float]]  # seconds by subject and phase
 
 
@@ -90,7 +91,7 @@ class Case:
 
     @property
     def key(self) -> list[object]:
-        """What identifies its row in the file."""
+        """Its values of `KEY`."""
         return [self.layer, self.shape.tokens, len(self.shape.ranks), self.ranks, self.shape.dropout]
 
     @property
@@ -122,11 +123,8 @@ def grid(
 
 
 def _ranks(number: int, label: str) -> tuple[int, ...]:
-    return _mixed(number) if label == "mixed" else (int(label),) * number
-
-
-def _mixed(number: int) -> tuple[int, ...]:
-    return tuple(MIXED[index % len(MIXED)] for index in range(number))
+    each = MIXED if label == "mixed" else (int(label),)
+    return tuple(each[index % len(each)] for index in range(number))
 
 
 def subjects(made: Problem, backends: Sequence[str]) -> dict[str, Callable[[Tensor], Tensor]]:
@@ -135,11 +133,7 @@ def subjects(made: Problem, backends: Sequence[str]) -> dict[str, Callable[[Tens
         "frozen": lambda x: linear(x, made.weight),
         "torch-lora": torch_lora(made),
     }
-    return found | {backend: partial(_by_backend, made, backend) for backend in backends}
-
-
-def _by_backend(made: Problem, backend: str, x: Tensor) -> Tensor:
-    return made.run(backend, x)
+    return found | {backend: partial(made.run, backend) for backend in backends}
 
 
 def _phase(run: Callable[[Tensor], Tensor], made: Problem, phase: str) -> Callable[[], object]:
@@ -220,6 +214,11 @@ def measure_peak(device: torch.device, dtype: torch.dtype) -> Peak:
     return Peak(2 * size**3 / product, 2 * block.numel() / copy)
 
 
+def frozen_operations(shape: Shape) -> int:
+    """Operations of both passes over the frozen layer."""
+    return 4 * shape.tokens * shape.in_features * sum(shape.out_features)
+
+
 def extra_work(shape: Shape, element: int) -> tuple[int, int]:
     """Least (bytes, operations) beyond the frozen layer's, of both passes.
 
@@ -227,20 +226,15 @@ def extra_work(shape: Shape, element: int) -> tuple[int, int]:
     written. Operations: six products with the rank.
     """
     outputs, sites = sum(shape.out_features), len(shape.out_features)
-    rows = [stop - start for start, stop in _edges(shape)]
+    rows = [each.stop - each.start for each in even_segments(shape.tokens, [""] * len(shape.ranks))]
     sizes = [rank * (sites * shape.in_features + outputs) for rank in shape.ranks]
     moved = shape.tokens * (2 * shape.in_features + outputs) * element + sum(sizes) * (2 * element + 8)
     return moved, 6 * sum(count * size for count, size in zip(rows, sizes, strict=True))
 
 
-def _edges(shape: Shape) -> list[tuple[int, int]]:
-    segments = even_segments(shape.tokens, [str(index) for index in range(len(shape.ranks))])
-    return [(segment.start, segment.stop) for segment in segments]
-
-
 def roofline(shape: Shape, peak: Peak, element: int) -> float:
     """Frozen layer plus the least extra work at the measured peaks, over the frozen layer."""
-    frozen = 4 * shape.tokens * shape.in_features * sum(shape.out_features) / peak.operations
+    frozen = frozen_operations(shape) / peak.operations
     moved, operations = extra_work(shape, element)
     return 1 + (moved / peak.bytes + operations / peak.operations) / frozen
 
@@ -253,7 +247,7 @@ def measure(case: Case, backends: Sequence[str], peak: Peak, options: argparse.N
     runs = subjects(made, backends)
     times, host = time_subjects(made, runs, repeats=options.repeats)
     both = {subject: phases["both"] for subject, phases in times.items()}
-    operations = 4 * shape.tokens * shape.in_features * sum(shape.out_features)
+    operations = frozen_operations(shape)
     extra_bytes, extra_operations = extra_work(shape, made.x.element_size())
     return Row(
         *(case.layer, shape.tokens, len(shape.ranks), case.ranks, shape.dropout, checks, times),
@@ -360,10 +354,6 @@ def write(file: Path | None, result: dict[str, Any]) -> None:
         scratch.replace(file)
 
 
-def _key(row: dict[str, Any]) -> list[object]:
-    return [row["layer"], row["tokens"], row["adapters"], row["ranks"], row["dropout"]]
-
-
 def _measured(case: Case, peak: Peak, options: argparse.Namespace, result: dict[str, Any]) -> bool:
     """Add a case's row to the result, or the reason why there is none; whether the device can be used after
     it."""
@@ -372,9 +362,8 @@ def _measured(case: Case, peak: Peak, options: argparse.Namespace, result: dict[
         result["rows"].append(asdict(measure(case, options.backends, peak, options)))
         _print(result["rows"][-1], options.backends)
     except kernel_errors() as problem_found:
-        names = ("layer", "tokens", "adapters", "ranks", "dropout")
         reason = f"{type(problem_found).__name__}: {problem_found}"[:500]
-        result["failures"].append({**dict(zip(names, case.key, strict=True)), "reason": reason})
+        result["failures"].append({**dict(zip(KEY, case.key, strict=True)), "reason": reason})
         print(f"{case.layer}, {case.shape}: {reason}", flush=True)
         usable = not isinstance(problem_found, RuntimeError) or refused(problem_found)
     if options.device.type == "cuda" and usable:
@@ -386,10 +375,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; return 1 if a backend is wrong at a shape, or a shape could not be measured."""
     options = parse(arguments)
     begin = time.monotonic()
-    fresh = {"environment": environment(options.device), "dtype": options.dtype, "rows": [], "failures": []}
+    fresh = {"environment": environment(options.device), "dtype": options.dtype}
+    fresh |= {"backends": " ".join(options.backends), "rows": [], "failures": []}
     result = resumed(options.json, fresh)
     cases = grid(options.layers, options.tokens, options.adapters, options.ranks, options.dropout)
-    done = [_key(row) for row in (*result["rows"], *result["failures"])]
+    done = [[row[name] for name in KEY] for row in (*result["rows"], *result["failures"])]
     left = [case for case in cases if case.key not in done]
     if left:  # else the file has what they were measured with
         peak = measure_peak(options.device, getattr(torch, options.dtype))

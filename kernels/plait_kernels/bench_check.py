@@ -102,8 +102,9 @@ def _named(
     }
 
 
-def _rms(tensor: Tensor) -> float:
-    return float(tensor.square().mean().sqrt())
+def rms(tensor: Tensor) -> float:
+    """Root mean square."""
+    return float(tensor.double().square().mean().sqrt())
 
 
 def check(made: Problem, backend: str) -> Check:
@@ -117,8 +118,8 @@ def check(made: Problem, backend: str) -> Check:
     pairs = [span.block.at(site, GRADIENTS) for span in made.routing.spans for site in made.bank.sites]
     got = _named(out.detach(), x.grad, [a for a, _ in pairs], [b for _, b in pairs])
     truth, plain = _results(made, torch.float64, masks), _results(made, made.x.dtype, masks)
-    sizes = {name: _rms(tensor) or 1.0 for name, tensor in truth.items()}
-    errors = {name: _rms(got[name] - truth[name]) / sizes[name] for name in truth}
-    unfused = {name: _rms(plain[name] - truth[name]) / sizes[name] for name in truth}
+    sizes = {name: rms(tensor) or 1.0 for name, tensor in truth.items()}
+    errors = {name: rms(got[name] - truth[name]) / sizes[name] for name in truth}
+    unfused = {name: rms(plain[name] - truth[name]) / sizes[name] for name in truth}
     right = all(errors[name] <= 2 * unfused[name] for name in truth)  # false also if it is NaN
     return Check(errors, unfused, right)

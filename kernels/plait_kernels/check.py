@@ -32,7 +32,7 @@ from plait_kernels.autotuning import kernel_errors, refused, taking, usual, with
 from plait_kernels.backends import BACKENDS
 from plait_kernels.bank import GRADIENTS, Bank, Site
 from plait_kernels.bench import environment, resumed, write
-from plait_kernels.bench_check import check
+from plait_kernels.bench_check import check, rms
 from plait_kernels.dropout import keep_mask
 from plait_kernels.gated_mlp import Frozen, multi_lora_gated_mlp
 from plait_kernels.linear import multi_lora_linear
@@ -164,10 +164,10 @@ def examine_pass(shape: Shape, name: str, device: torch.device, dtype: torch.dty
     unfused_run = run(head, x, grad, "")
     truth = run(head.double(), x.double(), grad.double(), "")
     names = ("out", "dx")
-    sizes = {key: _rms(each) or 1.0 for key, each in zip(names, truth, strict=True)}
+    sizes = {key: rms(each) or 1.0 for key, each in zip(names, truth, strict=True)}
     errors, unfused = (
         {
-            key: _rms(each.double() - true) / sizes[key]
+            key: rms(each.double() - true) / sizes[key]
             for key, each, true in zip(names, some, truth, strict=True)
         }
         for some in (first, unfused_run)
@@ -176,10 +176,6 @@ def examine_pass(shape: Shape, name: str, device: torch.device, dtype: torch.dty
     if not all(torch.equal(one, other) for one, other in zip(first, second, strict=True)):
         wrong.append("two runs differ")
     return Finding(name, str(dtype), shape, errors, unfused, tuple(wrong))
-
-
-def _rms(tensor: Tensor) -> float:
-    return float(tensor.double().square().mean().sqrt())
 
 
 Both = tuple[Tensor, Tensor]
@@ -311,11 +307,16 @@ def _print(found: Finding) -> None:
         found.errors[name] / found.torch_errors[name] for name in found.errors if found.torch_errors[name]
     ]
     print(
-        f"{found.backend:9s} {found.dtype:14s} {shape.tokens:5d} tokens {len(shape.ranks):3d} adapters"
-        f" dropout {shape.dropout:.1f} | error {max(ratios, default=0.0):.2f} of torch's |",
+        f"{found.backend:9s} {found.dtype:14s} {_counted(shape.tokens, 'token'):11s} "
+        f"{_counted(len(shape.ranks), 'adapter'):12s} dropout {shape.dropout:.1f} | "
+        f"error {max(ratios, default=0.0):.2f} of torch's |",
         ", ".join(found.wrong) or "right",
         flush=True,
     )
+
+
+def _counted(number: int, name: str) -> str:
+    return f"{number} {name}{'s' * (number != 1)}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

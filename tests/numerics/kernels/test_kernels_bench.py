@@ -89,6 +89,15 @@ def test_a_run_out_of_time_resumes_from_its_file_and_a_failure_stays_alone(tmp_p
     assert json.loads(path.read_text()) == first
 
 
+def test_a_file_of_other_backends_is_begun_anew(tmp_path):
+    path = tmp_path / "result.json"
+    arguments = ["--device", "cpu", "--layers", "smollm2-135m o", "--tokens", "24", "--dropout", "0"]
+    arguments += ["--repeats", "1", "--json", str(path), "--ranks", "16", "--adapters", "1", "--dtype"]
+    for backend in ("grouped", "reference"):
+        assert bench.main([*arguments, "float32", "--backends", backend]) == 0
+        assert [list(row["checks"]) for row in json.loads(path.read_text())["rows"]] == [[backend]]
+
+
 def test_the_usual_shapes_come_first():
     cases = bench.grid(["square 4096", "llama-3.1-8b o"], [2048, 8192], [1, 4])
     assert len(cases) == 2 * 2 * 2 * 2 * 2
