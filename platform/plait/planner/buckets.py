@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from plait.core.errors import ConfigError, DataError
 from plait.core.samples import Int64
@@ -116,9 +115,7 @@ def mean_step(lengths: Sequence[int], steps: int, *, required: Iterable[int] = (
     return fine_buckets(step, buckets=STEP_BUCKETS, required=cuts)
 
 
-def _least_padding(
-    edges: Int64, counts: npt.NDArray[np.int64], buckets: int, keep: set[int]
-) -> tuple[int, ...]:
+def _least_padding(edges: Int64, counts: Int64, buckets: int, keep: set[int]) -> tuple[int, ...]:
     """Indices of the chosen edges, by dynamic programming over (edges covered, buckets used).
 
     cost[i, k] is the padding of a bucket that ends at edge k and covers edges i..k.
@@ -134,11 +131,11 @@ def _least_padding(
             cost[: index + 1, index + 1 :] = np.inf
     best = np.full(total + 1, np.inf)
     best[0] = 0.0
-    choices: list[npt.NDArray[np.int64]] = []
+    choices: list[Int64] = []
     for _ in range(min(buckets, total)):
         through = best[:total, None] + cost
         choices.append(through.argmin(axis=0))
-        best = np.concatenate([[0.0], np.minimum(through.min(axis=0), np.inf)])
+        best = np.concatenate([[0.0], through.min(axis=0)])
     chosen, end = [], total
     for choice in reversed(choices):
         chosen.append(end - 1)

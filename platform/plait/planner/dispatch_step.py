@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,13 +16,13 @@ from plait.planner.dispatch import Dispatch, ReplicaKind, dispatch, spread
 from plait.planner.packing import check_fits
 
 Batches = tuple[GlobalBatch, ...]
-Place = tuple[int, int]  # batch and position inside it
 
 
 def by_dispatch(
     batches: Sequence[GlobalBatch], replica_of: Sequence[int], replicas: Sequence[int]
 ) -> dict[int, tuple[GlobalBatch, ...]]:
-    """Assign each sample to the replica that a dispatch such as :func:`plan_step` chose.
+    """Assign each sample to the replica that a dispatch such as :func:`plan_step` chose; samples of a global
+    batch keep their order.
 
     Args:
         replica_of: the number of each sample's replica, batch by batch in their order.
@@ -31,27 +31,14 @@ def by_dispatch(
     Raises:
         ValueError: there are not as many entries as samples.
     """
-    chosen: dict[int, list[Place]] = {replica: [] for replica in replicas}
-    for place, number in zip(_places(batches), replica_of, strict=True):
-        chosen[replicas[number]].append(place)
-    return _parts(batches, chosen)
-
-
-def _places(batches: Sequence[GlobalBatch]) -> list[Place]:
-    return [(a, p) for a, batch in enumerate(batches) for p in range(len(batch.lengths))]
-
-
-def _parts(
-    batches: Sequence[GlobalBatch], chosen: Mapping[int, Sequence[Place]]
-) -> dict[int, tuple[GlobalBatch, ...]]:
-    """Each replica's part of each global batch, samples in the global batch's order."""
-    parts = {}
-    for replica, places in chosen.items():
-        own: dict[int, list[int]] = {}
-        for batch, position in sorted(places):
-            own.setdefault(batch, []).append(position)
-        parts[replica] = tuple(_part(batches[batch], positions) for batch, positions in own.items())
-    return parts
+    chosen: dict[int, dict[int, list[int]]] = {replica: {} for replica in replicas}
+    places = [(a, p) for a, batch in enumerate(batches) for p in range(len(batch.lengths))]
+    for (batch, position), number in zip(places, replica_of, strict=True):
+        chosen[replicas[number]].setdefault(batch, []).append(position)
+    return {
+        replica: tuple(_part(batches[batch], positions) for batch, positions in own.items())
+        for replica, own in chosen.items()
+    }
 
 
 def _part(batch: GlobalBatch, positions: Sequence[int]) -> GlobalBatch:

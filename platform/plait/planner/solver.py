@@ -21,14 +21,11 @@ FEASIBLE = 1e-5  # largest accepted violation of a solution: ten times the solve
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 Limit = Literal["nodes", "gap", "time", "solutions"]
 
-_LIMITS: dict[str, Limit] = {
-    "nodelimit": "nodes",
+_LIMITS: dict[str, Limit] = {  # by SCIP's status
     "totalnodelimit": "nodes",
-    "stallnodelimit": "nodes",
     "gaplimit": "gap",
     "timelimit": "time",
     "sollimit": "solutions",
-    "bestsollimit": "solutions",
 }
 
 
@@ -91,7 +88,7 @@ class Program:
             worst = max(worst, abs(value - round(value)) if whole else 0.0)
         for row in self.rows:
             parts = [values[index] * coefficient for index, coefficient in row.terms]
-            activity, size = sum(parts), max(1.0, *map(abs, parts), 1.0)
+            activity, size = sum(parts), max([1.0, *map(abs, parts)])
             worst = max(worst, (row.lower - activity) / size, (activity - row.upper) / size)
         return worst
 

@@ -242,8 +242,7 @@ class _Replay:
             stage.gradients.setdefault(segment.job, Counter())[segment.step] += 1
 
     def _step(self, where: Where, stage: _Stage, action: _Action) -> None:
-        if action.step is None:
-            raise ValueError("a step action without its step")
+        assert action.step is not None
         job, step = action.step.job, action.step.step
         have, due = dict(stage.gradients.pop(job, {})), self.due[where[0], job, step]
         if have != ({step: due} if due else {}):

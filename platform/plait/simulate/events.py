@@ -36,7 +36,7 @@ Choose = Callable[[Ready], Action | None]  # from what is ready: what starts; No
 
 
 class Order(Protocol):
-    """The rule by which all stages choose: Plait's is here, those of other systems are in its benchmarks."""
+    """The rule by which all stages choose."""
 
     def chooser(self, stage: int, stages: int) -> Choose:
         """The choice function of one stage; it keeps its own position."""

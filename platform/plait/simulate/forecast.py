@@ -291,17 +291,12 @@ def _grouping(
     return group_jobs(loads, stages=max(stages.values()), capacity=largest)
 
 
-def _full(replica: Replica, options: PlanOptions) -> MicrobatchShape:
-    """The shape of a full microbatch."""
-    capacity = options.capacities[replica.id]
-    return MicrobatchShape.of([capacity], labelled=round(options.labelled_share * capacity))
-
-
 def _with_split(replica: Replica, time: TimeModel, options: PlanOptions) -> Replica:
     if replica.layer_split:
         return replica
-    own = options.times.get(replica.id, time)
-    split = balanced_split(own, replica.pp, _full(replica, options), tp=replica.tp)
+    capacity = options.capacities[replica.id]
+    full = MicrobatchShape.of([capacity], labelled=round(options.labelled_share * capacity))
+    split = balanced_split(options.times.get(replica.id, time), replica.pp, full, tp=replica.tp)
     return replace(replica, layer_split=split)
 
 
