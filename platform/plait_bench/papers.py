@@ -43,6 +43,7 @@ PLAIT = Path(plait.__file__).parent
 EXPERIMENT = "plait papers"
 NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_. -]")  # characters that MLflow refuses
 LIMIT = 3600.0  # seconds after which a file has failed
+OUT, ERR, SECONDS = "out", "err", "seconds"  # files of a process that runs one
 Record = dict[str, Any]  # of a file: name, digest, paper, state ("ran", "failed", "needs"), seconds, report
 
 
@@ -129,19 +130,26 @@ def run_file(file: PaperFile) -> Record:
         return record | {"state": "needs", "needs": file.needs, "report": None}
     began = time()
     with TemporaryDirectory() as folder:
-        printed, said = Path(folder) / "out", Path(folder) / "err"
-        process = _processes().Process(target=_bench, args=(file.name, printed, said, Path.cwd()))
+        streams = Path(folder)
+        process = _processes().Process(target=_bench, args=(file.name, streams, Path.cwd()))
         process.start()
         process.join(LIMIT)
-        if process.is_alive():
+        overdue = process.is_alive()
+        if overdue:
             process.kill()
             process.join()
-            return record | {"state": "failed", "report": None, "error": f"more than {duration(LIMIT)}"}
         record["seconds"] = time() - began
         if process.exitcode:
-            return record | {"state": "failed", "report": None, "error": said.read_text()[-2000:]}
-        record["processor_seconds"] = float(said.read_text().splitlines()[-1])
-        return record | {"state": "ran", "report": json.loads(printed.read_text())}
+            error = f"more than {duration(LIMIT)}" if overdue else _last_words(streams, process.exitcode)
+            return record | {"state": "failed", "report": None, "error": error}
+        record["processor_seconds"] = float((streams / SECONDS).read_text())
+        return record | {"state": "ran", "report": json.loads((streams / OUT).read_text())}
+
+
+def _last_words(streams: Path, exitcode: int) -> str:
+    """What a process that failed said; one that was killed may have said nothing."""
+    text = (streams / ERR).read_text()[-2000:].strip() if (streams / ERR).exists() else ""
+    return text if exitcode > 0 and text else f"{text}\nended with {exitcode}".strip()
 
 
 def _processes() -> ForkServerContext:
@@ -151,20 +159,18 @@ def _processes() -> ForkServerContext:
     return context
 
 
-def _bench(name: str, printed: Path, said: Path, folder: Path) -> None:
-    """In a process of its own: `plait bench NAME --json`, with both streams in files.
-
-    The last line on standard error is the process's own processor seconds.
-    """
+def _bench(name: str, streams: Path, folder: Path) -> None:
+    """In a process of its own: `plait bench NAME --json`, with both streams and the processor seconds in
+    files."""
     os.chdir(folder)
-    for number, path in ((1, printed), (2, said)):
-        descriptor = os.open(path, os.O_CREAT | os.O_WRONLY)
+    for number, stream in ((1, OUT), (2, ERR)):
+        descriptor = os.open(streams / stream, os.O_CREAT | os.O_WRONLY)
         os.dup2(descriptor, number)
     sys.argv = ["plait", "bench", name, "--json"]
     try:
         run_module("plait", run_name="__main__")
     finally:
-        print(f"\n{process_time()}", file=sys.stderr, flush=True)
+        (streams / SECONDS).write_text(str(process_time()))
 
 
 def record_runs(root: str, records: Sequence[Record]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
+from math import inf
 from typing import Any
 
 from plait_bench.figures import WEAK
@@ -20,12 +21,17 @@ STYLE = (
 
 def published(record: Record) -> list[Mapping[str, Any]]:
     """A report's figures with a published value that are shown first, or that the model was fitted to."""
-    figures = record["report"]["figures"] if record["report"] else ()
-    return [
-        each for each in figures
-        if each["target"] and each["target"]["kind"] == "published"
-        and (each["headline"] or each["result"] == "fitted")
-    ]  # fmt: skip
+    return [each for each in _every_published(record) if each["headline"] or each["result"] == "fitted"]
+
+
+def _every_published(record: Record) -> list[Mapping[str, Any]]:
+    """A report's figures with a published value, the detail too."""
+    found = [each for each in _figures(record) if each["target"]]
+    return [each for each in found if each["target"]["kind"] == "published"]
+
+
+def _figures(record: Record) -> Sequence[Mapping[str, Any]]:
+    return record["report"]["figures"] if record["report"] else ()
 
 
 def evidence(record: Record) -> list[Mapping[str, Any]]:
@@ -63,7 +69,7 @@ def rows(records: Sequence[Record]) -> Iterator[tuple[str, ...]]:
     """One row for each file."""
     for record in records:
         paper, shown = record["paper"], evidence(record)
-        how = ", ".join(sorted({each["how"] for each in (record["report"] or {"figures": ()})["figures"]}))
+        how = ", ".join(sorted({each["how"] for each in _figures(record)}))
         yield (
             paper["name"],
             ", ".join(paper["figures"]),
@@ -82,11 +88,11 @@ def _largest(shown: Sequence[Mapping[str, Any]]) -> str:
 
     def off(each: Mapping[str, Any]) -> float:
         value = float(each["target"]["value"])
-        return abs(float(each["ours"]) - value) / (abs(value) or 1.0)
+        return inf if each["ours"] is None else abs(float(each["ours"]) - value) / (abs(value) or 1.0)
 
     most = max(shown, key=off)
     value = number(most["target"]["value"])
-    return f"{most['name']}: {number(most['ours'])} beside {value} {most['unit']} ({100 * off(most):.1f} %)"
+    return f"{most['name']}: {number(most['ours'])} against {value} {most['unit']} ({100 * off(most):.1f} %)"
 
 
 def _remarks(record: Record) -> str:
@@ -100,7 +106,8 @@ def _remarks(record: Record) -> str:
 
 
 def _span(figure: Mapping[str, Any]) -> str:
-    return span(figure["ours"], figure["target"]["others"])
+    found = [each for each in (figure["ours"], *figure["target"]["others"]) if each is not None]
+    return span(found[0], found[1:]) if found else ""
 
 
 def as_markdown(records: Sequence[Record]) -> str:
@@ -121,8 +128,7 @@ def as_html(records: Sequence[Record]) -> str:
             "" if each["plait"] is None else number(each["plait"]), _span(each),
         ))
         for record in records
-        for each in (record["report"] or {"figures": ()})["figures"]
-        if each["target"] and each["target"]["kind"] == "published"
+        for each in _every_published(record)
     )  # fmt: skip
     second = ("file", "figure", "published", "ours", "how", "result", "source", "Plait's plan", "ours moves")
     return (

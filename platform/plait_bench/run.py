@@ -160,12 +160,12 @@ def beside_published(report: Report, entries: Sequence[PublishedEntry]) -> tuple
     """The report with each published value attached to our figure of the same name and unit; names without a
     figure, those of alternatives among them."""
     given = {(item.name, item.unit): item for item in entries}
-    others = {item.name: item.others(report.figures) for item in entries}
+    others = {key: item.others(report.figures) for key, item in given.items()}
     lost = [name for each in others.values() for name, values in each.items() if not values]
     figures = tuple(
         figure
         if (entry := given.pop((figure.name, figure.unit), None)) is None
-        else _beside(figure, entry, tuple(chain(*others[entry.name].values())))
+        else _beside(figure, entry, tuple(chain(*others[entry.name, entry.unit].values())))
         for figure in report.figures
     )
     return replace(report, figures=figures), [*(item.name for item in given.values()), *lost]

@@ -83,6 +83,8 @@ def to_json(report: Report) -> str:
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -116,7 +118,7 @@ def _compared(name: str, figures: Sequence[Figure], console: Console, room: int 
         room: most lines; figures that are within are left out first. None: all lines.
     """
     ranked = sorted(range(len(figures)), key=lambda place: figures[place].result == "within")
-    for count in range(len(figures), 0, -1):
+    for count in range(max(1, len(figures)), 0, -1):
         shown = [figures[place] for place in sorted(ranked[:count])]
         lines = _rendered(name, figures, shown, console)
         if room is None or len(lines) <= room:
@@ -127,7 +129,7 @@ def _compared(name: str, figures: Sequence[Figure], console: Console, room: int 
 def _rendered(name: str, figures: Sequence[Figure], shown: Sequence[Figure], console: Console) -> list[str]:
     notes = Notes()
     with console.capture() as capture:
-        compared = shown[0].target is not None
+        compared = any(figure.headline for figure in shown)  # then all of them are
         console.print(compared_table(name, shown, notes) if compared else own_table(name, shown))
         for at, text in enumerate(notes.texts, start=1):
             _cropped(console, f"({at}) {text}")
@@ -231,6 +233,8 @@ def _allowed(figure: Figure) -> str:
     return f"{sign}{target.tolerance:,.4g}"
 
 
-def number(value: float) -> str:
-    """A figure's value, to four digits if it has a fraction."""
+def number(value: float | None) -> str:
+    """A figure's value, to four digits if it has a fraction; None, as in JSON, if it is not finite."""
+    if value is None:
+        return "no number"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -135,13 +136,24 @@ def test_a_baseline_is_named_and_has_a_ratio_and_its_limits() -> None:
     assert lines[3] == "(1) PEFT, one after another"
 
 
-def test_a_benchmark_that_compares_nothing_shows_all_it_has() -> None:
-    assert "alone" in "\n".join(shown(Report("bench", (figure(1.0, name="alone"),))))
+@pytest.mark.parametrize("beside", [None, Published(20.0, PAPER, weak="fitted")])
+def test_a_benchmark_that_compares_nothing_shows_all_it_has(beside: Published | None) -> None:
+    """What the model was fitted to is no comparison, either: it is a detail."""
+    fitted = replace(figure(21.0, beside, "beside"), detail=True)
+    text = "\n".join(shown(Report("bench", (fitted, figure(1.0, name="alone")))))
+    assert "beside" in text
+    assert "alone" in text
+
+
+def test_a_benchmark_without_a_figure_says_so_little() -> None:
+    assert shown(Report("bench", ()))[0].startswith("bench")
 
 
 def test_programs_get_every_figure_as_json() -> None:
-    report = Report("bench", (figure(22.1, Published(20.0, PAPER)), figure(float("nan"))), ("assumed",))
-    read = json.loads(to_json(report))
+    compared = figure(22.1, Published(20.0, PAPER, others=(float("inf"),)))
+    text = to_json(Report("bench", (compared, figure(float("nan"))), ("assumed",)))
+    assert "Infinity" not in text
+    read = json.loads(text)
     first, second = read["figures"]
     assert first["target"]["kind"] == "published"
     assert first["target"]["difference"] == pytest.approx(0.105)

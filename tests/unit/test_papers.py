@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import yaml
+from forked import FORKS
 
 from plait.core.errors import ConfigError
 from plait.core.settings import EngineSettings, RunSettings
@@ -119,7 +120,7 @@ def test_the_pages_give_results_differences_and_reasons() -> None:
     assert "; 1 outside, unexplained; 3 within; no evidence: " in text
     assert "1 assumed, 1 fitted, 1 formula, 1 one-sided" in text
     assert "⟨1,2⟩ / speed: 1 to 3.5 by assumption." in text
-    assert "4 beside 2 s (100.0 %) | it was tried Open: lengths." in text
+    assert "4 against 2 s (100.0 %) | it was tried Open: lengths." in text
     assert "last line" in text
     assert all(line.count("|") == 8 for line in text.splitlines() if line.startswith("| "))
     assert "⟨1,2⟩ | speed" in as_html(records)
@@ -152,6 +153,33 @@ def test_alternatives_are_found_by_pattern_and_those_that_find_nothing_are_named
     assert unmatched == ["c*"]
     assert [each.result for each in report.figures] == ["assumed", None]
     assert report.figures[0].mapping()["target"]["others"] == (30.0,)
+
+
+def test_alternatives_are_those_of_the_same_unit() -> None:
+    figures = [Figure(name, ours, unit, "simulated") for name, ours, unit in (
+        ("a", 20.0, "%"), ("a", 2.0, "s"), ("a, b", 30.0, "%"), ("a, c", 3.0, "s"),
+    )]  # fmt: skip
+    entries = [
+        PublishedEntry("a", unit, value, "paper", alternatives=(name,))
+        for unit, value, name in (("%", 20.0, "a, b"), ("s", 2.0, "a, c"))
+    ]
+    found, unmatched = beside_published(Report("r", tuple(figures)), entries)
+    assert unmatched == []
+    assert [each.mapping()["target"]["others"] for each in found.figures[:2]] == [(30.0,), (3.0,)]
+
+
+def test_a_file_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(papers, "_processes", lambda: FORKS)
+    found = papers.run_file(PaperFile("none/such", Paper("P", ("1",)), "d"))
+    assert found["state"] == "failed"
+    assert "none/such" in as_markdown([found])
+    assert papers._last_words(tmp_path, -9) == "ended with -9"  # killed before it said anything
+
+
+def test_a_figure_that_is_no_number_is_shown_as_such() -> None:
+    none = figure(2.0, "outside, unexplained", others=(3.0,)) | {"ours": None}
+    for page in (as_markdown, as_html):
+        assert "no number" in page([record("a", none)])
 
 
 def test_names_are_ones_that_mlflow_takes() -> None:
