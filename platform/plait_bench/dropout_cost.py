@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import Annotated
 
 import torch
 
-from plait.config.fields import build
-from plait.core.errors import ConfigError
+from plait.core.checks import FRACTION, above
 from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings
-from plait_bench.benchmarks import BENCHMARKS
+from plait_bench.benchmarks import benchmark
 from plait_bench.figures import Baseline, Figure, Report
-from plait_bench.inputs import OPTIONS, at_least_one
+from plait_bench.inputs import Count
 from plait_bench.joint_side import load_joint_side
 from plait_bench.progress import part
 
@@ -47,23 +47,17 @@ class DropoutOptions:
         steps: optimiser steps measured on each side, after one that is not.
     """
 
-    dropout: float = 0.1
-    steps: int = 20
-
-    def __post_init__(self) -> None:
-        if not 0 < self.dropout < 1:
-            raise ConfigError(f"{OPTIONS}.dropout={self.dropout}", "It must lie in (0, 1).")
-        at_least_one(self, "steps")
+    dropout: Annotated[float, above(0), FRACTION] = 0.1
+    steps: Count = 20
 
 
-@BENCHMARKS.register("dropout_cost")
-def dropout_cost(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+@benchmark("dropout_cost", DropoutOptions)
+def dropout_cost(settings: RunSettings, jobs: Sequence[JobSpec], asked: DropoutOptions) -> Report:
     """The joint step of ``jobs`` with dropout over the one without, measured in turns.
 
     Raises:
         ConfigError: no jobs, or an option that is unknown or out of range.
     """
-    asked = build(DropoutOptions, options, OPTIONS)
     side = load_joint_side(settings, jobs)
     capacity = side.settings.engine.capacity_or_usual
     rates = {"without": 0.0, "with": asked.dropout}

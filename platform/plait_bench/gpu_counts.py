@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from plait.config.fields import build
 from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings
 from plait.cost.fake_memory import fake_context, fake_model
@@ -36,9 +35,9 @@ from plait.models.tiny import byte_tokeniser
 from plait.serve.cells import BankAdapters
 from plait.serve.engine import Engine
 from plait.serve.requests import Request, Sampling
-from plait_bench.benchmarks import BENCHMARKS
+from plait_bench.benchmarks import benchmark
 from plait_bench.figures import Baseline, Figure, Report
-from plait_bench.inputs import OPTIONS, at_least_one
+from plait_bench.inputs import Count
 from plait_kernels import AdapterStep, Bank, adamw_step
 from plait_kernels.absent import absent
 from plait_kernels.counting import Counts, counted
@@ -58,7 +57,6 @@ LLAMA_8B = LlamaConfig(
     max_position_embeddings=131_072,
 )
 LAYERS = {"qkv": (4096, 1024, 1024), "o": (4096,), "gate up": (14_336, 14_336), "down": (4096,)}
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 MOST_FORWARD, MOST_BACKWARD = 5, 7  # launches of a layer's call
 MOST_HOST = 25e-3  # seconds of a microbatch of HOST_TOKENS
 HOST_TOKENS = 2048
@@ -81,16 +79,13 @@ class CountOptions:
         repeats: rounds in which host time is measured.
     """
 
-    layers: int
-    adapters: int
-    length: int
-    rank: int
+    layers: Count
+    adapters: Count
+    length: Count
+    rank: Count
     dropout: float
     labelled: float
-    repeats: int
-
-    def __post_init__(self) -> None:
-        at_least_one(self, "layers", "adapters", "length", "rank", "repeats")
+    repeats: Count
 
     @property
     def tokens(self) -> int:
@@ -104,15 +99,9 @@ class CountOptions:
         return Probe(segments, max(1, int(self.labelled * self.tokens)))
 
 
-@BENCHMARKS.register("gpu_counts")
-def gpu_counts(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
-    """Launches and host time of a layer's call, bytes of the passes between products, and a whole step.
-
-    Raises:
-        ConfigError: a wrong option.
-    """
-    del settings, jobs
-    asked = build(CountOptions, options, OPTIONS)
+@benchmark("gpu_counts", CountOptions)
+def gpu_counts(_settings: RunSettings, _jobs: Sequence[JobSpec], asked: CountOptions) -> Report:
+    """Launches and host time of a layer's call, bytes of the passes between products, and a whole step."""
     figures = (*_layer_figures(asked), *_pass_figures(asked), *_step_figures(asked))
     assumptions = ("an operator is one launch; a library may need several",)
     return Report("gpu/counts", figures, assumptions)

@@ -6,7 +6,7 @@ No microbatch of it is trained on: gradients are added up and compared.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from plait.config.fields import build
 from plait.core.errors import ConfigError
 from plait.core.jobs import JobSpec
 from plait.core.plans import Microbatch, Segment
@@ -23,10 +22,9 @@ from plait.core.settings import RunSettings
 from plait.engine.devices import choose_device
 from plait.engine.microbatches import TOKENS, Gathered, LoadedMicrobatch, Sizes
 from plait.engine.recorded import RecordedTraining
-from plait_bench.benchmarks import BENCHMARKS
+from plait_bench.benchmarks import OPTIONS, benchmark
 from plait_bench.figures import Baseline, Figure, Report
 from plait_bench.gpu_step import JointModel, JointOptions
-from plait_bench.inputs import OPTIONS, at_least_one
 from plait_bench.random_model import dtype_on
 from plait_kernels.bank import GRADIENTS
 from plait_kernels.recordings import Recorder
@@ -45,7 +43,6 @@ class GraphOptions(JointOptions):
     sizes: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        at_least_one(self, "layers", "adapters", "length", "rank", "repeats", "capacity")
         most = self.adapters * self.length
         if wrong := [size for size in self.sizes if not 0 < size <= most or size % self.adapters]:
             raise ConfigError(
@@ -55,15 +52,14 @@ class GraphOptions(JointOptions):
             )
 
 
-@BENCHMARKS.register("gpu_graphs")
-def gpu_graphs(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+@benchmark("gpu_graphs", GraphOptions)
+def gpu_graphs(settings: RunSettings, _jobs: Sequence[JobSpec], asked: GraphOptions) -> Report:
     """Seconds of a small microbatch launched and replayed; whether both have the same gradients.
 
     Raises:
-        ConfigError: a wrong option, or a device that is not there.
+        ConfigError: a device that is not there.
     """
-    del jobs
-    asked, device = build(GraphOptions, options, OPTIONS), choose_device(settings.engine.device)
+    device = choose_device(settings.engine.device)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         side = _Side(asked, settings.engine.kernels, device, dtype_on(device))

@@ -21,17 +21,16 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from plait.config.fields import build
 from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings
 from plait.cost.probes import Probe, ProbeOptions, ProbeSegment, device_context, probe_loss, probe_routing
 from plait.engine.devices import choose_device, choose_kernels, prepare_tiles
 from plait.models.lora import LinearGroup
 from plait.utils.files import write_text
-from plait_bench.benchmarks import BENCHMARKS
+from plait_bench.benchmarks import benchmark
 from plait_bench.figures import Baseline, Figure, Report
-from plait_bench.inputs import OPTIONS, at_least_one
-from plait_bench.random_model import LlamaSizes, dtype_on
+from plait_bench.inputs import Count
+from plait_bench.random_model import LlamaSizes, described, dtype_on
 from plait_kernels import AdapterStep, Bank, adamw_step
 from plait_kernels.bench import environment
 from plait_kernels.timing import Taken, taken
@@ -52,13 +51,13 @@ class JointOptions(LlamaSizes):
         repeats: how often something is timed.
     """
 
-    adapters: int
-    length: int
-    rank: int
+    adapters: Count
+    length: Count
+    rank: Count
     dropout: float
     labelled: float
-    capacity: int
-    repeats: int
+    capacity: Count
+    repeats: Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +71,8 @@ class StepOptions(JointOptions):
     """
 
     file: str
-    samples: int = 1
-    alone: int = 1
-
-    def __post_init__(self) -> None:
-        at_least_one(self, "layers", "adapters", "length", "rank", "repeats", "capacity", "samples", "alone")
+    samples: Count = 1
+    alone: Count = 1
 
     @property
     def tokens(self) -> int:
@@ -84,15 +80,14 @@ class StepOptions(JointOptions):
         return self.adapters * self.samples * self.length
 
 
-@BENCHMARKS.register("gpu_step")
-def gpu_step(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+@benchmark("gpu_step", StepOptions)
+def gpu_step(settings: RunSettings, _jobs: Sequence[JobSpec], asked: StepOptions) -> Report:
     """Seconds of a step of all adapters, of the frozen model alone, and of PEFT's steps one after another.
 
     Raises:
-        ConfigError: a wrong option, or a device that is not there.
+        ConfigError: a device that is not there.
     """
-    del jobs
-    asked, device = build(StepOptions, options, OPTIONS), choose_device(settings.engine.device)
+    device = choose_device(settings.engine.device)
     dtype = dtype_on(device)
     file = Path(asked.file)
     kept = _kept(file, {"environment": environment(device), "options": asdict(asked)})
@@ -265,10 +260,8 @@ def _figures(asked: StepOptions, parts: Mapping[str, Mapping[str, float]]) -> tu
 
 
 def _assumptions(asked: StepOptions, device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
-    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "this processor"
     return (
-        f"{kind}, {str(dtype).removeprefix('torch.')}, random weights; seconds of the device, medians of "
-        f"{asked.repeats} steps",
+        f"{described(device, dtype)}; seconds of the device, medians of {asked.repeats} steps",
         f"PEFT: one step of one adapter, times {asked.adapters}, {asked.alone} of {asked.samples} samples "
         "at a time; sdpa, dropout by torch, loss of all tokens",
     )

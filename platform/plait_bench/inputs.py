@@ -1,15 +1,19 @@
-"""Inputs of benchmarks: data files that come with the package, described clusters, checked options."""
+"""Inputs of benchmarks: data files that come with the package, described clusters, kinds of options."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
+from plait.core.checks import NOT_EMPTY, above, at_least, each
 from plait.core.errors import ConfigError, choices
 from plait.core.settings import RunSettings
 from plait.cost.profiles import ClusterProfile, cluster_profile
 
 DATA = Path(__file__).parent / "data"
-OPTIONS = "bench.options"
+Count = Annotated[int, at_least(1)]
+Counts = Annotated[tuple[int, ...], NOT_EMPTY, each(at_least(1))]
+Positive = Annotated[float, above(0)]
 GPUS = {"a GPU": "", "an L40S GPU": "L40S"}  # what files need: a part of the device's name
 
 
@@ -32,30 +36,6 @@ def read_profile(settings: RunSettings) -> ClusterProfile:
             "Choose one, for example cluster=h100_llama31_70b.",
         )
     return cluster_profile(settings.cluster.options)
-
-
-def at_least_one(options: object, *names: str) -> None:
-    """Refuse an option below 1.
-
-    Raises:
-        ConfigError: one is.
-    """
-    for name in names:
-        value = getattr(options, name)
-        if value < 1:
-            raise ConfigError(f"{OPTIONS}.{name}={value}", "It must be at least 1.")
-
-
-def above_zero(options: object, *names: str) -> None:
-    """Refuse an option that is not above 0.
-
-    Raises:
-        ConfigError: one is not.
-    """
-    for name in names:
-        value = getattr(options, name)
-        if not value > 0:
-            raise ConfigError(f"{OPTIONS}: {name}={value}", "It must be above 0.")
 
 
 def lacks(needs: str, device: str) -> bool:

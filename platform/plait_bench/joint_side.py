@@ -69,37 +69,25 @@ class JointSide:
         """One global batch of every job, in microbatches of at most ``capacity`` tokens."""
         return pack([self.batch(job, step) for job in jobs], capacity=capacity)
 
-    def attach(self, job: JobSpec) -> None:
-        """Attach a job to the worker, fresh."""
-        self.worker.execute(Attach(job))
-
-    def detach(self, job: JobSpec) -> None:
-        """Detach a job from the worker."""
-        self.worker.execute(Detach(job.name))
-
     def pass_through(self, microbatches: tuple[Microbatch, ...]) -> None:
         """Forward and backward; gradients add up."""
         self.worker.execute(RunSchedule(microbatches))
-
-    def step(self, jobs: Sequence[JobSpec], step: int) -> None:
-        """The optimiser step of every job."""
-        self.worker.execute(RunSchedule(tuple(StepJob(job.name, step, job.train.lr) for job in jobs)))
 
     def timed_step(self, jobs: Sequence[JobSpec], microbatches: tuple[Microbatch, ...], step: int) -> float:
         """Seconds of a joint step: forward, backward and every job's optimiser step."""
         started = perf_counter()
         self.pass_through(microbatches)
-        self.step(jobs, step)
+        self.worker.execute(RunSchedule(tuple(StepJob(job.name, step, job.train.lr) for job in jobs)))
         return perf_counter() - started
 
     @contextmanager
     def attached(self, jobs: Sequence[JobSpec]) -> Iterator[None]:
         """Attach fresh jobs to the worker within the context."""
         for job in jobs:
-            self.attach(job)
+            self.worker.execute(Attach(job))
         yield
         for job in jobs:
-            self.detach(job)
+            self.worker.execute(Detach(job.name))
 
     @contextmanager
     def kernels(self, backend: str) -> Iterator[None]:

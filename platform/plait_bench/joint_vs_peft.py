@@ -19,16 +19,15 @@ from types import TracebackType
 import psutil
 import torch
 
-from plait.config.fields import build
 from plait.core.errors import PlaitError
 from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings
 from plait.models.load import load_model
 from plait.utils.paths import cache_dir
-from plait_bench.benchmarks import BENCHMARKS
+from plait_bench.benchmarks import benchmark
 from plait_bench.figures import Baseline, Figure, Report
 from plait_bench.frozen_limit import limit_figures
-from plait_bench.inputs import OPTIONS, at_least_one, require_processor
+from plait_bench.inputs import Count, require_processor
 from plait_bench.joint_side import JointRun, JointSide, load_joint_side
 from plait_bench.peft_baseline import BaselineRun, PeftBaseline
 from plait_bench.progress import part
@@ -99,16 +98,11 @@ class Options:
     Attributes:
         loss_tolerance: largest difference of a step's loss between both sides, as a share of the job's mean
             loss; beyond it the benchmark fails, because then both sides do not compute the same.
-        autocast: whether PEFT's side runs under autocast.
         limit_rounds: how often the frozen model alone and the joint pass are measured.
     """
 
     loss_tolerance: float = 0.05
-    autocast: bool = False
-    limit_rounds: int = 3
-
-    def __post_init__(self) -> None:
-        at_least_one(self, "limit_rounds")
+    limit_rounds: Count = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,18 +116,17 @@ class Race:
     described: str
 
 
-@BENCHMARKS.register("joint_vs_peft")
-def joint_vs_peft(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+@benchmark("joint_vs_peft", Options)
+def joint_vs_peft(settings: RunSettings, jobs: Sequence[JobSpec], asked: Options) -> Report:
     """Train ``jobs`` on both sides and compare.
 
     Raises:
         ConfigError: there are no jobs, an option is unknown, or the device is not the CPU.
         PlaitError: a job failed, or the losses of both sides disagree.
     """
-    asked = build(Options, options, OPTIONS)
     require_processor(settings)
     with tempfile.TemporaryDirectory() as folder:
-        side, race = run_race(settings, jobs, Path(folder), autocast=asked.autocast)
+        side, race = run_race(settings, jobs, Path(folder))
     differences = loss_differences(race)
     check_agreement(differences, asked.loss_tolerance)
     figures = [*_race_figures(race), *_loss_figures(race, differences, asked.loss_tolerance)]
@@ -142,9 +135,7 @@ def joint_vs_peft(settings: RunSettings, jobs: Sequence[JobSpec], options: Mappi
     return Report("joint_vs_peft", tuple(figures), _assumptions(settings, race, len(jobs)))
 
 
-def run_race(
-    settings: RunSettings, jobs: Sequence[JobSpec], folder: Path, *, autocast: bool = False
-) -> tuple[JointSide, Race]:
+def run_race(settings: RunSettings, jobs: Sequence[JobSpec], folder: Path) -> tuple[JointSide, Race]:
     """Train every job on both sides, in turns."""
     joint_memory, baseline_memory = Footprint(), Footprint()
     with joint_memory:
@@ -153,7 +144,7 @@ def run_race(
         initial = {job.name: side.initial_weights(job, folder / "initial" / job.name) for job in jobs}
         joint = JointRun.of(side, jobs, folder / "joint")
     with baseline_memory:
-        baseline = PeftBaseline.load(settings, autocast=autocast)
+        baseline = PeftBaseline.load(settings)
         baseline.warm_up(jobs[0], side.split(jobs[0]))
     runs = []
     piece = part("training on both sides in turns", len(jobs))

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from scipy.stats import kurtosis, skew
 
-from plait.config.fields import build
 from plait.core.errors import ConfigError
 from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings
-from plait_bench.benchmarks import BENCHMARKS
+from plait_bench.benchmarks import benchmark
 from plait_bench.figures import Figure, Report
-from plait_bench.inputs import OPTIONS, at_least_one
+from plait_bench.inputs import Count
 from plait_bench.lengths import Family, LengthGenerator, sigma_from_skewness
 
 
@@ -58,23 +57,14 @@ class LengthOptions:
 
     sets: tuple[LengthSet, ...]
     edges: dict[str, int]
-    samples: int = 100_000
-    clip: int = 16384
+    samples: Count = 100_000
+    clip: Count = 16384
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        at_least_one(self, "samples", "clip")
 
-
-@BENCHMARKS.register("lengths")
-def lengths(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
-    """Shares of sequences by length, means after clipping, and fourth moments, of drawn lengths.
-
-    Raises:
-        ConfigError: a wrong option.
-    """
-    del settings, jobs
-    asked = build(LengthOptions, options, OPTIONS)
+@benchmark("lengths", LengthOptions)
+def lengths(_settings: RunSettings, _jobs: Sequence[JobSpec], asked: LengthOptions) -> Report:
+    """Shares of sequences by length, means after clipping, and fourth moments, of drawn lengths."""
     figures = []
     for each in asked.sets:
         families: tuple[Family, ...] = (each.family,) if each.family else ("lognormal", "gamma")

@@ -14,11 +14,12 @@ from typing import Literal
 import numpy as np
 from scipy.optimize import brentq
 
-from plait.core.errors import ConfigError, choices
+from plait.core.checks import check
+from plait.core.errors import ConfigError
 from plait.core.samples import Int64
+from plait_bench.inputs import Count, Positive
 
 Family = Literal["lognormal", "gamma"]
-FAMILIES = ("lognormal", "gamma")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +36,13 @@ class LengthGenerator:
     """
 
     family: Family
-    mean: float
-    sigma: float
-    clip: int = 16384
+    mean: Positive
+    sigma: Positive
+    clip: Count = 16384
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.family not in FAMILIES:
-            raise ConfigError(f"family={self.family!r}", f"family must be one of {choices(FAMILIES)}.")
-        for name in ("mean", "sigma", "clip"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name}={getattr(self, name)}", f"{name} must be above 0.")
+        check(self, "lengths")
 
     def draw(self, count: int, *, stream: str = "") -> Int64:
         """``count`` lengths (count,), each between 1 and ``clip``; ``stream`` separates data sets."""

@@ -13,7 +13,7 @@ from time import perf_counter
 from plait.core.errors import ConfigError, PlaitError
 from plait.core.jobs import JobSpec
 from plait.core.lifecycle import JobResult, JobState
-from plait.core.messages import NANOSECONDS, Event, JobEvaluated
+from plait.core.messages import Event, JobEvaluated
 from plait.core.settings import RunSettings, SearchSettings
 from plait.core.space import Choice, Dimension, Space, Value
 from plait.engine.coordinator import Coordinator
@@ -147,13 +147,8 @@ def reached(evaluations: Sequence[Evaluation], loss: float) -> float | None:
 class Stopwatch:
     """A clock that counts seconds since it was made, except those inside :meth:`outside`."""
 
-    _started: float
+    _started: float = field(default_factory=perf_counter)
     _away: float = 0.0
-
-    @classmethod
-    def start(cls) -> Stopwatch:
-        """Start now."""
-        return cls(perf_counter())
 
     def read(self) -> float:
         """Seconds so far."""
@@ -174,7 +169,6 @@ class JointSearch:
         evaluations: evaluations, each with its time.
         seconds: seconds of the whole search: suggesting, packing, training, evaluations, pausing, rules,
             export.
-        device_seconds: seconds of the worker in them, as charged to the jobs.
         finished: final losses of the finished jobs, by job.
         names: the jobs' names in the search, in the order of the jobs.
         ends: how and after which step each job ended.
@@ -182,7 +176,6 @@ class JointSearch:
 
     evaluations: tuple[Evaluation, ...]
     seconds: float
-    device_seconds: float
     finished: dict[str, float]
     names: tuple[str, ...]
     ends: dict[str, tuple[JobState, int]] = field(default_factory=dict)
@@ -221,7 +214,7 @@ def search_together(
 
     coordinator = Coordinator(side.worker, side.data, side.settings, folder=folder)
     stopper = make_stopper(search, budgets_of(jobs, side.data), study.rungs)
-    watch = Stopwatch.start()
+    watch = Stopwatch()
     timeline = Timeline(watch.read)
     SearchLoop(study, make_job, coordinator, timeline, search, stop, stopper).run()
     seconds = watch.read()
@@ -231,7 +224,6 @@ def search_together(
     return JointSearch(
         tuple(timeline.evaluations),
         seconds,
-        coordinator.device_ns / NANOSECONDS,
         timeline.finished,
         tuple(Trial(number).name for number in range(len(jobs))),
         timeline.decided,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from plait.config.fields import build
+from plait.core.checks import check
 from plait.core.errors import ConfigError, DataError, InputError, choices
 from plait.core.jobs import JobSpec
 from plait.core.samples import Int64
@@ -19,7 +19,7 @@ from plait.cost.fitting import Fit
 from plait.cost.profiles import ClusterProfile
 from plait.cost.replica import Configuration, ReplicaCost
 from plait.cost.time import LayerTime, MicrobatchShape, TimeModel, fit_layer
-from plait.planner.buckets import BUCKETS, INTERVAL, Buckets, dynamic_buckets, fixed_buckets
+from plait.planner.buckets import INTERVAL, dynamic_buckets, fixed_buckets
 from plait.planner.deployment import GAP, Deployment, best_equal_replicas, deploy
 from plait.planner.deployment_patterns import Devices
 from plait.planner.dispatch import (
@@ -33,11 +33,11 @@ from plait.planner.dispatch import (
     spread,
 )
 from plait.planner.solver import Limits
-from plait_bench.benchmarks import BENCHMARKS
+from plait_bench.benchmarks import benchmark
 from plait_bench.bucketed import BucketedCost
 from plait_bench.exact import exact_deployment, exact_dispatch
 from plait_bench.figures import Baseline, Figure, Published, Report
-from plait_bench.inputs import OPTIONS, at_least_one, read_profile, shipped
+from plait_bench.inputs import Count, Positive, read_profile, shipped
 from plait_bench.lengths import Family, LengthGenerator, sigma_from_skewness
 from plait_bench.lobra_dealing import counts_by_task, dealt_seconds
 from plait_bench.lobra_loading import loaded
@@ -73,21 +73,14 @@ class Task:
     """
 
     name: str
-    mean: float
-    skewness: float
-    batch_size: int
-    longest: int | None = None
-    samples: int | None = None
+    mean: Positive
+    skewness: Positive
+    batch_size: Count
+    longest: Count | None = None
+    samples: Count | None = None
 
     def __post_init__(self) -> None:
-        for field in ("longest", "samples"):
-            if (value := getattr(self, field)) is not None and value < 1:
-                raise ConfigError(f"task {self.name}: {field}={value}", "It must be at least 1.")
-        if not (self.mean > 0 and self.skewness > 0 and self.batch_size >= 1):
-            raise ConfigError(
-                f"task {self.name}: mean={self.mean}, skewness={self.skewness}, batch_size={self.batch_size}",
-                "Mean and skewness must be above 0, the batch size at least 1.",
-            )
+        check(self, f"task {self.name}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +96,13 @@ class Assumption:
     """
 
     family: Family = "lognormal"
-    sigma: float | None = None
-    sigma_scale: float = 1.0
-    clip: int = 16384
+    sigma: Positive | None = None
+    sigma_scale: Positive = 1.0
+    clip: Count = 16384
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.clip < 1 or self.sigma_scale <= 0 or (self.sigma is not None and self.sigma <= 0):
-            raise ConfigError(f"assumption {self}", "Sigma and its scale must be above 0, clip at least 1.")
+        check(self, "assumption")
 
     def generator(self, task: Task) -> LengthGenerator:
         """The generator of one task's lengths."""
@@ -123,46 +115,30 @@ class Assumption:
         return f"{self.family}, sigma {spread}{scale}, clip {self.clip}, seed {self.seed}"
 
 
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """Tasks trained jointly under one assumption; lengths of ``steps`` global batches (steps, B)."""
+def drawn_steps(tasks: Sequence[Task], assumption: Assumption, steps: int) -> Int64:
+    """Lengths of ``steps`` joint steps (steps, B); every task brings its batch size to each."""
+    drawn = [
+        assumption.generator(task)
+        .draw(steps * task.batch_size, stream=task.name)
+        .reshape(steps, task.batch_size)
+        for task in tasks
+    ]
+    return np.concatenate(drawn, axis=1)
 
-    assumption: Assumption
-    batches: Int64
 
-    @classmethod
-    def draw(cls, tasks: Sequence[Task], assumption: Assumption, steps: int) -> Workload:
-        """Lengths of ``steps`` steps; every task brings its batch size to each."""
-        drawn = [
-            assumption.generator(task)
-            .draw(steps * task.batch_size, stream=task.name)
-            .reshape(steps, task.batch_size)
-            for task in tasks
-        ]
-        return cls(assumption, np.concatenate(drawn, axis=1))
+def loaded_steps(tasks: Sequence[Task], assumption: Assumption, steps: int) -> Int64:
+    """Lengths of the joint steps (steps, B) that LobRA's artifact takes from each task's data set.
 
-    @classmethod
-    def load(cls, tasks: Sequence[Task], assumption: Assumption, steps: int) -> Workload:
-        """Lengths of the steps that LobRA's artifact takes from each task's data set.
-
-        Raises:
-            ConfigError: a task without a number of samples.
-        """
-        taken = []
-        for task in tasks:
-            if task.samples is None:
-                raise ConfigError(f"task {task.name} without samples", "The data set's size must be given.")
-            lengths = assumption.generator(task).draw(task.samples, stream=task.name)
-            taken.append(loaded(lengths, task.batch_size, steps, assumption.clip))
-        return cls(assumption, np.concatenate(taken, axis=1))
-
-    def buckets(self, profile: ClusterProfile) -> Buckets:
-        """Boundaries from all steps together, including the configurations' limits."""
-        return dynamic_buckets(self.batches.ravel(), buckets=BUCKETS, required=limits(profile))
-
-    def expected(self, buckets: Buckets) -> tuple[int, ...]:
-        """B_j of the expected step."""
-        return expected_counts(buckets.counts, self.batches.shape[1])
+    Raises:
+        ConfigError: a task without a number of samples.
+    """
+    taken = []
+    for task in tasks:
+        if task.samples is None:
+            raise ConfigError(f"task {task.name} without samples", "The data set's size must be given.")
+        lengths = assumption.generator(task).draw(task.samples, stream=task.name)
+        taken.append(loaded(lengths, task.batch_size, steps, assumption.clip))
+    return np.concatenate(taken, axis=1)
 
 
 def limits(profile: ClusterProfile) -> tuple[int, ...]:
@@ -229,15 +205,13 @@ class DeploymentOptions:
     deployment: Rows
 
 
-@BENCHMARKS.register("lobra/deploy")
-def deployment(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+@benchmark("lobra/deploy", DeploymentOptions)
+def deployment(settings: RunSettings, _jobs: Sequence[JobSpec], asked: DeploymentOptions) -> Report:
     """The published deployment's seconds over the best one's, for each assumption about lengths.
 
     Raises:
-        ConfigError: a wrong option, or a cluster that is not described.
+        ConfigError: a cluster that is not described.
     """
-    del jobs
-    asked = build(DeploymentOptions, options, OPTIONS)
     profile = read_profile(settings)
     figures: list[Figure] = []
     piece = part("deployments by assumption", len(asked.assumptions))
@@ -245,7 +219,7 @@ def deployment(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[
         piece(str(assumption))
         figures += compare(profile, asked.tasks, assumption, asked.deployment, detail=bool(figures))
     return Report(
-        "LobRA, 7B on 16 A100-40GB: the published deployment beside Plait's",
+        "LobRA, 7B on 16 A100-40GB: the published deployment compared with Plait's",
         tuple(figures),
         (
             f"cost model: {profile.source}",
@@ -267,9 +241,9 @@ def compare(
 ) -> list[Figure]:
     """Figures of one assumption: with every configuration, without pipelines as in LobRA's plan, and with
     replicas that are all equal (Task-Fused); ``detail`` marks those of a further assumption."""
-    workload = Workload.draw(tasks, assumption, SAMPLE_STEPS)
-    buckets = workload.buckets(profile)
-    counts = workload.expected(buckets)
+    known = drawn_steps(tasks, assumption, SAMPLE_STEPS)
+    buckets = dynamic_buckets(known.ravel(), required=limits(profile))
+    counts = expected_counts(buckets.counts, known.shape[1])
     costs, devices = costs_of(profile, buckets.lengths), devices_of(profile)
     kinds = replicas(costs, published)
     theirs = exact_dispatch(kinds, counts, DEPLOY_LIMITS)
@@ -348,11 +322,10 @@ class AblationOptions:
     assumptions: tuple[Assumption, ...]
     fused: Rows
     deployment: Rows
-    steps: int
+    steps: Count
     boundaries: dict[str, tuple[int, ...] | None]
 
     def __post_init__(self) -> None:
-        at_least_one(self, "steps")
         for name, edges in self.boundaries.items():
             if edges is not None and (not edges or edges[0] < 1 or list(edges) != sorted(set(edges))):
                 raise ConfigError(
@@ -360,15 +333,13 @@ class AblationOptions:
                 )
 
 
-@BENCHMARKS.register("lobra/ablation")
-def ablation(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+@benchmark("lobra/ablation", AblationOptions)
+def ablation(settings: RunSettings, _jobs: Sequence[JobSpec], asked: AblationOptions) -> Report:
     """Device-seconds saved by each step, for each assumption about lengths and fixed boundaries.
 
     Raises:
-        ConfigError: a wrong option, or a cluster that is not described.
+        ConfigError: a cluster that is not described.
     """
-    del jobs
-    asked = build(AblationOptions, options, OPTIONS)
     profile = read_profile(settings)
     figures: list[Figure] = []
     piece = part("ablations", len(asked.assumptions))
@@ -381,7 +352,7 @@ def ablation(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[st
                 figures.append(Figure(f"{case}: {step}", ours, "% saved", "simulated", plait=last))
             figures.append(Figure(f"{case}: {OURS}", plan, "% saved", "simulated"))
     return Report(
-        "LobRA ablation, 7B on 16 A100-40GB: device-seconds saved over Task-Fused",
+        "LobRA ablation, 7B on 16 A100-40GB: device-seconds saved compared with Task-Fused",
         tuple(figures),
         (
             f"cost model: {profile.source}",
@@ -395,8 +366,8 @@ def savings(
 ) -> dict[str, list[float]]:
     """Percent of device-seconds saved by each of :data:`STEPS` and by :data:`OURS`, over drawn steps, by the
     name of the fixed boundaries."""
-    known = Workload.draw(options.tasks, assumption, SAMPLE_STEPS).batches
-    batches = Workload.load(options.tasks, assumption, options.steps).batches
+    known = drawn_steps(options.tasks, assumption, SAMPLE_STEPS)
+    batches = loaded_steps(options.tasks, assumption, options.steps)
     seen = dynamic_buckets(known.ravel(), required=limits(profile))
     rows = planned(profile, known, interval=INTERVAL)  # finer ones take minutes
     seconds = {name: np.zeros(len(STEPS) + 2) for name in options.boundaries}
@@ -520,16 +491,14 @@ class LayerTimeOptions:
     steps: tuple[tuple[int, int, int, int, float], ...] = ()
 
 
-@BENCHMARKS.register("lobra/time_model")
-def time_model(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+@benchmark("lobra/time_model", LayerTimeOptions)
+def time_model(_settings: RunSettings, _jobs: Sequence[JobSpec], asked: LayerTimeOptions) -> Report:
     """Mean relative error on the held-out rows, by tensor-parallel degree and over all.
 
     Raises:
-        ConfigError: a wrong option, or a row held out that the table does not have.
+        ConfigError: a row held out that the table does not have.
         DataError: the table is not there or cannot be used.
     """
-    del settings, jobs
-    asked = build(LayerTimeOptions, options, OPTIONS)
     rows = read_layer_times(shipped(asked.table))
     held = set(asked.held_out)
     if not held or min(held) < 0 or max(held) >= len(rows):

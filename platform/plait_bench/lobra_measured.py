@@ -13,7 +13,6 @@ from statistics import median
 
 import numpy as np
 
-from plait.config.fields import build
 from plait.core.errors import ConfigError, PlaitError
 from plait.core.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
 from plait.core.messages import Attach, StepJob
@@ -31,10 +30,10 @@ from plait.models.load import load_model
 from plait.planner.buckets import BUCKETS, dynamic_buckets
 from plait.planner.dispatch_step import Replicas, plan_step
 from plait.utils.paths import cache_dir
-from plait_bench.benchmarks import BENCHMARKS
+from plait_bench.benchmarks import OPTIONS, benchmark
 from plait_bench.figures import Baseline, Figure, Report
-from plait_bench.inputs import OPTIONS, at_least_one, require_processor
-from plait_bench.lobra import ALIGNED, Assumption, Task, Workload
+from plait_bench.inputs import Count, require_processor
+from plait_bench.lobra import ALIGNED, Assumption, Task, drawn_steps
 from plait_bench.processor_time import fitted_time, timed
 from plait_bench.progress import part
 
@@ -56,11 +55,10 @@ class Options:
     tasks: tuple[Task, ...]
     capacities: tuple[int, ...]
     assumption: Assumption = Assumption()  # noqa: RUF009
-    steps: int = 3
-    rank: int = 16
+    steps: Count = 3
+    rank: Count = 16
 
     def __post_init__(self) -> None:
-        at_least_one(self, "steps", "rank")
         if len(self.tasks) < 2 or len(self.capacities) < 2 or self.assumption.clip > max(self.capacities):
             raise ConfigError(
                 f"{len(self.tasks)} tasks, capacities {list(self.capacities)}, clip {self.assumption.clip}",
@@ -78,9 +76,7 @@ class Drawn:
 
     def __init__(self, options: Options) -> None:
         self._lengths = {
-            task.name: [
-                int(each) for each in Workload.draw([task], options.assumption, options.steps).batches.ravel()
-            ]
+            task.name: [int(each) for each in drawn_steps([task], options.assumption, options.steps).ravel()]
             for task in options.tasks
         }
         every = [length for own in self._lengths.values() for length in own]
@@ -210,16 +206,14 @@ WAYS: Mapping[str, Way] = {
 }
 
 
-@BENCHMARKS.register("lobra/measured")
-def measured(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+@benchmark("lobra/measured", Options)
+def measured(settings: RunSettings, _jobs: Sequence[JobSpec], asked: Options) -> Report:
     """Train the same drawn samples in each way, in turns.
 
     Raises:
         ConfigError: another device than the processor, or a wrong option.
         PlaitError: the ways trained on different samples.
     """
-    del jobs  # the tasks are the options'
-    asked = build(Options, options, OPTIONS)
     require_processor(settings)
     machine = _prepare(settle_dtype(settings), asked)
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in WAYS}

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from plait.config.fields import build
 from plait.core.errors import ConfigError
 from plait.core.jobs import JobSpec
 from plait.core.samples import Int64
 from plait.core.settings import RunSettings
 from plait.cost.profiles import ClusterProfile
-from plait_bench.benchmarks import BENCHMARKS
+from plait_bench.benchmarks import OPTIONS, benchmark
 from plait_bench.figures import Figure, Report
-from plait_bench.inputs import OPTIONS, at_least_one, read_profile
-from plait_bench.lobra import SAMPLE_STEPS, SEVEN, Assumption, Rows, Task, Workload, planned
+from plait_bench.inputs import Count, read_profile
+from plait_bench.lobra import SAMPLE_STEPS, SEVEN, Assumption, Rows, Task, drawn_steps, loaded_steps, planned
 from plait_bench.lobra_plans import fused_figure, plan_figures
 from plait_bench.lobra_steps import balanced_seconds, lobra_seconds
 from plait_bench.progress import part
@@ -53,26 +52,24 @@ class ScalingOptions:
     tasks: tuple[Task, ...]
     assumptions: tuple[Assumption, ...]
     cases: tuple[Case, ...]
-    steps: int
+    steps: Count
     crossing: tuple[float, ...] = (1.0,)
     plans: tuple[Assumption, ...] = ()
 
     def __post_init__(self) -> None:
-        at_least_one(self, "steps")
         known = {task.name for task in self.tasks}
         if lost := {name for case in self.cases for name in case.tasks} - known:
             raise ConfigError(f"{OPTIONS}.cases: {sorted(lost)}", f"The tasks are {sorted(known)}.")
 
 
-@BENCHMARKS.register("lobra/scaling")
-def scaling(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+@benchmark("lobra/scaling", ScalingOptions)
+def scaling(settings: RunSettings, _jobs: Sequence[JobSpec], asked: ScalingOptions) -> Report:
     """Device-seconds of each case over those of the first one's Task-Fused.
 
     Raises:
-        ConfigError: a wrong option, or a cluster that is not described.
+        ConfigError: a cluster that is not described.
     """
-    del jobs
-    asked, profile = build(ScalingOptions, options, OPTIONS), read_profile(settings)
+    profile = read_profile(settings)
     figures = []
     variants = [(each, asked.crossing[0]) for each in asked.assumptions]
     variants += [(asked.assumptions[0], factor) for factor in asked.crossing[1:]]
@@ -111,7 +108,7 @@ def scaling(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str
                 gap=GAP,
             )
     notes = (str(asked.assumptions[0]), f"Profile: {profile.source}")
-    return Report("LobRA, device-seconds over the first Task-Fused", tuple(figures), notes)
+    return Report("LobRA, device-seconds compared with the first Task-Fused", tuple(figures), notes)
 
 
 def _crossing(profile: ClusterProfile, factor: float) -> ClusterProfile:
@@ -129,8 +126,8 @@ def _drawn(case: Case, asked: ScalingOptions, assumption: Assumption) -> tuple[I
     known, steps = [], []
     for place, name in enumerate(case.tasks):  # one that comes twice has other draws
         own = replace(assumption, seed=assumption.seed + case.tasks[:place].count(name))
-        known.append(Workload.draw([named[name]], own, SAMPLE_STEPS).batches)
-        steps.append(Workload.load([named[name]], own, asked.steps).batches)
+        known.append(drawn_steps([named[name]], own, SAMPLE_STEPS))
+        steps.append(loaded_steps([named[name]], own, asked.steps))
     return np.concatenate(known, axis=1), np.concatenate(steps, axis=1)
 
 

@@ -9,7 +9,6 @@ from time import perf_counter
 
 import numpy as np
 
-from plait.config.fields import build
 from plait.core.errors import ConfigError
 from plait.core.jobs import JobSpec
 from plait.core.samples import Int64
@@ -18,9 +17,9 @@ from plait.cost.profiles import ClusterProfile
 from plait.planner.buckets import INTERVAL, Buckets, dynamic_buckets, fixed_buckets
 from plait.planner.deployment import GAP, deploy
 from plait.planner.dispatch import Float64, dispatch, spread
-from plait_bench.benchmarks import BENCHMARKS
+from plait_bench.benchmarks import OPTIONS, benchmark
 from plait_bench.figures import Baseline, Figure, Report
-from plait_bench.inputs import OPTIONS, at_least_one, read_profile
+from plait_bench.inputs import Count, Counts, read_profile
 from plait_bench.lobra import (
     ALIGNED,
     SAMPLE_STEPS,
@@ -28,13 +27,14 @@ from plait_bench.lobra import (
     Assumption,
     Rows,
     Task,
-    Workload,
     best,
     costs_of,
     deployed,
     devices_of,
+    drawn_steps,
     length_based,
     limits,
+    loaded_steps,
     planned,
     replicas,
 )
@@ -72,15 +72,14 @@ class ExampleOptions:
     shortest: tuple[int, ...] = ()
 
 
-@BENCHMARKS.register("lobra/worked_example")
-def worked_example(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+@benchmark("lobra/worked_example", ExampleOptions)
+def worked_example(settings: RunSettings, _jobs: Sequence[JobSpec], asked: ExampleOptions) -> Report:
     """Seconds of the example's replicas by length-based dispatch, and the best deployment for it.
 
     Raises:
-        ConfigError: a wrong option, or a cluster that is not described.
+        ConfigError: a cluster that is not described.
     """
-    del jobs
-    asked, profile = build(ExampleOptions, options, OPTIONS), read_profile(settings)
+    profile = read_profile(settings)
     every = costs_of(profile, asked.lengths)
     costs = [cost for cost in every if not cost.ramp]
     kinds = replicas(costs, asked.deployment)
@@ -136,33 +135,31 @@ class EndToEndOptions:
     fused: Rows
     deployment: Rows
     sequential: dict[str, Rows]
-    steps: int
-    tried: int
+    steps: Count
+    tried: Count
     gap: float = GAP
     lacking: tuple[Shape, ...] = ()
     plans: tuple[Assumption, ...] = ()
 
     def __post_init__(self) -> None:
-        at_least_one(self, "steps", "tried")
         if lost := {task.name for task in self.tasks} ^ set(self.sequential):
             raise ConfigError(f"{OPTIONS}.sequential: {sorted(lost)}", "Every task has one deployment there.")
 
 
-@BENCHMARKS.register("lobra/end_to_end")
-def end_to_end(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+@benchmark("lobra/end_to_end", EndToEndOptions)
+def end_to_end(settings: RunSettings, _jobs: Sequence[JobSpec], asked: EndToEndOptions) -> Report:
     """Seconds of a step of all tasks: one after another or fused, on equal replicas or LobRA's, and Plait's.
 
     Raises:
-        ConfigError: a wrong option, or a cluster that is not described.
+        ConfigError: a cluster that is not described.
     """
-    del jobs
-    asked, profile = build(EndToEndOptions, options, OPTIONS), read_profile(settings)
+    profile = read_profile(settings)
     figures: list[Figure] = []
     piece = part("assumptions", len(asked.assumptions))
     for number, assumption in enumerate(asked.assumptions):
         piece(str(assumption))
         label = "" if number == 0 else f"; {assumption}"
-        known = Workload.draw(asked.tasks, assumption, SAMPLE_STEPS).batches
+        known = drawn_steps(asked.tasks, assumption, SAMPLE_STEPS)
         figures += plan_figures(
             *(profile, known, asked.deployment, "Table 2", label),
             gap=asked.gap,
@@ -190,7 +187,7 @@ def end_to_end(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[
             name = f"LobRA over LobRA-Sequential{how}{label}"
             figures.append(Figure(name, faster, "×", "simulated", note=f"{len(alone)} steps", plait=ours))
     for assumption in asked.plans:
-        known = Workload.draw(asked.tasks, assumption, SAMPLE_STEPS).batches
+        known = drawn_steps(asked.tasks, assumption, SAMPLE_STEPS)
         label = f"; {assumption}"
         figures += plan_figures(profile, known, asked.deployment, "Table 2", label, gap=asked.gap)
     return Report("LobRA: a step of all tasks", tuple(figures), (f"Profile: {profile.source}",))
@@ -210,8 +207,8 @@ def _systems(
 ) -> dict[str, Float64]:
     """Seconds of the steps of each system; LobRA-Sequential's fewer steps if they are not what is
     ``compared``."""
-    known = Workload.draw(asked.tasks, assumption, SAMPLE_STEPS).batches
-    batches = Workload.load(asked.tasks, assumption, asked.steps).batches
+    known = drawn_steps(asked.tasks, assumption, SAMPLE_STEPS)
+    batches = loaded_steps(asked.tasks, assumption, asked.steps)
     own = planned(profile, known, gap=asked.gap)
     edges = {"": SEVEN, **OTHERS}
     sizes = [task.batch_size for task in asked.tasks]
@@ -230,8 +227,8 @@ def _systems(
     alone = np.zeros(asked.steps)
     several = {how: np.zeros(steps) for how, steps in number.items()}
     for task in asked.tasks:
-        known = Workload.draw([task], assumption, SAMPLE_STEPS).batches
-        batches = Workload.load([task], assumption, asked.steps).batches
+        known = drawn_steps([task], assumption, SAMPLE_STEPS)
+        batches = loaded_steps([task], assumption, asked.steps)
         size = [task.batch_size]
         alone += [lobra_seconds(profile, asked.sequential[task.name], batch, size) for batch in batches]
         rows = planned(profile, known, gap=asked.gap)
@@ -284,7 +281,8 @@ def balanced_seconds(
     """Seconds with Plait's dispatch to single replicas over dynamic buckets, or fixed ones; a sequence that
     fits nowhere is cut."""
     made = _bucketed(profile, rows, batch, boundaries)
-    return _balanced(profile, rows, made)
+    kinds = deployed(profile, made.lengths, rows)
+    return spread(kinds, made.counts, dispatch(kinds, made.counts)).makespan
 
 
 def _bucketed(profile: ClusterProfile, rows: Rows, batch: Int64, boundaries: Sequence[int] | None) -> Buckets:
@@ -299,11 +297,6 @@ def _longest(profile: ClusterProfile, rows: Rows) -> int:
     """The most tokens of a sequence that fits into one of the replicas."""
     shapes = {(tp, pp) for tp, pp, _ in rows}
     return max(each.max_tokens for each in profile.configurations if (each.tp, each.pp) in shapes)
-
-
-def _balanced(profile: ClusterProfile, rows: Rows, moving: Buckets) -> float:
-    kinds = deployed(profile, moving.lengths, rows)
-    return spread(kinds, moving.counts, dispatch(kinds, moving.counts)).makespan
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,24 +315,20 @@ class StepOptions:
     tasks: tuple[Task, ...]
     assumption: Assumption
     deployment: Rows
-    steps: int
-    buckets: tuple[int, ...] = (16,)
+    steps: Count
+    buckets: Counts = (16,)
     alternatives: tuple[Assumption, ...] = ()
 
-    def __post_init__(self) -> None:
-        at_least_one(self, "steps")
 
-
-@BENCHMARKS.register("lobra/buckets")
-def bucket_numbers(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+@benchmark("lobra/buckets", StepOptions)
+def bucket_numbers(settings: RunSettings, _jobs: Sequence[JobSpec], asked: StepOptions) -> Report:
     """Padding and seconds of a step of LobRA by the number of dynamic buckets.
 
     Raises:
-        ConfigError: a wrong option, or a cluster that is not described.
+        ConfigError: a cluster that is not described.
     """
-    del jobs
-    asked, profile = build(StepOptions, options, OPTIONS), read_profile(settings)
-    batches = Workload.load(asked.tasks, asked.assumption, asked.steps).batches
+    profile = read_profile(settings)
+    batches = loaded_steps(asked.tasks, asked.assumption, asked.steps)
     sizes = [task.batch_size for task in asked.tasks]
     seconds, padding = {}, {}
     for number in asked.buckets:
@@ -359,9 +348,10 @@ def bucket_numbers(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapp
             for number, took in seconds.items()
         ),
     ]
-    settled = [seconds[number] / seconds[last] for number in asked.buckets if number >= STABLE]
-    stable = Baseline(1.0, f"{last} buckets", at_least=0.95, at_most=1.05, why=TRADE)
-    figures.append(Figure(f"{STABLE} buckets: seconds over {last}'s", settled[0], "×", "simulated", stable))
+    if STABLE in seconds:
+        stable = Baseline(1.0, f"{last} buckets", at_least=0.95, at_most=1.05, why=TRADE)
+        ratio = seconds[STABLE] / seconds[last]
+        figures.append(Figure(f"{STABLE} buckets: seconds over {last}'s", ratio, "×", "simulated", stable))
     return Report("LobRA, number of buckets", tuple(figures), (str(asked.assumption),))
 
 
@@ -369,16 +359,15 @@ STABLE = 12  # buckets beyond which LobRA's time stays the same
 TRADE = "more buckets pad less; T's only cost of one is microbatches that are not full"
 
 
-@BENCHMARKS.register("lobra/case_study")
-def case_study(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+@benchmark("lobra/case_study", StepOptions)
+def case_study(settings: RunSettings, _jobs: Sequence[JobSpec], asked: StepOptions) -> Report:
     """Seconds of each kind of replica in one step: by length, balanced, and with dynamic buckets.
 
     Raises:
-        ConfigError: a wrong option, or a cluster that is not described.
+        ConfigError: a cluster that is not described.
     """
-    del jobs
-    asked, profile = build(StepOptions, options, OPTIONS), read_profile(settings)
-    batch = Workload.draw(asked.tasks, asked.assumption, 1).batches[0]
+    profile = read_profile(settings)
+    batch = drawn_steps(asked.tasks, asked.assumption, 1)[0]
     fixed, moving = fixed_buckets(batch, SIXTEEN), dynamic_buckets(batch, interval=ALIGNED)
     figures = []
     for name, buckets in (("by length", fixed), ("balanced", fixed), ("balanced, dynamic buckets", moving)):
@@ -394,20 +383,19 @@ def case_study(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[
     return Report("LobRA, replicas in one step", tuple(figures), (str(asked.assumption),))
 
 
-@BENCHMARKS.register("lobra/sequential_plans")
-def sequential_plans(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+@benchmark("lobra/sequential_plans", StepOptions)
+def sequential_plans(settings: RunSettings, _jobs: Sequence[JobSpec], asked: StepOptions) -> Report:
     """Devices of a replica of the best equal replicas for each task alone.
 
     Raises:
-        ConfigError: a wrong option, or a cluster that is not described.
+        ConfigError: a cluster that is not described.
     """
-    del jobs
-    asked, profile = build(StepOptions, options, OPTIONS), read_profile(settings)
+    profile = read_profile(settings)
     figures = []
     for number, assumption in enumerate((asked.assumption, *asked.alternatives)):
         label = "" if number == 0 else f"; {assumption}"
         for task in asked.tasks:
-            known = Workload.draw([task], assumption, asked.steps).batches
+            known = drawn_steps([task], assumption, asked.steps)
             each = EqualReplicas.of(profile, known, task.longest)
             name = f"{task.name}: devices of a replica"
             figures.append(each.figure(f"{name}{label}", each.by_seconds()))
@@ -421,16 +409,15 @@ def sequential_plans(settings: RunSettings, jobs: Sequence[JobSpec], options: Ma
 NOT_BEST = "below 1 where the plan of a single step, a heuristic one, is the slower"
 
 
-@BENCHMARKS.register("lobra/two_stage")
-def two_stage(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+@benchmark("lobra/two_stage", StepOptions)
+def two_stage(settings: RunSettings, _jobs: Sequence[JobSpec], asked: StepOptions) -> Report:
     """Planning each step beside dispatch to a fixed deployment: seconds of planning, and of the step.
 
     Raises:
-        ConfigError: a wrong option, or a cluster that is not described.
+        ConfigError: a cluster that is not described.
     """
-    del jobs
-    asked, profile = build(StepOptions, options, OPTIONS), read_profile(settings)
-    batches = Workload.draw(asked.tasks, asked.assumption, SAMPLE_STEPS + asked.steps).batches
+    profile = read_profile(settings)
+    batches = drawn_steps(asked.tasks, asked.assumption, SAMPLE_STEPS + asked.steps)
     fixed = planned(profile, batches[:SAMPLE_STEPS], interval=INTERVAL)
     seconds: dict[str, list[float]] = {"each": [], "fixed": []}
     ratios, others = [], 0
@@ -447,7 +434,7 @@ def two_stage(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[s
         others += sorted(replanned) != sorted(fixed)
     longer, again = median(seconds["each"]), median(seconds["fixed"])
     return Report(
-        "LobRA, two stages beside planning every step",
+        "LobRA, two stages compared with planning every step",
         (
             Figure("largest T decomposed over T origin", max(ratios), "×", "simulated"),
             Figure("least T decomposed over T origin", min(ratios), "×", "simulated", note=NOT_BEST),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import numpy as np
 
-from plait.config.fields import build
+from plait.core.checks import NOT_EMPTY, Rule
 from plait.core.errors import ConfigError
 from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings
@@ -17,14 +18,17 @@ from plait.cost.replica import Configuration, ReplicaCost, even_split
 from plait.cost.time import HeadTime, LayerTime, MicrobatchShape, TimeModel
 from plait.simulate.events import Work, simulate
 from plait.simulate.forecast import Machine
-from plait_bench.benchmarks import BENCHMARKS
+from plait_bench.benchmarks import benchmark
 from plait_bench.bucketed import BucketedCost
 from plait_bench.figures import Baseline, Figure, Report
-from plait_bench.inputs import DATA, OPTIONS, at_least_one, read_profile
-from plait_bench.lobra import Assumption, Task, Workload, limits
+from plait_bench.inputs import DATA, Count, read_profile
+from plait_bench.lobra import Assumption, Task, drawn_steps, limits
 
 THIRDS = "lobra_thirds.json"  # fits that leave out the first, and the second, of each three published rows
 PROFILE_LACKS = 2  # place of those that the profile was not fitted to
+COUNTS_OR_NULL = Rule(
+    "a list of numbers at least 1, or null", lambda found: all(item is None or item >= 1 for item in found)
+)
 STEADY = 1_000_000  # microbatches of a step so long that filling and draining do not count
 
 
@@ -71,24 +75,17 @@ class ThroughputOptions:
     """
 
     rows: tuple[tuple[int, int, int], ...]
-    microbatches: tuple[int | None, ...]
-
-    def __post_init__(self) -> None:
-        if not self.microbatches or any(each is not None and each < 1 for each in self.microbatches):
-            raise ConfigError(
-                f"{OPTIONS}.microbatches={list(self.microbatches)}", "There is one at least, of at least 1."
-            )
+    microbatches: Annotated[tuple[int | None, ...], NOT_EMPTY, COUNTS_OR_NULL]
 
 
-@BENCHMARKS.register("lobra/throughput")
-def throughput(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+@benchmark("lobra/throughput", ThroughputOptions)
+def throughput(settings: RunSettings, _jobs: Sequence[JobSpec], asked: ThroughputOptions) -> Report:
     """Thousands of tokens per device and second of each configuration and sequence length.
 
     Raises:
-        ConfigError: a wrong option, or a cluster that is not described.
+        ConfigError: a cluster that is not described.
     """
-    del jobs
-    asked, profile = build(ThroughputOptions, options, OPTIONS), read_profile(settings)
+    profile = read_profile(settings)
     figures, times = [], by_thirds(profile)
     for number, microbatches in enumerate(asked.microbatches):
         label = "" if number == 0 else f"; {microbatches or 'endless'} microbatches"
@@ -114,15 +111,14 @@ class HomogeneousOptions:
     rows: tuple[tuple[int, int, int, int], ...]
 
 
-@BENCHMARKS.register("lobra/homogeneous")
-def homogeneous(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+@benchmark("lobra/homogeneous", HomogeneousOptions)
+def homogeneous(settings: RunSettings, _jobs: Sequence[JobSpec], asked: HomogeneousOptions) -> Report:
     """Seconds of a step on equal replicas, for each configuration and sequence length.
 
     Raises:
-        ConfigError: a wrong option, or a cluster that is not described.
+        ConfigError: a cluster that is not described.
     """
-    del jobs
-    asked, profile = build(HomogeneousOptions, options, OPTIONS), read_profile(settings)
+    profile = read_profile(settings)
     times = by_thirds(profile)
     figures = tuple(
         Figure(
@@ -152,29 +148,25 @@ class PathOptions:
     tasks: tuple[Task, ...]
     assumption: Assumption
     configurations: tuple[tuple[int, int], ...]
-    sequences: int
-    steps: int
-
-    def __post_init__(self) -> None:
-        at_least_one(self, "sequences", "steps")
+    sequences: Count
+    steps: Count
 
 
-@BENCHMARKS.register("lobra/critical_path")
-def critical_path(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+@benchmark("lobra/critical_path", PathOptions)
+def critical_path(settings: RunSettings, _jobs: Sequence[JobSpec], asked: PathOptions) -> Report:
     """T of appendix D over the seconds of the event simulator, for microbatches of different lengths.
 
     Raises:
-        ConfigError: a wrong option, or a cluster that is not described.
+        ConfigError: a cluster that is not described.
     """
-    del jobs
-    asked, profile = build(PathOptions, options, OPTIONS), read_profile(settings)
-    drawn = Workload.draw(asked.tasks, asked.assumption, asked.steps).batches
+    profile = read_profile(settings)
+    drawn = drawn_steps(asked.tasks, asked.assumption, asked.steps)
     figures = [
         figure
         for tp, pp in asked.configurations
         for figure in _path_figures(profile, tp, pp, [each[: asked.sequences].tolist() for each in drawn])
     ]
-    return Report("LobRA, T beside the event simulator", tuple(figures), (str(asked.assumption),))
+    return Report("LobRA, T compared with the event simulator", tuple(figures), (str(asked.assumption),))
 
 
 def _path_figures(profile: ClusterProfile, tp: int, pp: int, steps: Sequence[Sequence[int]]) -> list[Figure]:

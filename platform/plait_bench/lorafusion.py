@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing import get_context
 from time import perf_counter
+from typing import Annotated
 
-from plait.config.fields import build
-from plait.core.errors import ConfigError
+from plait.core.checks import at_least, each
 from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings
 from plait.cost.profiles import ClusterProfile
 from plait.cost.replica import balanced_split, even_split
-from plait.cost.time import HeadTime, LayerTime, MicrobatchShape, StageTime, TimeModel
+from plait.cost.time import HeadTime, MicrobatchShape, StageTime, TimeModel
 from plait.planner.packing_exact import GREEDY, PackingLimits, pack_all, solve_packing
 from plait.planner.schedule import turns
 from plait.simulate.events import Pipeline
 from plait.simulate.forecast import Machine
 from plait.simulate.report import measure
-from plait_bench.benchmarks import BENCHMARKS
+from plait_bench.benchmarks import benchmark
 from plait_bench.figures import Figure, Report
-from plait_bench.inputs import OPTIONS, above_zero, at_least_one, read_profile, shipped
+from plait_bench.inputs import Count, Positive, read_profile, shipped
 from plait_bench.lengths import Family, LengthGenerator
 from plait_bench.lorafusion_order import grouped, next_fit, ordered
 from plait_bench.lorafusion_runs import idle_in_runs, rate_in_runs
@@ -112,20 +113,20 @@ class Options:
 
     trace: str
     data_sets: tuple[DataSet, ...]
-    clip: int
+    clip: Count
     seed: int
-    adapters: int
-    steps: int
-    global_batch: int
-    stages: int
-    capacity: int
-    tile: int
-    samples: int
-    other_samples: tuple[int, ...] = ()
-    head: float = 1.0
+    adapters: Count
+    steps: Count
+    global_batch: Count
+    stages: Count
+    capacity: Count
+    tile: Count
+    samples: Count
+    other_samples: Annotated[tuple[int, ...], each(at_least(1))] = ()
+    head: Positive = 1.0
     sizes: dict[str, dict[str, int]] = field(default_factory=dict)
     alternatives: tuple[Alternative, ...] = ()
-    workers: int = 2
+    workers: Count = 2
     batches: tuple[int, ...] = ()
     capacities: dict[str, int] = field(default_factory=dict)
     tried: tuple[int, ...] = ()
@@ -133,15 +134,6 @@ class Options:
     replicas: tuple[int, ...] = ()
     layer_gigabytes: float = 0.0
     gigabytes_per_s: float = 1.0
-
-    def __post_init__(self) -> None:
-        names = ("clip", "adapters", "steps", "global_batch", "stages", "capacity", "tile", "samples")
-        at_least_one(self, *names, "workers")
-        above_zero(self, "head")
-        if min(self.other_samples, default=1) < 1:
-            raise ConfigError(
-                f"{OPTIONS}.other_samples={list(self.other_samples)}", "Each must be at least 1."
-            )
 
     @property
     def gather(self) -> float:
@@ -206,16 +198,9 @@ class Options:
         )
 
 
-def machine(profile: ClusterProfile, split: Sequence[int]) -> Machine:
-    """A pipeline of single devices with this many layers each."""
-    return Machine(profile.time, tuple(split))
-
-
 def with_attention(time: TimeModel, square: float) -> TimeModel:
     """The time model with ``square`` more seconds a squared token in every layer."""
-    layers = {
-        tp: LayerTime(layer.fixed, layer.token, layer.square + square) for tp, layer in time.layer.items()
-    }
+    layers = {tp: replace(layer, square=layer.square + square) for tp, layer in time.layer.items()}
     return replace(time, layer=layers)
 
 
@@ -235,20 +220,20 @@ class Opening:
     even: Machine
 
 
-def opened(settings: RunSettings, options: Mapping[str, object]) -> Opening:
-    """Read options, profile and trace; with ``engine.checkpointing`` each layer's forward runs twice.
+def opened(settings: RunSettings, asked: Options) -> Opening:
+    """Read profile and trace; with ``engine.checkpointing`` each layer's forward runs twice.
 
     The profile's head and loss take ``head`` times as long as it says.
 
     Raises:
-        ConfigError: no described cluster, or an unknown option.
+        ConfigError: no described cluster.
         DataError: the trace cannot be read.
     """
-    asked, profile = build(Options, options, OPTIONS), read_profile(settings)
+    profile = read_profile(settings)
     if settings.engine.checkpointing:
         profile = replace(profile, time=profile.time.recomputing())
     profile = replace(profile, time=with_head(profile.time, asked.head))
-    even = machine(profile, even_split(profile.time.layers, asked.stages))
+    even = Machine(profile.time, even_split(profile.time.layers, asked.stages))
     return Opening(asked, profile, asked.lengths(), even)
 
 
@@ -257,16 +242,15 @@ WHOLE = "Plait, all microbatches in one run"
 IN_ORDER = "its microbatches in 1F1B order, as LoRAFusion ran it"
 
 
-@BENCHMARKS.register("lorafusion/bubble_ratio")
-def bubble_ratio(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+@benchmark("lorafusion/bubble_ratio", Options)
+def bubble_ratio(settings: RunSettings, _jobs: Sequence[JobSpec], asked: Options) -> Report:
     """Idle shares of 1F1B, mLoRA, LoRAFusion with one to all adapters, and Plait, on one trace.
 
     Raises:
-        ConfigError: no described cluster, or an unknown option.
+        ConfigError: no described cluster.
     """
-    del jobs  # the trace has the adapters
-    begun = opened(settings, options)
-    asked, profile, trace, even = begun.asked, begun.profile, begun.trace, begun.even
+    begun = opened(settings, asked)
+    profile, trace, even = begun.profile, begun.trace, begun.even
     part("systems that do not pack")
     figures = [*_baselines(trace, even, asked)]
     part("Plait's schedule")
@@ -274,24 +258,31 @@ def bubble_ratio(settings: RunSettings, jobs: Sequence[JobSpec], options: Mappin
     piece = part("LoRAFusion's schedule by adapters", len(trace))
     for count in range(1, len(trace) + 1):
         piece(_named(count))
-        some = {job: trace[job] for job in list(trace)[:count]}
         plan = ours[0].ours if count == len(trace) else None
-        figures.append(replace(_idle(_named(count), lorafusion(some, even, asked)), plait=plan))
-    counts, ways = range(3, len(trace) + 1), {PLAITS: plaits_order, "without merging": unmerged}
+        scheduled = lorafusion(_first(count, trace), even, asked)
+        figures.append(replace(_idle(_named(count), scheduled), plait=plan))
+    counts = range(3, len(trace) + 1)
+    ways: dict[str, Callable[[Trace, Machine, Options], Pipeline]] = {
+        PLAITS: plaits_order,
+        "without merging": partial(lorafusion, merging=False),
+    }
     piece = part(
         "without merging, and under other assumptions", len(counts) * len(ways) + len(asked.alternatives)
     )
     for count in counts:
-        some = {job: trace[job] for job in list(trace)[:count]}
-        for how, scheduled in ways.items():
+        for how, schedule in ways.items():
             piece(f"{_named(count)}, {how}")
-            figures.append(_idle(f"{_named(count)}, {how}", scheduled(some, even, asked)))
+            figures.append(_idle(f"{_named(count)}, {how}", schedule(_first(count, trace), even, asked)))
     figures += ours
     for alternative in asked.alternatives:
         piece(alternative.label)
         figures += _under(alternative, begun)
     notes = (*asked.assumptions(), f"Cluster {profile.name}: {profile.source}")
     return Report("lorafusion/bubble_ratio", tuple(figures), notes)
+
+
+def _first(jobs: int, trace: Trace) -> Trace:
+    return {job: trace[job] for job in list(trace)[:jobs]}
 
 
 def _named(adapters: int) -> str:
@@ -331,11 +322,6 @@ def lorafusion(
     return ordered(packed, even, capacity=asked.capacity, tile=asked.tile, merging=merging, stages=depth)
 
 
-def unmerged(trace: Trace, even: Machine, asked: Options) -> Pipeline:
-    """The same if nothing is merged."""
-    return lorafusion(trace, even, asked, merging=False)
-
-
 def plaits_order(
     trace: Trace,
     even: Machine,
@@ -364,19 +350,20 @@ def balanced(profile: ClusterProfile, asked: Options) -> tuple[int, ...]:
     return balanced_split(profile.time, asked.stages, full)
 
 
-def planned(trace: Trace, on: Machine, asked: Options) -> Pipeline:
-    """Plait's own schedule."""
+def planned(trace: Trace, profile: ClusterProfile, asked: Options, split: tuple[int, ...] = ()) -> Pipeline:
+    """Plait's own schedule, with these layers of each stage; (): as it balances them."""
+    on = Machine(profile.time, split or balanced(profile, asked))
     return planned_pipeline(plan_schedule(trace, stages=on.stages, capacity=asked.capacity), on)
 
 
 def _plait(trace: Trace, profile: ClusterProfile, asked: Options) -> list[Figure]:
     split, equal = balanced(profile, asked), even_split(profile.time.layers, asked.stages)
-    pipeline = planned(trace, machine(profile, split), asked)
+    pipeline = planned(trace, profile, asked, split)
     floor = imbalance_floor(pipeline.seconds)
     return [
         _idle("Plait", pipeline, note=f"layers {split}"),
         Figure(WHOLE, 100 * measure({0: pipeline})[0].bubble.total, "%", "simulated", note=f"layers {split}"),
-        _idle("Plait, equal layers", planned(trace, machine(profile, equal), asked), note=f"layers {equal}"),
+        _idle("Plait, equal layers", planned(trace, profile, asked, equal), note=f"layers {equal}"),
         Figure("floor of whole layers per stage", 100 * floor, "%", "computed", note=f"layers {split}"),
     ]
 
@@ -388,19 +375,19 @@ def moved(begun: Opening, alternative: Alternative) -> Opening:
         profile = replace(profile, time=with_head(profile.time, alternative.head / begun.asked.head))
     profile = replace(profile, time=with_attention(profile.time, alternative.square))
     asked = replace(begun.asked, capacity=alternative.capacity or begun.asked.capacity)
-    return replace(begun, asked=asked, profile=profile, even=machine(profile, begun.even.layer_split))
+    return replace(begun, asked=asked, profile=profile, even=replace(begun.even, time=profile.time))
 
 
 def _under(alternative: Alternative, begun: Opening) -> list[Figure]:
     """The main figures under another assumption."""
     other = moved(begun, alternative)
-    trace, split = other.asked.drawn(alternative), balanced(other.profile, other.asked)
-    scheduled = plaits_order if alternative.plaits else lorafusion
-    pipelines = {}
-    for count in range(1, len(trace) + 1):
-        some = {job: trace[job] for job in list(trace)[:count]}
-        pipelines[_named(count)] = scheduled(some, other.even, other.asked)
-    pipelines["Plait"] = planned(trace, machine(other.profile, split), other.asked)
+    trace = other.asked.drawn(alternative)
+    schedule = plaits_order if alternative.plaits else lorafusion
+    pipelines = {
+        _named(count): schedule(_first(count, trace), other.even, other.asked)
+        for count in range(1, len(trace) + 1)
+    }
+    pipelines["Plait"] = planned(trace, other.profile, other.asked)
     return [_idle(f"{name}; {alternative.label}", pipeline) for name, pipeline in pipelines.items()]
 
 
@@ -413,16 +400,15 @@ def _idle(name: str, pipeline: Pipeline, *, note: str = "") -> Figure:
     return Figure(name, 100 * parts.total, "%", "simulated", note="; ".join(filter(None, (note, causes))))
 
 
-@BENCHMARKS.register("lorafusion/packing_gain")
-def packing_gain(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+@benchmark("lorafusion/packing_gain", Options)
+def packing_gain(settings: RunSettings, _jobs: Sequence[JobSpec], asked: Options) -> Report:
     """Throughput that merging and the two-stage packer add, and how often the packer beats greedy.
 
     Raises:
-        ConfigError: no described cluster, or an unknown option.
+        ConfigError: no described cluster.
     """
-    del jobs
-    begun = opened(settings, options)
-    asked, trace, even = begun.asked, begun.trace, begun.even
+    begun = opened(settings, asked)
+    trace, even = begun.trace, begun.even
     part("schedules with and without merging and two-stage packing")
     order, size = list(turns(global_batches(trace), groups_of(trace, asked, even.stages))), asked.capacity
     packed = {
@@ -435,7 +421,7 @@ def packing_gain(settings: RunSettings, jobs: Sequence[JobSpec], options: Mappin
         for how, each in packed.items()
         for merging in (True, False)
     }
-    plait = planned(trace, machine(begun.profile, balanced(begun.profile, asked)), asked)
+    plait = planned(trace, begun.profile, asked)
     best, *others = packed
     figures = [
         replace(
@@ -504,15 +490,9 @@ def groups_of(trace: Trace, asked: Options, stages: int) -> tuple[tuple[str, ...
     return grouped(trace, capacity=asked.capacity, stages=stages)
 
 
-@BENCHMARKS.register("lorafusion/scheduler_time")
-def scheduler_time(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
-    """Seconds that planning takes here, by number of samples, packing over a pool of processes.
-
-    Raises:
-        ConfigError: an unknown option.
-    """
-    del jobs, settings
-    asked = build(Options, options, OPTIONS)
+@benchmark("lorafusion/scheduler_time", Options)
+def scheduler_time(_settings: RunSettings, _jobs: Sequence[JobSpec], asked: Options) -> Report:
+    """Seconds that planning takes here, by number of samples, packing over a pool of processes."""
     workers = min(asked.workers, os.cpu_count() or 1)
     figures = []
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:

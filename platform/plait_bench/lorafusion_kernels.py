@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from plait.config.fields import build
 from plait.core.errors import PlaitError
 from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings
 from plait.engine.devices import choose_device, choose_kernels
-from plait_bench.benchmarks import BENCHMARKS
+from plait_bench.benchmarks import benchmark
 from plait_bench.figures import Figure, Report
-from plait_bench.inputs import OPTIONS, at_least_one
+from plait_bench.inputs import Count
 from plait_bench.random_model import dtype_on
 from plait_kernels import bench
 
@@ -48,25 +47,21 @@ class KernelsOptions:
 
     groups: tuple[LayerGroup, ...]
     adapters: tuple[int, ...]
-    rank: int
+    rank: Count
     dropout: float
-    repeats: int
+    repeats: Count
     file: str
 
-    def __post_init__(self) -> None:
-        at_least_one(self, "rank", "repeats")
 
-
-@BENCHMARKS.register("lorafusion/kernels")
-def kernels(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+@benchmark("lorafusion/kernels", KernelsOptions)
+def kernels(settings: RunSettings, _jobs: Sequence[JobSpec], asked: KernelsOptions) -> Report:
     """Speed of forward and backward of a layer with adapters, over that of torch's LoRA with one adapter.
 
     Raises:
-        ConfigError: a wrong option, or a device that is not there.
+        ConfigError: a device that is not there.
         PlaitError: a result was wrong, or a shape could not be measured.
     """
-    del jobs
-    asked, device = build(KernelsOptions, options, OPTIONS), choose_device(settings.engine.device)
+    device = choose_device(settings.engine.device)
     dtype = dtype_on(device)
     backend = choose_kernels(settings.engine.kernels, device, dtype)
     common = ["--device", str(device), "--dtype", str(dtype).removeprefix("torch."), "--backends", backend]

@@ -6,7 +6,7 @@ that carries them out, in a process for each stage.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from plait.core.jobs import JobSpec
 from plait.core.plans import Microbatch, Segment
@@ -15,9 +15,9 @@ from plait.cost.time import StageTime
 from plait.simulate.events import Pipeline, Work, simulate
 from plait.simulate.lowering import lower
 from plait.simulate.orders import OrderName
-from plait_bench.benchmarks import BENCHMARKS
+from plait_bench.benchmarks import benchmark
 from plait_bench.figures import Figure, Report
-from plait_bench.lorafusion import opened
+from plait_bench.lorafusion import Options, opened
 from plait_bench.lorafusion_steps import pipelines_of
 from plait_bench.order_cases import Case, OrderOptions, waiting_share
 from plait_bench.order_processes import Setting, spans_of
@@ -62,19 +62,17 @@ def _microbatch(place: int, work: Work) -> Microbatch:
     )
 
 
-@BENCHMARKS.register("lorafusion/breakdown_measured")
-def breakdown(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+@benchmark("lorafusion/breakdown_measured", Options)
+def breakdown(settings: RunSettings, _jobs: Sequence[JobSpec], asked: Options) -> Report:
     """Tokens a second over 1F1B's, and waiting shares: measured, simulated and published.
 
     Raises:
-        ConfigError: no described cluster, or an unknown option.
+        ConfigError: no described cluster.
         LostProcessError: a process died or hangs.
     """
-    del jobs
-    begun = opened(settings, options)
-    asked = begun.asked
+    begun = opened(settings, asked)
     trace = {job: own[: asked.steps] for job, own in begun.trace.items()}
-    pipelines = pipelines_of(begun, trace, asked)
+    pipelines = pipelines_of(begun, trace)
     runs = [simulate({0: each}) for each in pipelines]
     factor = LONGEST / runs[0].makespan
     cases = [

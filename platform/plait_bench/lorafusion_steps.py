@@ -15,7 +15,7 @@ from plait.planner.schedule import turns
 from plait.simulate.events import Pipeline, Work
 from plait.simulate.forecast import Machine, PlanOptions, make_plan, plan_pipelines
 from plait.simulate.report import measure
-from plait_bench.benchmarks import BENCHMARKS
+from plait_bench.benchmarks import benchmark
 from plait_bench.blocking import blocking_seconds
 from plait_bench.figures import Baseline, Figure, Report
 from plait_bench.lorafusion import (
@@ -26,7 +26,6 @@ from plait_bench.lorafusion import (
     balanced,
     groups_of,
     lorafusion,
-    machine,
     moved,
     opened,
     plaits_order,
@@ -46,18 +45,17 @@ from plait_bench.progress import part
 LEAST = 0.95  # tokens a second at LoRAFusion's capacity over those at the best one, if both agree
 
 
-@BENCHMARKS.register("lorafusion/breakdown")
-def breakdown(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+@benchmark("lorafusion/breakdown", Options)
+def breakdown(settings: RunSettings, _jobs: Sequence[JobSpec], asked: Options) -> Report:
     """Tokens a second over 1F1B's: jobs in turn, balanced microbatches, and Plait's plan.
 
     Raises:
-        ConfigError: no described cluster, or an unknown option.
+        ConfigError: no described cluster.
     """
-    del jobs
-    begun = opened(settings, options)
-    asked, figures = begun.asked, list[Figure]()
+    begun = opened(settings, asked)
+    figures = list[Figure]()
     for padded, how in ((False, ""), (True, ", samples padded to the longest")):
-        base, turn, fused, own = systems(begun, begun.trace, asked, padded=padded)
+        base, turn, fused, own = map(rate_in_runs, pipelines_of(begun, begun.trace, padded=padded))
         rates = {"jobs in turn": (turn, own), "balanced, several adapters a microbatch": (fused, own)}
         if not padded:
             rates["balanced"] = (_apart(begun), own)
@@ -82,42 +80,34 @@ def _apart(begun: Opening) -> float:
     return rate_in_runs(ordered(packed, begun.even, capacity=asked.capacity, tile=asked.tile, merging=False))
 
 
-def systems(begun: Opening, trace: Lengths, asked: Options, *, padded: bool = False) -> tuple[float, ...]:
-    """Tokens a second of 1F1B, mLoRA in that order, LoRAFusion and Plait."""
-    return tuple(map(rate_in_runs, pipelines_of(begun, trace, asked, padded=padded)))
-
-
-def pipelines_of(
-    begun: Opening, trace: Lengths, asked: Options, *, padded: bool = False
-) -> tuple[Pipeline, ...]:
+def pipelines_of(begun: Opening, trace: Lengths, *, padded: bool = False) -> tuple[Pipeline, ...]:
     """1F1B, mLoRA in that order, LoRAFusion and Plait."""
-    even = begun.even
+    even, asked = begun.even, begun.asked
     works = lorapp(trace, even, size=asked.samples, padded=padded).works
     return (
         one_after_another(trace, even, size=asked.samples, padded=padded, gpipe=False),
         even.in_order(works),
         lorafusion(trace, even, asked),
-        planned(trace, machine(begun.profile, balanced(begun.profile, asked)), asked),
+        planned(trace, begun.profile, asked),
     )
 
 
-@BENCHMARKS.register("lorafusion/end_to_end")
-def end_to_end(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+@benchmark("lorafusion/end_to_end", Options)
+def end_to_end(settings: RunSettings, _jobs: Sequence[JobSpec], asked: Options) -> Report:
     """Tokens a second of LoRAFusion, of the systems that it is compared with, and of Plait, by workload.
 
     Raises:
-        ConfigError: no described cluster, or an unknown option.
+        ConfigError: no described cluster.
     """
-    del jobs
-    begun = opened(settings, options)
-    asked, figures = begun.asked, list[Figure]()
+    begun = opened(settings, asked)
+    figures = list[Figure]()
     ratios = defaultdict[str, list[tuple[float, float]]](list)
     piece = part("workloads", len(asked.capacities))
     for name, capacity in asked.capacities.items():
         piece(name)
         trace, at = asked.workload(name), replace(asked, capacity=capacity)
         fused = rate_in_runs(lorafusion(trace, begun.even, at))
-        own = rate_in_runs(planned(trace, machine(begun.profile, balanced(begun.profile, at)), at))
+        own = rate_in_runs(planned(trace, begun.profile, at))
         others = _others(begun, name, trace)
         for other, rate in others.items():
             ratios[other].append((fused / rate, own / rate))
@@ -175,60 +165,58 @@ def _others(begun: Opening, name: str, trace: Lengths) -> dict[str, float]:
     return found
 
 
-@BENCHMARKS.register("lorafusion/profiler")
-def profiler(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+@benchmark("lorafusion/profiler", Options)
+def profiler(settings: RunSettings, _jobs: Sequence[JobSpec], asked: Options) -> Report:
     """Tokens a second at LoRAFusion's capacity over those at the best of the tried ones, by workload.
 
     Raises:
-        ConfigError: no described cluster, or an unknown option.
+        ConfigError: no described cluster.
     """
-    del jobs
-    begun = opened(settings, options)
+    begun = opened(settings, asked)
     figures = []
-    piece = part("workloads", len(begun.asked.capacities))
-    for name, theirs in begun.asked.capacities.items():
+    piece = part("workloads", len(asked.capacities))
+    for name, theirs in asked.capacities.items():
         piece(name)
-        trace = begun.asked.workload(name)
+        trace = asked.workload(name)
         rates = {
-            capacity: rate_in_runs(lorafusion(trace, begun.even, replace(begun.asked, capacity=capacity)))
-            for capacity in sorted({*begun.asked.tried, theirs})
+            capacity: rate_in_runs(lorafusion(trace, begun.even, replace(asked, capacity=capacity)))
+            for capacity in sorted({*asked.tried, theirs})
         }
         best = max(rates, key=lambda each: rates[each])
         beside = Baseline(1.0, "the best capacity that was tried", at_least=LEAST)
         note = f"{theirs} tokens; {best} are best, {rates[best]:,.0f} tokens/s"
         figures.append(Figure(name, rates[theirs] / rates[best], "×", "simulated", beside, note))
-    return Report("LoRAFusion's capacities over the best", tuple(figures), begun.asked.assumptions())
+    return Report("LoRAFusion's capacities compared with the best", tuple(figures), asked.assumptions())
 
 
-@BENCHMARKS.register("lorafusion/scaling")
-def scaling(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+@benchmark("lorafusion/scaling", Options)
+def scaling(settings: RunSettings, _jobs: Sequence[JobSpec], asked: Options) -> Report:
     """Tokens a second of more jobs over those of data parallelism, by system and number of pipelines.
 
     Raises:
-        ConfigError: no described cluster, or an unknown option.
+        ConfigError: no described cluster.
     """
-    del jobs
-    begun = opened(settings, options)
+    begun = opened(settings, asked)
     copies = {"LoRAFusion": _lorafusion_copies, "mLoRA": _mlora_copies, "1F1B": _drained, "FSDP": _gathered}
     one = {name: each(begun, 1) for name, each in copies.items()}
     one["1F1B"] = _drained(
         begun, 1, times=2
     )  # its jobs have twice the global batch there, also on 16 devices
     own, figures = _plait_copies(begun, 1), list[Figure]()
-    piece, shared = part("pipelines", len(begun.asked.replicas)), list[dict[str, tuple[float, float]]]()
-    for number in begun.asked.replicas:
+    piece, shared = part("pipelines", len(asked.replicas)), list[dict[str, tuple[float, float]]]()
+    for number in asked.replicas:
         piece(str(number))
         shared.append({name: each(begun, number) for name, each in copies.items()})
         over = {name: _over(number, one[name], each) for name, each in shared[-1].items()}
         over["mean of systems"] = tuple(map(mean, zip(*over.values(), strict=True)))
         plait = _over(number, own, _plait_copies(begun, number))
         for name, ratios in over.items():
-            title = f"{number * begun.asked.stages} devices: {name}, jobs over data parallelism"
+            title = f"{number * asked.stages} devices: {name}, jobs over data parallelism"
             for at, how in enumerate(("; without waits", "")):
                 plan = plait[at] if name == "LoRAFusion" else None
                 figures.append(Figure(f"{title}{how}", ratios[at], "×", "simulated", plait=plan))
-    figures += _over_others(begun.asked, shared)
-    return Report("LoRAFusion, ways to use more devices", tuple(figures), begun.asked.assumptions())
+    figures += _over_others(asked, shared)
+    return Report("LoRAFusion, ways to use more devices", tuple(figures), asked.assumptions())
 
 
 def _over_others(asked: Options, shared: Sequence[Mapping[str, tuple[float, float]]]) -> list[Figure]:
@@ -319,16 +307,15 @@ def _plait_copies(begun: Opening, number: int) -> tuple[float, float]:
     return _both(plan_pipelines(plan, profile.time, options), groups)
 
 
-@BENCHMARKS.register("lorafusion/padding")
-def padding(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+@benchmark("lorafusion/padding", Options)
+def padding(settings: RunSettings, _jobs: Sequence[JobSpec], asked: Options) -> Report:
     """Share of padding among computed tokens: padded to the longest, by samples, and packed.
 
     Raises:
-        ConfigError: no described cluster, or an unknown option.
+        ConfigError: no described cluster.
     """
-    del jobs
-    begun = opened(settings, options)
-    asked, trace, even = begun.asked, begun.trace, begun.even
+    begun = opened(settings, asked)
+    trace, even = begun.trace, begun.even
     figures = []
     for tile in (asked.tile, 1):
         share = measure({0: lorafusion(trace, even, replace(asked, tile=tile))})[0].padding_share

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from transformers import LlamaConfig
 
-from plait.config.fields import build
+from plait.core.checks import at_least
 from plait.core.errors import ConfigError
 from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings
@@ -18,14 +18,13 @@ from plait.cost.fake_memory import observe_extrapolated
 from plait.cost.memory import MemoryModel, MemoryObservation
 from plait.cost.probes import Probe, ProbeOptions, ProbeSegment, drawn_probe, observe_device, probe_grid
 from plait.cost.time import StageTime
-from plait.models.base import BaseModel
 from plait.models.load import load_model
 from plait.simulate.events import Order, Pipeline, Run, Work, simulate
 from plait.simulate.orders import BackwardFirst, GPipe
 from plait.utils.paths import cache_dir
-from plait_bench.benchmarks import BENCHMARKS
+from plait_bench.benchmarks import OPTIONS, benchmark
 from plait_bench.figures import Baseline, Figure, How, Published, Report
-from plait_bench.inputs import OPTIONS, at_least_one
+from plait_bench.inputs import Count
 from plait_bench.progress import part
 from plait_kernels.loss import chunk_rows
 
@@ -90,15 +89,9 @@ class BubbleOptions:
     shown: tuple[tuple[int, int, int], ...] = ()
 
 
-@BENCHMARKS.register("mlora/bubble_ratio")
-def bubble_ratio(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
-    """How many of the formulas' cases the simulator meets exactly, and some of them.
-
-    Raises:
-        ConfigError: an unknown option.
-    """
-    del settings, jobs
-    asked = build(BubbleOptions, options, OPTIONS)
+@benchmark("mlora/bubble_ratio", BubbleOptions)
+def bubble_ratio(_settings: RunSettings, _jobs: Sequence[JobSpec], asked: BubbleOptions) -> Report:
+    """How many of the formulas' cases the simulator meets exactly, and some of them."""
     lorapp_cases = [
         simulated_lorapp(stages, count, split) == lorapp(stages, count, split)
         for stages in asked.stages
@@ -153,20 +146,12 @@ class MemoryOptions:
     """
 
     mape_percent: float
-    capacity: int
-    measured_capacity: int
-    held_out: int
-    seed: int
+    capacity: Annotated[int, at_least(128)]
+    measured_capacity: Annotated[int, at_least(128)]
+    held_out: Count
+    seed: Annotated[int, at_least(0)]
     measured: bool
     shapes: dict[str, dict[str, Any]]
-
-    def __post_init__(self) -> None:
-        for name in ("capacity", "measured_capacity"):
-            if getattr(self, name) < 128:
-                raise ConfigError(f"bench.options.{name}={getattr(self, name)}", "It must be at least 128.")
-        at_least_one(self, "held_out")
-        if self.seed < 0:
-            raise ConfigError(f"bench.options.seed={self.seed}", "It must be at least 0.")
 
 
 def _config(name: str, sizes: Mapping[str, Any]) -> LlamaConfig:
@@ -180,30 +165,31 @@ def _config(name: str, sizes: Mapping[str, Any]) -> LlamaConfig:
         raise ConfigError(f"{path}: {error}", "They must be sizes of a Llama.") from error
 
 
-@BENCHMARKS.register("mlora/memory_model")
-def memory_model(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+@benchmark("mlora/memory_model", MemoryOptions)
+def memory_model(settings: RunSettings, _jobs: Sequence[JobSpec], asked: MemoryOptions) -> Report:
     """Mean absolute error of peak − static on held-out ragged microbatches, in percent.
 
     Raises:
-        ConfigError: a wrong option, or sizes of which there is no model.
+        ConfigError: sizes of which there is no model.
     """
-    del jobs
-    asked = build(MemoryOptions, options, OPTIONS)
     configs = {name: _config(name, sizes) for name, sizes in asked.shapes.items()}
     figures = []
     piece = part("fits", 2 * (len(configs) + asked.measured))
     for name, config in configs.items():
         for checkpointing in (False, True):
-            piece(f"{name}{', checkpointing' * checkpointing}")
-            grid, held = _probes(asked, asked.capacity)
-            observed = observe_extrapolated(config, [*grid, *held], _engine(checkpointing))
             case = f"{name}, without weights{', checkpointing' * checkpointing}"
+            piece(case)
+            grid, held = _probes(asked, asked.capacity)
+            observed = observe_extrapolated(config, [*grid, *held], ProbeOptions(checkpointing=checkpointing))
             figures += _figures(case, observed, len(grid), config.vocab_size, "computed", asked)
     if asked.measured:
         model = load_model(settings.model, cache=cache_dir(), device="cpu")
         for checkpointing in (False, True):
-            piece(f"{model.identity.name} on this device{', checkpointing' * checkpointing}")
-            figures += _measured(model, checkpointing, asked)
+            case = f"{model.identity.name}, on {model.device}{', checkpointing' * checkpointing}"
+            piece(case)
+            grid, held = _probes(asked, asked.measured_capacity)
+            observed = observe_device(model, [*grid, *held], ProbeOptions(checkpointing=checkpointing))
+            figures += _figures(case, observed, len(grid), model.vocabulary, "measured", asked)
     return Report(
         "Memory of packed microbatches: error on held-out points",
         tuple(figures),
@@ -213,17 +199,6 @@ def memory_model(settings: RunSettings, jobs: Sequence[JobSpec], options: Mappin
             "Errors are of peak − static. Eq. 5 of mLoRA is the same fit with Σℓ and Σℓ² alone.",
         ),
     )
-
-
-def _measured(model: BaseModel, checkpointing: bool, options: MemoryOptions) -> list[Figure]:
-    grid, held = _probes(options, options.measured_capacity)
-    observed = observe_device(model, [*grid, *held], _engine(checkpointing))
-    case = f"{model.identity.name}, on {model.device}{', checkpointing' * checkpointing}"
-    return _figures(case, observed, len(grid), model.vocabulary, "measured", options)
-
-
-def _engine(checkpointing: bool) -> ProbeOptions:
-    return ProbeOptions(checkpointing=checkpointing)
 
 
 def _figures(
@@ -291,15 +266,13 @@ class PointOptions:
             )
 
 
-@BENCHMARKS.register("mlora/memory_points")
-def memory_points(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+@benchmark("mlora/memory_points", PointOptions)
+def memory_points(_settings: RunSettings, _jobs: Sequence[JobSpec], asked: PointOptions) -> Report:
     """Mean absolute error of the peak, weights included, by the number of batches that were fitted to.
 
     Raises:
-        ConfigError: a wrong option, or sizes of which there is no model.
+        ConfigError: sizes of which there is no model.
     """
-    del settings, jobs
-    asked = build(PointOptions, options, OPTIONS)
     figures = []
     for name, sizes in asked.shapes.items():
         config = _config(name, sizes)
@@ -309,7 +282,7 @@ def memory_points(settings: RunSettings, jobs: Sequence[JobSpec], options: Mappi
             Probe((ProbeSegment(16, (length,) * samples),), samples * length)
             for samples, length in (batches[at] for at in order)
         ]
-        observed = observe_extrapolated(config, probes, _engine(False))
+        observed = observe_extrapolated(config, probes, ProbeOptions(checkpointing=False))
         for count in asked.points:
             seen, held = observed[:count], observed[count:]
             rows = chunk_rows(config.vocab_size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, cast
@@ -13,7 +13,6 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from plait.config.fields import build
 from plait.core.errors import ConfigError
 from plait.core.jobs import JobSpec
 from plait.core.messages import StepJob
@@ -23,9 +22,9 @@ from plait.cost.fake_memory import fake_context, fake_model, observe_extrapolate
 from plait.cost.probes import Probe, ProbeOptions, ProbeSegment, probe_bank, probe_loss, probe_routing
 from plait.cost.time import MicrobatchShape, TimeModel
 from plait.models.quiet import quiet
-from plait_bench.benchmarks import BENCHMARKS
+from plait_bench.benchmarks import OPTIONS, benchmark
 from plait_bench.figures import Baseline, Figure, Report
-from plait_bench.inputs import OPTIONS, at_least_one, require_processor
+from plait_bench.inputs import Count, Counts, require_processor
 from plait_bench.joint_side import JointSide, load_joint_side
 from plait_bench.peft_baseline import PeftBaseline
 from plait_bench.processor_time import fitted_time, timed
@@ -46,23 +45,17 @@ class BatchOptions:
         rounds: of measurements, which take turns.
     """
 
-    counts: tuple[int, ...]
-    rounds: int = 2
-
-    def __post_init__(self) -> None:
-        at_least_one(self, "rounds")
-        if min(self.counts, default=0) < 1:
-            raise ConfigError(f"{OPTIONS}.counts={list(self.counts)}", "There must be one, of at least 1.")
+    counts: Counts
+    rounds: Count = 2
 
 
-@BENCHMARKS.register("mlora/batch_lora")
-def batch_lora(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+@benchmark("mlora/batch_lora", BatchOptions)
+def batch_lora(settings: RunSettings, jobs: Sequence[JobSpec], asked: BatchOptions) -> Report:
     """Processor seconds of a step and job by the number of jobs that train together, and with PEFT.
 
     Raises:
-        ConfigError: a wrong option, fewer jobs than one asks for, or another device than the processor.
+        ConfigError: fewer jobs than one asks for, or another device than the processor.
     """
-    asked = build(BatchOptions, options, OPTIONS)
     require_processor(settings)
     if max(asked.counts) > len(jobs):
         raise ConfigError(f"{OPTIONS}.counts={list(asked.counts)}", f"The search has {len(jobs)} jobs.")
@@ -155,15 +148,12 @@ class GraphOptions:
     """
 
     shapes: dict[str, dict[str, Any]]
-    counts: tuple[int, ...] = (1, 2, 4)
-    samples: int = 8
-    length: int = 512
-    rank: int = 16
+    counts: Counts = (1, 2, 4)
+    samples: Count = 8
+    length: Count = 512
+    rank: Count = 16
     launch_us: tuple[float, ...] = (5.0,)
     teraflops: float = 50.0
-
-    def __post_init__(self) -> None:
-        at_least_one(self, "samples", "length", "rank")
 
     def probe(self, count: int) -> Probe:
         """The microbatch of ``count`` jobs."""
@@ -171,15 +161,9 @@ class GraphOptions:
         return Probe((segment,) * count, count * self.samples * self.length)
 
 
-@BENCHMARKS.register("mlora/launches")
-def launches(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
-    """Launches of a step and job, counted on meta tensors: PEFT's, and Plait's by the number of jobs.
-
-    Raises:
-        ConfigError: a wrong option.
-    """
-    del settings, jobs
-    asked = build(GraphOptions, options, OPTIONS)
+@benchmark("mlora/launches", GraphOptions)
+def launches(_settings: RunSettings, _jobs: Sequence[JobSpec], asked: GraphOptions) -> Report:
+    """Launches of a step and job, counted on meta tensors: PEFT's, and Plait's by the number of jobs."""
     figures = []
     piece = part("models", len(asked.shapes))
     for name, sizes in asked.shapes.items():
@@ -235,14 +219,13 @@ def _joint_launches(config: LlamaConfig, probe: Probe) -> int:
     return counts.launches
 
 
-@BENCHMARKS.register("mlora/graph_pruning")
-def graph_pruning(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+@benchmark("mlora/graph_pruning", GraphOptions)
+def graph_pruning(settings: RunSettings, jobs: Sequence[JobSpec], asked: GraphOptions) -> Report:
     """What fused adapters save over plain operators: peak bytes, computed, and seconds of a step, measured.
 
     Raises:
-        ConfigError: a wrong option, or another device than the processor.
+        ConfigError: another device than the processor.
     """
-    asked = build(GraphOptions, options, OPTIONS)
     require_processor(settings)
     figures = []
     for name, sizes in asked.shapes.items():
@@ -268,4 +251,4 @@ def graph_pruning(settings: RunSettings, jobs: Sequence[JobSpec], options: Mappi
     saved = 100 * (1 - pruned_seconds / plain_seconds)
     note = f"{pruned_seconds:.2f} over {plain_seconds:.2f} processor seconds, {settings.model.kind}"
     figures.append(Figure(f"{len(jobs)} adapters: time of a step saved", saved, "%", "measured", note=note))
-    return Report("Fused adapters over plain operators", tuple(figures))
+    return Report("Fused adapters compared with plain operators", tuple(figures))

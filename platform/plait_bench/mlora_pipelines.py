@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, overload
 
-from plait.config.fields import build
-from plait.core.errors import ConfigError
+from plait.core.checks import check
 from plait.core.jobs import JobSpec
 from plait.core.plans import GlobalBatch
 from plait.core.settings import RunSettings
@@ -16,9 +15,9 @@ from plait.planner.packing_exact import GREEDY
 from plait.simulate.events import OneFOneB, Order, Pipeline, Run, Work, simulate
 from plait.simulate.orders import BackwardFirst, arrange
 from plait.simulate.report import measure
-from plait_bench.benchmarks import BENCHMARKS
+from plait_bench.benchmarks import OPTIONS, benchmark
 from plait_bench.figures import Figure, Report
-from plait_bench.inputs import OPTIONS, above_zero, at_least_one
+from plait_bench.inputs import Count, Counts, Positive
 
 TURNS = 24  # simulated steps of each job
 LOSS_PASSES = 10  # of logits over a device's memory, for the loss and its gradient by plain operators
@@ -46,8 +45,8 @@ class Model:
     """
 
     weights: float
-    hidden: int
-    layers: int
+    hidden: Count
+    layers: Count
     vocabulary: int = 0
     moved: float = 0.0
     mask: float = 0.0
@@ -56,7 +55,7 @@ class Model:
     split: int = 0
 
     def __post_init__(self) -> None:
-        at_least_one(self, "hidden", "layers")
+        check(self, f"{OPTIONS}.models")
 
     @property
     def head(self) -> int:
@@ -78,6 +77,25 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True)
+class Tried:
+    """Another assumption: the options that are otherwise; None for those that are as they were."""
+
+    logits: bool | None = None
+    splits: tuple[int, ...] | None = None
+    teraflops: Positive | None = None
+    memory_gigabytes_per_s: Positive | None = None
+    gigabytes_per_s: Positive | None = None
+
+    def __post_init__(self) -> None:
+        check(self, f"{OPTIONS}.tried")
+
+    @property
+    def otherwise(self) -> dict[str, Any]:
+        """Those options by name."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
 class PipelineOptions:
     """Options of the benchmarks of mLoRA's pipelines.
 
@@ -87,50 +105,35 @@ class PipelineOptions:
         jobs: trained at once; each number is simulated, null for as many as there are stages.
         tokens: of a global batch.
         length: tokens of a sample, for attention's products; 0 leaves them out.
-        splits: microbatches into which 1F1B and LoRAPP split a global batch; the first is what is compared.
+        splits: microbatches into which 1F1B and LoRAPP split a global batch; the first is what is compared,
+            of models that have no ``split`` of their own.
         teraflops: of a device, which is assumed: with messages it decides what dominates.
         memory_gigabytes_per_s: of a device; null leaves out the operators between products, and the loss's.
         backward: seconds of a backward over those of a forward.
         gigabytes_per_s: between neighbours; null for messages that take no time.
-        acknowledged_gigabytes_per_s: the same if acknowledgements take their part of a port; null: not tried.
         crossings: times that a message crosses such a link: 2 through the host.
         logits: whether the last stage sends its logits to the first device, which computes the loss, as
-            mLoRA's artifact does; a loss on the last device, as its text says, is simulated beside it.
-        last: options that are otherwise with a loss on the last device, as they are fitted again.
+            mLoRA's artifact does; otherwise it is computed on the last device, as its text says.
         value_bytes: of an activation.
-        beside_others: whether LoRAPP stands beside tensor parallelism and FSDP, too.
+        beside_others: whether LoRAPP is compared with tensor parallelism and FSDP, too.
+        tried: other assumptions, by what names of their figures end with.
     """
 
     models: dict[str, Model]
-    devices: tuple[int, ...]
+    devices: Counts
     jobs: tuple[int | None, ...]
-    tokens: int = 4096
+    tokens: Count = 4096
     length: int = 0
-    splits: tuple[int, ...] = (8,)
-    teraflops: float = 50.0
-    memory_gigabytes_per_s: float | None = None
-    backward: float = 1.0
-    gigabytes_per_s: float | None = None
-    acknowledged_gigabytes_per_s: float | None = None
-    crossings: int = 1
+    splits: Counts = (8,)
+    teraflops: Positive = 50.0
+    memory_gigabytes_per_s: Positive | None = None
+    backward: Positive = 1.0
+    gigabytes_per_s: Positive | None = None
+    crossings: Count = 1
     logits: bool = False
-    last: dict[str, float] = field(default_factory=dict)
-    value_bytes: int = 4
+    value_bytes: Count = 4
     beside_others: bool = False
-
-    def __post_init__(self) -> None:
-        at_least_one(self, "tokens", "value_bytes", "crossings")
-        for name in ("devices", "splits"):
-            if min(getattr(self, name), default=0) < 1:
-                raise ConfigError(
-                    f"{OPTIONS}.{name}={getattr(self, name)}", "There must be one, of at least 1."
-                )
-        speeds = ("gigabytes_per_s", "memory_gigabytes_per_s")
-        if unknown := self.last.keys() - {"teraflops", *speeds}:
-            raise ConfigError(f"{OPTIONS}.last: {min(unknown)}", "Only speeds are fitted again.")
-        optional = (*speeds, "acknowledged_gigabytes_per_s")
-        given = [name for name in optional if getattr(self, name) is not None]
-        above_zero(self, "teraflops", "backward", *given)
+    tried: dict[str, Tried] = field(default_factory=dict)
 
     def layer(self, model: Model, moved: float, slices: int = 1) -> float:
         """Seconds of a token's forward in a layer, on one of ``slices`` devices that share it."""
@@ -254,18 +257,12 @@ def _pipeline(
     return Pipeline(works, seconds, order, [message] * len(works) if message else (), sizes, ports)
 
 
-@BENCHMARKS.register("mlora/pipelines")
-def pipelines(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
-    """Time of a task saved over 1F1B, and tokens a second by jobs and devices.
-
-    Raises:
-        ConfigError: a wrong option.
-    """
-    del settings, jobs
-    asked = build(PipelineOptions, options, OPTIONS)
+@benchmark("mlora/pipelines", PipelineOptions)
+def pipelines(_settings: RunSettings, _jobs: Sequence[JobSpec], asked: PipelineOptions) -> Report:
+    """Time of a task saved over 1F1B, and tokens a second by jobs and devices."""
     figures: list[Figure] = []
     for name, model in asked.models.items():
-        for variant, at in _variants(model, asked):
+        for variant, at in _assumptions(model, asked):
             by_devices = {}
             for devices in asked.devices:
                 counts = [each or devices for each in asked.jobs]
@@ -281,19 +278,14 @@ def pipelines(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[s
     return Report("mLoRA's pipelines", tuple(figures), (f"Assumed: {assumed}; messages {link}.",))
 
 
-def _variants(model: Model, asked: PipelineOptions) -> list[tuple[str, PipelineOptions]]:
-    """The assumptions for a model, with what figures add to their names: first what is compared."""
-    if model.split:
-        others = (split for split in asked.splits if split != model.split)
-        asked = replace(asked, splits=(model.split, *others))
-    cases = [("", asked)]
-    if asked.logits:
-        last: dict[str, Any] = {"logits": False, **asked.last}
-        cases.append((", loss on the last device", replace(asked, **last)))
-    if (slower := asked.acknowledged_gigabytes_per_s) is not None:
-        at = replace(asked, gigabytes_per_s=slower, splits=asked.splits[:1])  # no other split is compared
-        cases.append((", acknowledged", at))
-    return cases
+def _assumptions(model: Model, asked: PipelineOptions) -> list[tuple[str, PipelineOptions]]:
+    """The assumptions for a model, with what names of figures end with: first what is compared."""
+    compared = model.split or asked.splits[0]
+    tried = {f", {name}": replace(asked, **each.otherwise) for name, each in asked.tried.items()}
+    return [
+        (ending, replace(each, splits=tuple(dict.fromkeys((compared, *each.splits)))))
+        for ending, each in ({"": asked} | tried).items()
+    ]
 
 
 def _case(case: str, found: Mapping[int, Rates], asked: PipelineOptions, variant: str) -> list[Figure]:
@@ -390,15 +382,9 @@ def _scaling(
     return figures
 
 
-@BENCHMARKS.register("mlora/communication")
-def communication(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
-    """Bytes that a step sends in a pipeline, as the simulator counts them, and in tensor parallelism.
-
-    Raises:
-        ConfigError: a wrong option.
-    """
-    del settings, jobs
-    asked = build(PipelineOptions, options, OPTIONS)
+@benchmark("mlora/communication", PipelineOptions)
+def communication(_settings: RunSettings, _jobs: Sequence[JobSpec], asked: PipelineOptions) -> Report:
+    """Bytes that a step sends in a pipeline, as the simulator counts them, and in tensor parallelism."""
     figures = []
     for name, model in asked.models.items():
         for devices in asked.devices:

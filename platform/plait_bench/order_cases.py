@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from plait.core.checks import check, one_of
-from plait.core.errors import ConfigError, choices
+from plait.core.checks import one_of
+from plait.core.errors import ConfigError
 from plait.core.plans import GlobalBatch, Microbatch
 from plait.cost.time import StageTime
 from plait.planner.instructions import Instruction
@@ -19,7 +19,8 @@ from plait.planner.packing_exact import GREEDY
 from plait.simulate.events import Action, Choose, Pipeline, Run, Work, in_order, simulate
 from plait.simulate.lowering import lower
 from plait.simulate.orders import ORDERS, OrderName, arrange
-from plait_bench.inputs import OPTIONS, at_least_one
+from plait_bench.benchmarks import OPTIONS
+from plait_bench.inputs import Count, Counts
 
 Lists = tuple[tuple[Instruction, ...], ...]  # by stage
 SLEEP, MODEL = "sleep", "model"  # what stages do
@@ -69,33 +70,24 @@ class OrderOptions:
 
     work: Annotated[str, one_of(SLEEP, MODEL)] = SLEEP
     clock: Annotated[str, one_of(WALL, PROCESSOR)] = WALL
-    stages: tuple[int, ...] = (2, 3, 4)
-    adapters: tuple[int, ...] = (1, 2, 3, 4)
-    orders: tuple[str, ...] = ORDERS
-    repeats: int = 1
-    microbatches: int = 4
-    steps: int = 2
-    tokens: int = 64
-    width: int = 512
+    stages: Counts = (2, 3, 4)
+    adapters: Counts = (1, 2, 3, 4)
+    orders: tuple[OrderName, ...] = ORDERS
+    repeats: Count = 1
+    microbatches: Count = 4
+    steps: Count = 2
+    tokens: Count = 64
+    width: Count = 512
     forward: float = 40.0
     backward: float = 80.0
 
     def __post_init__(self) -> None:
-        check(self, OPTIONS)
-        at_least_one(self, "repeats", "microbatches", "steps", "tokens", "width")
         if self.work == SLEEP and self.clock == PROCESSOR:
             raise ConfigError(
                 f"{OPTIONS}.clock={PROCESSOR}",
                 "Stages that sleep take no processor seconds.",
                 f"Set {OPTIONS}.work={MODEL}.",
             )
-        if wrong := sorted(set(self.orders) - set(ORDERS)):
-            raise ConfigError(f"{OPTIONS}.orders={wrong}", f"It has names of orders: {choices(ORDERS)}.")
-        for name in ("stages", "adapters"):
-            if min(getattr(self, name), default=0) < 1:
-                raise ConfigError(
-                    f"{OPTIONS}.{name}={getattr(self, name)}", "There must be one, of at least 1."
-                )
 
     @property
     def seconds(self) -> Times:

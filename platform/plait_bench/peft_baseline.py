@@ -79,29 +79,25 @@ class PeftBaseline:
     Args:
         model: dense weights, as ``plait.models.load.transformers_model`` gives it.
         pad: token to pad with.
-        autocast: run forward under autocast in the model's dtype, as transformers' Trainer does with
-            ``bf16=True``; of no effect in float32.
     """
 
-    def __init__(self, model: PreTrainedModel, pad: int, *, autocast: bool = False) -> None:
+    def __init__(self, model: PreTrainedModel, pad: int) -> None:
         self._model = model
         self._pad = pad
-        self._autocast = autocast and model.dtype != torch.float32
 
     @classmethod
-    def load(cls, settings: RunSettings, *, autocast: bool = False) -> PeftBaseline:
+    def load(cls, settings: RunSettings) -> PeftBaseline:
         """The run's model, loaded."""
         tokeniser = load_tokeniser(settings.model, cache=cache_dir())
         pad = tokeniser.eos_token_id if tokeniser.pad_token_id is None else tokeniser.pad_token_id
-        return cls(transformers_model(settings.model, cache=cache_dir()), pad, autocast=autocast)
+        return cls(transformers_model(settings.model, cache=cache_dir()), pad)
 
     def describe(self) -> str:
         """What this side computes, in a sentence."""
         dtype = str(self._model.dtype).removeprefix("torch.")
-        cast = " under autocast" if self._autocast else ""
         attention = self._model.config._attn_implementation
         return (
-            f"PEFT's side, as PEFT is commonly used: dense weights in {dtype}{cast}, adapters in float32, "
+            f"PEFT's side, as PEFT is commonly used: dense weights in {dtype}, adapters in float32, "
             f"{attention} attention over padded batches, logits and loss at every position, fused AdamW. "
             "Plait packs without padding and computes logits at labelled tokens only."
         )
@@ -158,14 +154,13 @@ class PeftBaseline:
         return float(loss.detach())
 
     def _loss(self, model: PeftModel, batch: PaddedBatch, labelled: int) -> Tensor:
-        with torch.autocast("cpu", self._model.dtype, enabled=self._autocast):
-            out = model(
-                input_ids=batch.token_ids,
-                attention_mask=batch.attention_mask,
-                labels=batch.labels,
-                num_items_in_batch=labelled,
-                use_cache=False,
-            )
+        out = model(
+            input_ids=batch.token_ids,
+            attention_mask=batch.attention_mask,
+            labels=batch.labels,
+            num_items_in_batch=labelled,
+            use_cache=False,
+        )
         return cast(Tensor, out.loss)
 
 

@@ -14,15 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 
-from plait.config.fields import build
 from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings
 from plait.core.spans import ReplicaSpans, Span, SpanKind
 from plait.engine.replica_times import times_between
-from plait.simulate.orders import ORDERS
-from plait_bench.benchmarks import BENCHMARKS
+from plait_bench.benchmarks import benchmark
 from plait_bench.figures import Baseline, Figure, Report
-from plait_bench.inputs import OPTIONS, require_processor
+from plait_bench.inputs import require_processor
 from plait_bench.order_cases import (
     PROCESSOR,
     SLEEP,
@@ -131,23 +129,20 @@ def _times_of(spans: Sequence[Span]) -> Times:
     )
 
 
-@BENCHMARKS.register("mlora/pipeline_orders")
-def pipeline_orders(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+@benchmark("mlora/pipeline_orders", OrderOptions)
+def pipeline_orders(settings: RunSettings, _jobs: Sequence[JobSpec], asked: OrderOptions) -> Report:
     """Waiting shares of every order, by stages and adapters, measured beside simulated.
 
     Raises:
         ConfigError: a wrong option.
         LostProcessError: a process died or hangs.
     """
-    del jobs
-    asked = build(OrderOptions, options, OPTIONS)
     setting = Setting(asked, settings)
     cases = [
         case_of(name, stages, adapters, asked)
         for stages in asked.stages
         for adapters in asked.adapters
-        for name in ORDERS
-        if name in asked.orders
+        for name in asked.orders
     ]
     if asked.work == SLEEP:
         return _sleeping(cases, setting)

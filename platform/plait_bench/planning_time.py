@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from statistics import median
 from time import perf_counter, process_time, sleep
+from typing import Annotated
 
-from plait.config.fields import build
-from plait.core.errors import ConfigError
+from plait.core.checks import NOT_EMPTY, between
 from plait.core.jobs import JobSpec
 from plait.core.samples import Int64
 from plait.core.settings import RunSettings
@@ -19,20 +19,21 @@ from plait.planner.deployment import GAP, deploy, relaxation_bound
 from plait.planner.dispatch import dispatch, spread
 from plait.planner.dispatch_step import Replicas, plan_step
 from plait.planner.solver import Limits
-from plait_bench.benchmarks import BENCHMARKS
+from plait_bench.benchmarks import benchmark
 from plait_bench.exact import exact_dispatch
 from plait_bench.figures import Figure, Published, Report
-from plait_bench.inputs import OPTIONS, read_profile
+from plait_bench.inputs import read_profile
 from plait_bench.lobra import (
     ALIGNED,
     SAMPLE_STEPS,
     Assumption,
     Rows,
     Task,
-    Workload,
     costs_of,
     deployed,
     devices_of,
+    drawn_steps,
+    expected_counts,
     limits,
 )
 from plait_bench.lobra_plans import plan_figures
@@ -59,68 +60,54 @@ class DeploymentOptions:
     """
 
     tasks: tuple[Task, ...]
-    assumptions: tuple[Assumption, ...]
-    devices: dict[str, float | None]
+    assumptions: Annotated[tuple[Assumption, ...], NOT_EMPTY]
+    devices: dict[int, float | None]
     kinds: Rows
-    steps: int
-    step_seconds: float
-    plans: dict[str, Rows] = field(default_factory=dict)
+    steps: Annotated[int, between(1, SAMPLE_STEPS)]
+    step_seconds: Annotated[float, between(0, 60)]
+    plans: dict[int, Rows] = field(default_factory=dict)
     gap: float = GAP
 
-    def __post_init__(self) -> None:
-        if not self.assumptions:
-            raise ConfigError("bench.options.assumptions=[]", "There must be one at least.")
-        for number in self.devices:
-            if not number.isdigit() or int(number) < 1:
-                raise ConfigError(f"bench.options.devices: {number}", "A number of devices is at least 1.")
-        if not 1 <= self.steps <= SAMPLE_STEPS:
-            raise ConfigError(f"bench.options.steps={self.steps}", f"It must lie in 1 to {SAMPLE_STEPS}.")
-        if not 0 <= self.step_seconds <= 60:
-            raise ConfigError(f"bench.options.step_seconds={self.step_seconds}", "It must lie in 0 to 60.")
 
-
-@BENCHMARKS.register("lobra/planning_time")
-def planning_time(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+@benchmark("lobra/planning_time", DeploymentOptions)
+def planning_time(settings: RunSettings, _jobs: Sequence[JobSpec], asked: DeploymentOptions) -> Report:
     """Planning seconds compared with the published ones, with each plan's distance to its proved bound.
 
     Raises:
-        ConfigError: a wrong option, or a cluster that is not described.
+        ConfigError: a cluster that is not described.
     """
-    del jobs
-    asked = build(DeploymentOptions, options, OPTIONS)
     profile = read_profile(settings)
-    workloads = [Workload.draw(asked.tasks, each, SAMPLE_STEPS) for each in asked.assumptions]
+    samples = {str(each): drawn_steps(asked.tasks, each, SAMPLE_STEPS) for each in asked.assumptions}
     figures = []
     piece = part("deployments", len(asked.devices))
     for devices, theirs in asked.devices.items():
         piece(f"{devices} devices")
-        figures += _deployment_figures(profile, workloads, int(devices), theirs, asked.gap)
+        figures += _deployment_figures(profile, [*samples.values()], devices, theirs, asked.gap)
         if rows := asked.plans.get(devices):
-            for number, each in enumerate(workloads):
-                label = f"; {each.assumption}" if number else ""
-                some, case = _on(profile, int(devices)), f"{devices} devices"
-                figures += plan_figures(some, each.batches, rows, case, label, gap=asked.gap)
-    batches = workloads[0].batches[: asked.steps]
+            for number, (assumption, known) in enumerate(samples.items()):
+                label = f"; {assumption}" if number else ""
+                some, case = _on(profile, devices), f"{devices} devices"
+                figures += plan_figures(some, known, rows, case, label, gap=asked.gap)
+    batches = next(iter(samples.values()))[: asked.steps]
     part("dispatch by step")
     some = _on(profile, sum(tp * pp * count for tp, pp, count in asked.kinds))
     figures += _dispatch_figures(some, batches, asked.kinds)
     figures += _ahead_figures(some, batches, asked.kinds, asked.step_seconds)
-    return Report(
-        "Planning time", tuple(figures), (*map(str, asked.assumptions), f"cost model: {profile.source}")
-    )
+    return Report("Planning time", tuple(figures), (*samples, f"cost model: {profile.source}"))
 
 
 def _deployment_figures(
-    profile: ClusterProfile, workloads: Sequence[Workload], devices: int, theirs: float | None, gap: float
+    profile: ClusterProfile, samples: Sequence[Int64], devices: int, theirs: float | None, gap: float
 ) -> list[Figure]:
     """One batch whatever the devices, as published, and a batch that grows with them: medians, the worst."""
     figures, some = [], _on(profile, devices)
     for name, share in (("one batch", profile.devices.count), ("batch by devices", devices)):
         seconds, plans, instances = [], [], []
-        for workload in workloads:
-            buckets = workload.buckets(profile)
+        for known in samples:
+            buckets = dynamic_buckets(known.ravel(), required=limits(profile))
             costs = costs_of(some, buckets.lengths)
-            counts = [-(-count * share // profile.devices.count) for count in workload.expected(buckets)]
+            expected = expected_counts(buckets.counts, known.shape[1])
+            counts = [-(-count * share // profile.devices.count) for count in expected]
             instances.append((costs, counts))
             begin = process_time()  # other work on the machine does not count
             plans.append(deploy(costs, counts, devices_of(some), gap=gap))

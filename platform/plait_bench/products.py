@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil, exp
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
-from plait.core.errors import ConfigError
-from plait_bench.inputs import OPTIONS, above_zero, at_least_one
+from plait.core.checks import at_least, check, each
+from plait_bench.benchmarks import OPTIONS
+from plait_bench.inputs import Count, Positive
 
 VALUE_BYTES = 2  # of bfloat16
 Replacement = Literal["random", "oldest"]
@@ -31,22 +32,14 @@ class Cached:
         replacement: what a cache that is full lets go of.
     """
 
-    mebibytes: float
-    processors: int
-    tile: tuple[int, int]
-    group: int
+    mebibytes: Positive
+    processors: Count
+    tile: Annotated[tuple[int, int], each(at_least(1))]
+    group: Count
     replacement: Replacement = "random"
 
     def __post_init__(self) -> None:
-        at_least_one(self, "processors", "group")
-        above_zero(self, "mebibytes")
-        if min(self.tile) < 1:
-            raise ConfigError(f"{OPTIONS}.cache.tile={list(self.tile)}", "Each must be at least 1.")
-        if self.replacement not in get_args(Replacement):
-            raise ConfigError(
-                f"{OPTIONS}.cache.replacement={self.replacement}",
-                f"It may be {' or '.join(get_args(Replacement))}.",
-            )
+        check(self, f"{OPTIONS}.cache")
 
     def reads(self, rows: int, columns: int, inner: int) -> float:
         """Bytes that a product of rows × inner and inner × columns reads."""

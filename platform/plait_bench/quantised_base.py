@@ -7,7 +7,7 @@ both. The quantised one begins, so that what a process allocates once counts aga
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
@@ -16,13 +16,12 @@ from typing import Annotated
 
 import torch
 
-from plait.config.fields import build
-from plait.core.checks import check, one_of
+from plait.core.checks import one_of
 from plait.core.jobs import JobSpec
 from plait.core.settings import QUANTISED, WHOLE, RunSettings
-from plait_bench.benchmarks import BENCHMARKS
+from plait_bench.benchmarks import benchmark
 from plait_bench.figures import Baseline, Figure, Report
-from plait_bench.inputs import OPTIONS, at_least_one, require_processor
+from plait_bench.inputs import Count, require_processor
 from plait_bench.joint_side import JointRun, load_joint_side
 from plait_bench.joint_vs_peft import GIB, Footprint
 from plait_bench.progress import part
@@ -43,13 +42,9 @@ class QuantisedOptions:
     """
 
     quantise: Annotated[str, one_of(*QUANTISED)] = "int8"
-    turns: int = 4
+    turns: Count = 4
     loss_tolerance: float = 0.02
     slowdown: float = 1.1
-
-    def __post_init__(self) -> None:
-        check(self, OPTIONS)
-        at_least_one(self, "turns")
 
 
 @dataclass(slots=True, eq=False)
@@ -94,15 +89,14 @@ class _Side:
         return [mean(losses[len(losses) // 2 :]) for losses in self.run.losses.values()]
 
 
-@BENCHMARKS.register("quantised_base")
-def quantised_base(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+@benchmark("quantised_base", QuantisedOptions)
+def quantised_base(settings: RunSettings, jobs: Sequence[JobSpec], asked: QuantisedOptions) -> Report:
     """Train ``jobs`` on dense and on quantised weights and compare.
 
     Raises:
         ConfigError: there are no jobs, an option is wrong, or the device is not the CPU.
         PlaitError: a job failed.
     """
-    asked = build(QuantisedOptions, options, OPTIONS)
     require_processor(settings)
     modes = {
         mode: replace(settings, model=replace(settings.model, quantise=mode))

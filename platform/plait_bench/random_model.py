@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from plait.models.base import BaseModel, Identity
 from plait.models.tiny import byte_tokeniser
+from plait_bench.inputs import Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +22,12 @@ class LlamaSizes:
             keys and values.
     """
 
-    layers: int
-    hidden: int
-    inner: int
-    heads: int
-    shared: int
-    vocabulary: int
+    layers: Count
+    hidden: Count
+    inner: Count
+    heads: Count
+    shared: Count
+    vocabulary: Count
 
     def model(self, length: int, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
         """A frozen model for samples of up to ``length`` tokens, made on the device."""
@@ -52,3 +53,9 @@ class LlamaSizes:
 def dtype_on(device: torch.device) -> torch.dtype:
     """bfloat16 on a GPU, elsewhere float32."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def described(device: torch.device, dtype: torch.dtype) -> str:
+    """What a report says of the model: the device's name, the data type and its weights."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "this processor"
+    return f"{name}, {str(dtype).removeprefix('torch.')}, random weights"

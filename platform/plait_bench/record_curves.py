@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from plait.config.fields import build
 from plait.core.errors import ConfigError, PlaitError
 from plait.core.jobs import JobSpec
 from plait.core.lifecycle import JobResult, JobState, PauseReason
@@ -34,10 +33,9 @@ from plait.core.spans import ReplicaSpans
 from plait.engine.coordinator import Coordinator
 from plait.engine.worker import Worker, WorkerFacts
 from plait.tracking.facts import git_state, hardware
-from plait_bench.benchmarks import BENCHMARKS
+from plait_bench.benchmarks import benchmark
 from plait_bench.curves import Curve, Point, RecordedCurves, write_curves
 from plait_bench.figures import Baseline, Figure, Report
-from plait_bench.inputs import OPTIONS
 from plait_bench.joint_side import JointSide, load_joint_side
 from plait_bench.listed_search import JointSearch, parameters_apart, search_together
 from plait_bench.progress import part
@@ -63,15 +61,14 @@ class Options:
     processor_time: bool = False
 
 
-@BENCHMARKS.register("record_curves")
-def record_curves(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+@benchmark("record_curves", Options)
+def record_curves(settings: RunSettings, jobs: Sequence[JobSpec], asked: Options) -> Report:
     """Train ``jobs`` together, evaluate each at the same steps, and write the curves.
 
     Raises:
         ConfigError: no jobs, steps outside of their budgets, or an unknown option.
         PlaitError: a job failed.
     """
-    asked = build(Options, options, OPTIONS)
     side = load_joint_side(settings, jobs)
     steps = {job.name: _steps(asked.steps, side.steps(job)) for job in jobs}
     side.warm_up(jobs[0])

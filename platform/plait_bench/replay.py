@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 from math import comb
 from pathlib import Path
 from statistics import quantiles
+from typing import Annotated
 
-from plait.config.fields import build
+from plait.core.checks import NOT_EMPTY
 from plait.core.errors import ConfigError, choices
 from plait.core.jobs import JobSpec, TrainSpec
 from plait.core.lifecycle import JobResult, JobState, PauseReason
@@ -23,10 +24,10 @@ from plait.search.run import SearchLoop
 from plait.search.stopper import make_stopper
 from plait.search.stopping import rungs_within
 from plait.search.trials import Trial
-from plait_bench.benchmarks import BENCHMARKS
+from plait_bench.benchmarks import benchmark
 from plait_bench.curves import Curve, RecordedCurves, read_curves
 from plait_bench.figures import Baseline, Figure, Report
-from plait_bench.inputs import OPTIONS, at_least_one, shipped
+from plait_bench.inputs import Count, shipped
 from plait_bench.listed_search import Evaluation, Timeline, listed_study
 from plait_bench.progress import part
 
@@ -269,15 +270,10 @@ class Options:
     """
 
     curves: str = "smollm2_gsm_symbolic.json"
-    rules: dict[str, StoppingSettings] = field(default_factory=dict)
-    orders: int = 100
+    rules: Annotated[dict[str, StoppingSettings], NOT_EMPTY] = field(default_factory=dict)
+    orders: Count = 100
     within: float = 1.0
     share: float = 25.0
-
-    def __post_init__(self) -> None:
-        at_least_one(self, "orders")
-        if not self.rules:
-            raise ConfigError("bench.options.rules={}", "There must be at least one rule.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,16 +291,14 @@ class OrderResult:
     replay: Replay
 
 
-@BENCHMARKS.register("replay/stopping")
-def replay_stopping(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+@benchmark("replay/stopping", Options)
+def replay_stopping(settings: RunSettings, _jobs: Sequence[JobSpec], asked: Options) -> Report:
     """Search the recorded curves by every rule in many orders; ``jobs`` are not used.
 
     Raises:
-        ConfigError: an unknown option, or a rung at which nothing was recorded.
+        ConfigError: a rung at which nothing was recorded.
         DataError: there is no such record.
     """
-    del jobs
-    asked = build(Options, options, OPTIONS)
     recorded = read_curves(shipped(asked.curves))
     figures = [
         Figure("full grid: best loss", recorded.best, "nats", "measured"),

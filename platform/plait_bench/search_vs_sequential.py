@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isfinite, isnan
 from pathlib import Path
@@ -22,17 +22,16 @@ from time import perf_counter
 
 import torch
 
-from plait.config.fields import build
 from plait.core.errors import ConfigError, PlaitError
 from plait.core.jobs import JobSpec
 from plait.core.samples import Split
 from plait.core.settings import RunSettings, SearchSettings, StoppingSettings
 from plait.search.objective import check_measured
 from plait.search.stopping import rungs_within
-from plait_bench.benchmarks import BENCHMARKS
+from plait_bench.benchmarks import benchmark
 from plait_bench.curves import Curve, Point
 from plait_bench.figures import Baseline, Figure, Report
-from plait_bench.inputs import OPTIONS, at_least_one, require_processor
+from plait_bench.inputs import Count, require_processor
 from plait_bench.joint_side import JointSide, load_joint_side
 from plait_bench.listed_search import Evaluation, JointSearch, parameters_apart, reached, search_together
 from plait_bench.peft_baseline import InitialWeights, PeftBaseline, Training
@@ -246,29 +245,21 @@ class Options:
         loss_tolerance: largest difference of a validation loss between both sides, as a share; beyond it the
             benchmark fails, since sides that compute different things do not compare.
         evaluation_batch: samples of one padded batch in PEFT's evaluations.
-        autocast: whether PEFT's side runs under autocast.
     """
 
-    seeds: int = 5
+    seeds: Count = 5
     loss_tolerance: float = 0.05
-    evaluation_batch: int = 8
-    autocast: bool = False
-
-    def __post_init__(self) -> None:
-        at_least_one(self, "seeds", "evaluation_batch")
+    evaluation_batch: Count = 8
 
 
-@BENCHMARKS.register("search_vs_sequential")
-def search_vs_sequential(
-    settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]
-) -> Report:
+@benchmark("search_vs_sequential", Options)
+def search_vs_sequential(settings: RunSettings, jobs: Sequence[JobSpec], asked: Options) -> Report:
     """Search ``jobs`` on both sides, with one seed after another.
 
     Raises:
         ConfigError: no jobs, no rungs, an unknown option, or another device than the processor.
         PlaitError: a job failed, or the losses of both sides disagree.
     """
-    asked = build(Options, options, OPTIONS)
     _check(settings, jobs)
     arena, results = Arena.load(settings, jobs, asked), list[SeedResult]()
     for seed in range(asked.seeds):
@@ -315,7 +306,7 @@ class Arena:
         """Load the model for both sides, and let each go through it once."""
         side = load_joint_side(settings, jobs)
         side.warm_up(jobs[0])
-        baseline = PeftBaseline.load(settings, autocast=options.autocast)
+        baseline = PeftBaseline.load(settings)
         baseline.warm_up(jobs[0], side.split(jobs[0]))
         return cls(settings, jobs, options, side, baseline)
 

@@ -4,20 +4,22 @@ late."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated
 
 import numpy as np
 
-from plait.config.fields import build
+from plait.core.checks import Rule, at_least, check
 from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings
 from plait.serve.scheduler import Demand, Scheduler
-from plait_bench.benchmarks import BENCHMARKS
+from plait_bench.benchmarks import OPTIONS, benchmark
 from plait_bench.figures import Figure, Report
-from plait_bench.inputs import OPTIONS, at_least_one
+from plait_bench.inputs import Count
 
 GATHERS, REDUCES = 3, 1  # of low-rank values in a block, beside one all-reduce of the base's
+RISING = Rule("the fewest tokens and the most, of at least 1", lambda ends: 1 <= ends[0] <= ends[1])
 CELLS = 4  # cells of the pool that a rank of an adapter takes: q, k, v and o
 
 
@@ -27,11 +29,8 @@ class CommunicationOptions:
 
     hidden: tuple[int, ...]
     ranks: tuple[int, ...]
-    devices: int
-    tokens: int
-
-    def __post_init__(self) -> None:
-        at_least_one(self, "devices", "tokens")
+    devices: Annotated[int, at_least(2)]  # one alone sends nothing
+    tokens: Count
 
 
 def gathered(values: int, devices: int) -> float:
@@ -39,36 +38,33 @@ def gathered(values: int, devices: int) -> float:
     return values * (devices - 1) / devices
 
 
-@BENCHMARKS.register("slora/communication")
-def communication(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
-    """What an adapter sends over what the base sends; an all-reduce sends twice what an all-gather does.
-
-    Raises:
-        ConfigError: a wrong option.
-    """
-    del settings, jobs
-    asked = build(CommunicationOptions, options, OPTIONS)
+@benchmark("slora/communication", CommunicationOptions)
+def communication(_settings: RunSettings, _jobs: Sequence[JobSpec], asked: CommunicationOptions) -> Report:
+    """What an adapter sends over what the base sends; an all-reduce sends twice what an all-gather does."""
     figures = []
     for hidden in asked.hidden:
         base = 2 * gathered(asked.tokens * hidden, asked.devices)
         for rank in asked.ranks:
             adapter = (GATHERS + 2 * REDUCES) * gathered(asked.tokens * rank, asked.devices)
             name = f"{hidden} features, rank {rank}"
-            note = f"beside {2 * base / 2**20:.1f} MiB; values of 16 bits"
+            note = f"the base sends {2 * base / 2**20:.1f} MiB; values of 16 bits"
             figures.append(Figure(name, 100 * adapter / base, "%", "computed"))
             figures.append(Figure(f"{name}: sent", 2 * adapter / 2**20, "MiB", "computed", note=note))
-    return Report("S-LoRA, bytes of adapters over the base model's", tuple(figures))
+    return Report("S-LoRA, bytes of adapters compared with the base model's", tuple(figures))
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
     """Requests: lengths of prompts and answers, drawn evenly, and how many arrive in an iteration."""
 
-    requests: int
-    prompt: tuple[int, int]
-    answer: tuple[int, int]
-    rate: float = 0.0
-    seed: int = 0
+    requests: Count
+    prompt: Annotated[tuple[int, int], RISING]
+    answer: Annotated[tuple[int, int], RISING]
+    rate: Annotated[float, at_least(0)] = 0.0
+    seed: Annotated[int, at_least(0)] = 0
+
+    def __post_init__(self) -> None:
+        check(self, f"{OPTIONS}.traffic")
 
     def draw(self) -> list[tuple[int, int, float]]:
         """Tokens of prompt and answer of each request, and the iteration at which it arrives."""
@@ -92,25 +88,16 @@ class PoolOptions:
     """
 
     traffic: Traffic
-    tokens: int
-    most_tokens: int
+    tokens: Count
+    most_tokens: Count
     pages: tuple[int, ...]
     adapters: tuple[int, ...]
     ranks: tuple[int, ...]
 
-    def __post_init__(self) -> None:
-        at_least_one(self, "tokens", "most_tokens")
 
-
-@BENCHMARKS.register("slora/pool")
-def pool(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
-    """How much of the pool holds tokens, requests that run at once, and what adapters would take of it.
-
-    Raises:
-        ConfigError: a wrong option.
-    """
-    del settings, jobs
-    asked = build(PoolOptions, options, OPTIONS)
+@benchmark("slora/pool", PoolOptions)
+def pool(_settings: RunSettings, _jobs: Sequence[JobSpec], asked: PoolOptions) -> Report:
+    """How much of the pool holds tokens, requests that run at once, and what adapters would take of it."""
     figures = []
     for page in (*asked.pages, asked.most_tokens):
         whole = page == asked.most_tokens
@@ -164,22 +151,13 @@ class AdmissionOptions:
 
     traffic: Traffic
     rates: tuple[float, ...]
-    most: int
-    patience: int
-
-    def __post_init__(self) -> None:
-        at_least_one(self, "most", "patience")
+    most: Count
+    patience: Count
 
 
-@BENCHMARKS.register("slora/admission")
-def admission(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
-    """Requests whose first token comes in time: in order of arrival, and without those that are too late.
-
-    Raises:
-        ConfigError: a wrong option.
-    """
-    del settings, jobs
-    asked = build(AdmissionOptions, options, OPTIONS)
+@benchmark("slora/admission", AdmissionOptions)
+def admission(_settings: RunSettings, _jobs: Sequence[JobSpec], asked: AdmissionOptions) -> Report:
+    """Requests whose first token comes in time: in order of arrival, and without those that are too late."""
     figures = [
         Figure(
             f"{rate:g} requests an iteration, {how}: in time",
@@ -196,8 +174,7 @@ def admission(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[s
 
 def _in_time(asked: AdmissionOptions, rate: float, abort: bool) -> float:
     """Share of the requests whose first token came in time."""
-    each = asked.traffic
-    drawn = Traffic(each.requests, each.prompt, each.answer, rate, each.seed).draw()
+    drawn = replace(asked.traffic, rate=rate).draw()
     queue, running, served, now, place = deque[int](), list[int](), 0, 0, 0
     while place < len(drawn) or queue:
         while place < len(drawn) and drawn[place][2] <= now:

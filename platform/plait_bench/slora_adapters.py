@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,6 @@ from peft import PeftModel
 
 from plait.adapters.facts import WEIGHTS
 from plait.adapters.peft_folder import export_adapter
-from plait.config.fields import build
 from plait.core.errors import PlaitError
 from plait.core.jobs import AdapterSpec, JobSpec
 from plait.core.settings import RunSettings
@@ -30,9 +29,9 @@ from plait.serve.engine import Engine
 from plait.serve.folders import HOST_BYTES, FolderAdapters
 from plait.serve.requests import Completion, Request, Sampling
 from plait.utils.paths import cache_dir
-from plait_bench.benchmarks import BENCHMARKS
+from plait_bench.benchmarks import benchmark
 from plait_bench.figures import Baseline, Figure, Report
-from plait_bench.inputs import OPTIONS, at_least_one, require_processor
+from plait_bench.inputs import Count, Counts, require_processor
 from plait_bench.progress import part
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")  # as S-LoRA's adapters
@@ -54,22 +53,18 @@ class AdaptersOptions:
         timed_alone: of them, those that PEFT generates with; its speed does not depend on their number.
     """
 
-    few: int
-    many: int
-    files: int
-    ranks: tuple[int, ...]
-    requests: int
-    prompt_tokens: int
-    new_tokens: int
-    pool_tokens: int
-    rounds: int
-    alone: int
-    timed_alone: int
-    one_rank: int | None = None
-
-    def __post_init__(self) -> None:
-        at_least_one(self, "few", "many", "files", "requests", "prompt_tokens", "new_tokens", "rounds")
-        at_least_one(self, "alone", "timed_alone", *(["one_rank"] if self.one_rank is not None else ()))
+    few: Count
+    many: Count
+    files: Count
+    ranks: Counts
+    requests: Count
+    prompt_tokens: Count
+    new_tokens: Count
+    pool_tokens: Count
+    rounds: Count
+    alone: Count
+    timed_alone: Count
+    one_rank: Count | None = None
 
 
 class _Side:
@@ -111,16 +106,14 @@ class _Side:
         return process_time() - started, [ended[number] for number in numbers]
 
 
-@BENCHMARKS.register("slora/adapters")
-def adapters(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+@benchmark("slora/adapters", AdaptersOptions)
+def adapters(settings: RunSettings, _jobs: Sequence[JobSpec], asked: AdaptersOptions) -> Report:
     """Requests a processor second with few and with many adapters, and beside PEFT one after another.
 
     Raises:
-        ConfigError: a wrong option, or another device than the CPU.
+        ConfigError: another device than the CPU.
         PlaitError: Plait and PEFT generate different texts.
     """
-    del jobs
-    asked = build(AdaptersOptions, options, OPTIONS)
     require_processor(settings)
     part("loading the model")
     base = load_model(settings.model, cache=cache_dir(), device=torch.device("cpu"))
@@ -236,7 +229,7 @@ def _beside_peft(
         )
     whole = sum(one.tokens == two for one, two in zip(together, texts, strict=True))
     ours = asked.alone * asked.new_tokens / seconds
-    theirs = asked.timed_alone * asked.new_tokens / alone
+    theirs = len(texts) * asked.new_tokens / alone
     note = f"{whole} of {len(texts)} answers are PEFT's to the last token; PEFT's loading is not timed"
     unit = "new tokens/s (processor)"
     return Figure(

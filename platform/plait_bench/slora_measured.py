@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
 
 import torch
 
-from plait.config.fields import build
 from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings
-from plait_bench.benchmarks import BENCHMARKS
+from plait_bench.benchmarks import benchmark
 from plait_bench.figures import Baseline, Figure, Report
-from plait_bench.inputs import OPTIONS, at_least_one, require_processor
+from plait_bench.inputs import Count, require_processor
 from plait_kernels.synthetic import Shape, problem
 
 
@@ -31,14 +30,11 @@ class LayerOptions:
         rounds: of measurements.
     """
 
-    features: int
-    tokens: int
+    features: Count
+    tokens: Count
     ranks: tuple[int, ...]
     adapters: tuple[int, ...] = ()
-    rounds: int = 5
-
-    def __post_init__(self) -> None:
-        at_least_one(self, "features", "tokens", "rounds")
+    rounds: Count = 5
 
 
 def _seconds(rounds: int, *runs: Callable[[], object]) -> list[float]:
@@ -52,17 +48,15 @@ def _seconds(rounds: int, *runs: Callable[[], object]) -> list[float]:
     return [median(own[1:]) for own in taken]
 
 
-@BENCHMARKS.register("slora/kernels")
+@benchmark("slora/kernels", LayerOptions)
 @torch.no_grad()
-def kernels(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+def kernels(settings: RunSettings, _jobs: Sequence[JobSpec], asked: LayerOptions) -> Report:
     """The adapters' part of a layer's call with mixed ranks, over that with all of the largest.
 
     Raises:
-        ConfigError: a wrong option, or another device than the processor.
+        ConfigError: another device than the processor.
     """
-    del jobs
     require_processor(settings)
-    asked = build(LayerOptions, options, OPTIONS)
     most = max(asked.ranks)
     mixed, padded = (
         problem(
@@ -90,17 +84,15 @@ def kernels(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str
     return Report("S-LoRA, mixed ranks in one batch", tuple(figures), notes)
 
 
-@BENCHMARKS.register("slora/merged")
+@benchmark("slora/merged", LayerOptions)
 @torch.no_grad()
-def merged(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+def merged(settings: RunSettings, _jobs: Sequence[JobSpec], asked: LayerOptions) -> Report:
     """A layer's call with adapters beside the weights, over one product for each adapter's merged weights.
 
     Raises:
-        ConfigError: a wrong option, or another device than the processor.
+        ConfigError: another device than the processor.
     """
-    del jobs
     require_processor(settings)
-    asked = build(LayerOptions, options, OPTIONS)
     figures = []
     counted = Baseline(1 + 2 * asked.ranks[0] / asked.features, "operations, counted")
     for count in asked.adapters:

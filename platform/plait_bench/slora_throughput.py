@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
 
-from plait.config.fields import build
-from plait.core.errors import ConfigError
+from plait.core.checks import at_least, check
 from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings
 from plait.engine.devices import choose_device, choose_kernels
@@ -20,12 +20,12 @@ from plait.serve import recorded
 from plait.serve.engine import Engine
 from plait.serve.folders import FolderAdapters
 from plait.serve.requests import Request, Sampling
-from plait_bench.benchmarks import BENCHMARKS
+from plait_bench.benchmarks import OPTIONS, benchmark
 from plait_bench.figures import Baseline, Figure, Report
 from plait_bench.gpu_step import free
-from plait_bench.inputs import OPTIONS, at_least_one
+from plait_bench.inputs import Count, Counts, Positive
 from plait_bench.progress import part
-from plait_bench.random_model import LlamaSizes, dtype_on
+from plait_bench.random_model import LlamaSizes, described, dtype_on
 from plait_bench.slora_adapters import random_folders
 
 
@@ -39,12 +39,12 @@ class Case:
     """
 
     name: str
-    adapters: int
-    ranks: tuple[int, ...]
+    adapters: Count
+    ranks: Counts
     host_bytes: int
 
     def __post_init__(self) -> None:
-        at_least_one(self, "adapters")
+        check(self, f"{OPTIONS}.cases")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,30 +63,24 @@ class ThroughputOptions(LlamaSizes):
     """
 
     cases: tuple[Case, ...]
-    files: int
-    requests: int
-    rate: float
-    shortest: int
+    files: Count
+    requests: Count
+    rate: Positive
+    shortest: Count
     longest: int
-    pool_tokens: int
-    graph_rows: int
+    pool_tokens: Count
+    graph_rows: Annotated[int, at_least(0)]
     seed: int
 
-    def __post_init__(self) -> None:
-        at_least_one(self, "layers", "files", "requests", "shortest", "pool_tokens")
-        if self.graph_rows < 0:
-            raise ConfigError(f"{OPTIONS}.graph_rows={self.graph_rows}", "It must be at least 0.")
 
-
-@BENCHMARKS.register("slora/throughput")
-def throughput(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+@benchmark("slora/throughput", ThroughputOptions)
+def throughput(settings: RunSettings, _jobs: Sequence[JobSpec], asked: ThroughputOptions) -> Report:
     """Requests a second of servers that differ in adapters, by the clock.
 
     Raises:
-        ConfigError: a wrong option, or a device that is not there.
+        ConfigError: a device that is not there.
     """
-    del jobs
-    asked, device = build(ThroughputOptions, options, OPTIONS), choose_device(settings.engine.device)
+    device = choose_device(settings.engine.device)
     if asked.graph_rows:
         recorded.check_device(device, asked.graph_rows)
     part("making the model")
@@ -103,10 +97,9 @@ def throughput(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[
             if asked.graph_rows:
                 figures += _replayed(base, folders, case, asked, launched[0])
         free(device)
-    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "this processor"
     assumed = (
-        f"{kind}, {str(base.dtype).removeprefix('torch.')}, random weights, {asked.requests} requests of "
-        f"{asked.shortest} to {asked.longest} tokens and as many new ones, {asked.rate:g} a second arrive",
+        f"{described(device, base.dtype)}, {asked.requests} requests of {asked.shortest} to {asked.longest} "
+        f"tokens and as many new ones, {asked.rate:g} a second arrive",
     )
     return Report("S-LoRA, throughput of one server", tuple(figures), assumed)
 

@@ -6,7 +6,7 @@ the others for a sum, in forward and in backward.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from plait.adapters.slices import AdapterSlices
 from plait.adapters.variants import attach
-from plait.config.fields import build
 from plait.core.jobs import AdapterSpec, JobSpec
 from plait.core.settings import ModelSettings, RunSettings
 from plait.distributed.tensor import TensorGroup
@@ -23,10 +22,10 @@ from plait.models.base import BaseModel
 from plait.models.context import MicrobatchContext
 from plait.models.load import load_model
 from plait.utils.paths import cache_dir
-from plait_bench.benchmarks import BENCHMARKS
+from plait_bench.benchmarks import benchmark
 from plait_bench.figures import Baseline, Figure, Report
 from plait_bench.gloo_processes import answers, gloo_processes
-from plait_bench.inputs import OPTIONS, at_least_one
+from plait_bench.inputs import Count
 from plait_bench.progress import part
 from plait_kernels import Bank, RoutedSegment, Routing, RowCounters
 
@@ -43,11 +42,8 @@ class TensorOptions:
         tokens: of the microbatch, all labelled.
     """
 
-    slices: int = 3
-    tokens: int = 256
-
-    def __post_init__(self) -> None:
-        at_least_one(self, "slices", "tokens")
+    slices: Count = 3
+    tokens: Count = 256
 
 
 class CountingGroup(TensorGroup):
@@ -112,8 +108,8 @@ def _count(base: BaseModel, group: CountingGroup, length: int) -> Counted:
     return Counted(forward, backward, layers, hidden.shape[-1], hidden.element_size())
 
 
-@BENCHMARKS.register("mlora/tensor_measured")
-def tensor_measured(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+@benchmark("mlora/tensor_measured", TensorOptions)
+def tensor_measured(settings: RunSettings, _jobs: Sequence[JobSpec], asked: TensorOptions) -> Report:
     """Bytes that each process adds up for one microbatch, beside two sums a layer in each direction.
 
     Raises:
@@ -121,8 +117,6 @@ def tensor_measured(settings: RunSettings, jobs: Sequence[JobSpec], options: Map
         ModelError: the model's layers do not divide.
         LostProcessError: a process died or hangs.
     """
-    del jobs
-    asked = build(TensorOptions, options, OPTIONS)
     part(f"a microbatch over {asked.slices} processes")
     first, *_ = count(settings.model, asked)
     one = asked.tokens * first.hidden * first.value

@@ -9,16 +9,16 @@ import math
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import psutil
 
-from plait.config.fields import build
-from plait.core.errors import ConfigError, StorageError, choices
+from plait.core.errors import ConfigError, StorageError
 from plait.core.jobs import JobSpec
 from plait.core.lifecycle import JobResult, JobState
 from plait.core.messages import (
@@ -37,9 +37,9 @@ from plait.tracking.names import EVAL_LOSS, OBJECTIVE, TRAIN_LOSS
 from plait.tracking.tracker import Tracker
 from plait.tracking.ui import serving, ui_command
 from plait.utils.durations import duration
-from plait_bench.benchmarks import BENCHMARKS
+from plait_bench.benchmarks import benchmark
 from plait_bench.figures import Baseline, Figure, Report
-from plait_bench.inputs import OPTIONS, at_least_one
+from plait_bench.inputs import Count
 from plait_bench.joint_side import load_joint_side
 from plait_bench.progress import part
 
@@ -158,7 +158,7 @@ class Caller:
         self._timed(call)
 
 
-STORES = ("sqlite", "server")
+StoreKind = Literal["sqlite", "server"]
 MEASURED_STEPS = 5
 ADAPTER_BYTES = 2**16
 USUAL_SECONDS = {"sqlite": 2.5e-4, "server": 3.5e-4}  # for a step of one adapter: what is said beforehand
@@ -180,23 +180,19 @@ class Options:
             too long.
     """
 
-    adapters: int = 500
-    steps: int = 1000
-    together: int = 8
-    edge: int = 100
-    stores: tuple[str, ...] = STORES
+    adapters: Count = 500
+    steps: Count = 1000
+    together: Count = 8
+    edge: Count = 100
+    stores: tuple[StoreKind, ...] = ("sqlite", "server")
     step_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        at_least_one(self, "adapters", "steps", "together", "edge")
         if 2 * self.edge > self.adapters:
             raise ConfigError(
-                f"bench.options.edge={self.edge}", "First and last adapters must not be the same ones."
+                f"bench.options.edge={self.edge}, adapters={self.adapters}",
+                "First and last adapters must not be the same ones.",
             )
-        for store in self.stores:
-            if store not in STORES:
-                rule = f"Each must be one of {choices(STORES)}."
-                raise ConfigError(f"bench.options.stores: {store!r}", rule)
 
 
 @dataclass(slots=True)
@@ -223,15 +219,14 @@ class Cost:
         )
 
 
-@BENCHMARKS.register("tracking_scale")
-def tracking_scale(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+@benchmark("tracking_scale", Options)
+def tracking_scale(settings: RunSettings, jobs: Sequence[JobSpec], asked: Options) -> Report:
     """Tell the tracker of every step, wait until the store has it all, and check that it has.
 
     Raises:
         ConfigError: an option that is unknown or out of range.
         StorageError: the store does not hold what was sent.
     """
-    asked = build(Options, options, OPTIONS)
     step_seconds = asked.step_seconds or _step_seconds(settings, jobs[: asked.together])
     figures = [
         Figure(
@@ -285,7 +280,8 @@ def _measure(
     adapter.mkdir()
     (adapter / "adapter_model.safetensors").write_bytes(bytes(ADAPTER_BYTES))
     script = Script(asked.adapters, asked.steps, asked.together, adapter)
-    with _served(folder) if store == "server" else _file(folder) as (uri, server):
+    file = f"sqlite:///{folder / 'mlflow.db'}"
+    with _served(file, folder) if store == "server" else nullcontext((file, None)) as (uri, server):
         tracking = replace(settings.tracking, uri=uri, root=folder / "runs", experiment="tracking_scale")
         chosen = replace(settings, tracking=tracking)
         edges = _costs(chosen, jobs, script, asked.edge, store, server)
@@ -406,19 +402,13 @@ def _figures(
 
 
 @contextmanager
-def _file(folder: Path) -> Iterator[tuple[str, None]]:
-    """The address of a SQLite file."""
-    yield f"sqlite:///{folder / 'mlflow.db'}", None
-
-
-@contextmanager
-def _served(folder: Path) -> Iterator[tuple[str, psutil.Process]]:
-    """The address of an MLflow server in a separate process, with a SQLite file."""
+def _served(file: str, folder: Path) -> Iterator[tuple[str, psutil.Process]]:
+    """The address of an MLflow server in a separate process, with this SQLite file."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     arguments = ["--port", str(port), "--artifacts-destination", str(folder / "kept")]
-    command = ui_command(TrackingSettings(uri=f"sqlite:///{folder / 'mlflow.db'}", root=folder), arguments)
+    command = ui_command(TrackingSettings(uri=file, root=folder), arguments)
     command.environment.pop("MLFLOW_DEFAULT_ARTIFACT_ROOT", None)  # it keeps artifacts itself
     with (folder / "log").open("wb") as log, serving(command, log) as (server, answers):
         if not answers:

@@ -9,12 +9,11 @@ from functools import partial
 import torch
 from torch import Tensor, native_dropout
 
-from plait.config.fields import build
 from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings
-from plait_bench.benchmarks import BENCHMARKS
+from plait_bench.benchmarks import benchmark
 from plait_bench.figures import Figure, Report
-from plait_bench.inputs import OPTIONS, at_least_one
+from plait_bench.inputs import Count
 from plait_bench.products import Cached, Replacement, read_again
 from plait_kernels.counting import counted
 from plait_kernels.synthetic import Shape, problem
@@ -36,25 +35,16 @@ class TrafficOptions:
     """
 
     layers: tuple[tuple[int, int, int], ...]
-    rank: int
+    rank: Count
     adapters: tuple[int, ...]
     dropout: float
     cache: Cached
     replacements: tuple[Replacement, ...] = ("random",)
 
-    def __post_init__(self) -> None:
-        at_least_one(self, "rank")
 
-
-@BENCHMARKS.register("lorafusion/traffic")
-def traffic(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
-    """Bytes of forward and backward with fused adapters over plain operators', and over the frozen layer's.
-
-    Raises:
-        ConfigError: a wrong option.
-    """
-    del settings, jobs
-    asked = build(TrafficOptions, options, OPTIONS)
+@benchmark("lorafusion/traffic", TrafficOptions)
+def traffic(_settings: RunSettings, _jobs: Sequence[JobSpec], asked: TrafficOptions) -> Report:
+    """Bytes of forward and backward: fused adapters over plain operators, and these over the frozen layer."""
     figures = []
     for tokens, inputs, outputs in asked.layers:
         name = f"{tokens} × {inputs} × {outputs}"

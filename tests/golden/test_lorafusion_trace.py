@@ -13,8 +13,8 @@ import yaml
 from plait.config.fields import build
 from plait.core.settings import ClusterSettings, RunSettings
 from plait.utils.paths import conf_dir, sweeps_dir
+from plait_bench.benchmarks import OPTIONS
 from plait_bench.figures import Report
-from plait_bench.inputs import OPTIONS
 from plait_bench.lorafusion import WHOLE, Options, bubble_ratio
 from plait_bench.progress import shown
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from plait.config.fields import build
 from plait.core.errors import ConfigError
 from plait.core.settings import EngineSettings, ModelSettings, RunSettings
 from plait_bench import lobra_measured as bench
@@ -37,7 +38,7 @@ def test_all_ways_are_measured_next_to_the_simulation() -> None:
 
 
 def test_every_way_runs_every_sample_once_within_the_capacities(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = bench.build(bench.Options, OPTIONS, "options")
+    asked = build(bench.Options, OPTIONS, "options")
     machine = bench._prepare(SETTINGS, asked)
     monkeypatch.setattr(machine.worker, "execute", None)  # nothing else runs
     batches = [machine.drawn.batch(task, 1) for task in asked.tasks]

@@ -44,10 +44,11 @@ def test_figures_are_reported_if_both_sides_train_alike(monkeypatch: pytest.Monk
     assert set(threads) == {2}
 
 
-def test_no_speed_is_reported_if_both_sides_train_differently() -> None:
+@pytest.mark.parametrize(("step", "off"), [(1, "0.1"), (2, "inf")])  # inf: a job failed on one side
+def test_no_speed_is_reported_if_both_sides_train_differently(step: int, off: str) -> None:
     one, many = bench._Side(None), bench._Side(None)  # type: ignore[arg-type]
-    one.losses, many.losses = {("a", 1): 2.0}, {("a", 1): 2.2}
-    with pytest.raises(PlaitError, match=r"losses differ by 0\.1"):
+    one.losses, many.losses = {("a", step): 2.0}, {("a", 1): 2.2}
+    with pytest.raises(PlaitError, match=f"losses differ by {off}"):
         bench._check({1: one, 2: many}, 0.02)
 
 

@@ -7,7 +7,7 @@ the tests' process its names would stand among the choices of other tests.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
@@ -27,7 +27,7 @@ from plait.data.sources import SOURCES, CommonOptions, Rows, Source
 from plait.search.rungs import RungTable
 from plait.search.samplers import SAMPLERS, Sampler
 from plait.search.stopping import CONTINUE, RULES, Decision, RuleRequest, StoppingRule
-from plait_bench.benchmarks import BENCHMARKS
+from plait_bench.benchmarks import benchmark
 from plait_bench.figures import Figure, Report
 
 VARIANTS.add(FrozenA.name, FrozenA())
@@ -104,11 +104,18 @@ def open_sums(options: SumOptions) -> Rows:
 SOURCES.add("sums", Source(SumOptions, open_sums))
 
 
-@BENCHMARKS.register("outside/ranks")
-def ranks(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+@dataclass(frozen=True)
+class RanksOptions:
+    """Options of the benchmark."""
+
+    title: str
+
+
+@benchmark("outside/ranks", RanksOptions)
+def ranks(settings: RunSettings, jobs: Sequence[JobSpec], asked: RanksOptions) -> Report:
     """The rank of each job of the search, with its variant and source of data."""
     figures = []
     for job in jobs:
         name = f"{job.name} {job.adapter.variant} {job.data.source}"
         figures.append(Figure(name, job.adapter.rank, "rank", "computed"))
-    return Report(f"{options['title']}, kernels {settings.engine.kernels}", tuple(figures))
+    return Report(f"{asked.title}, kernels {settings.engine.kernels}", tuple(figures))

@@ -16,8 +16,8 @@ from plait.core.settings import ClusterSettings, RunSettings
 from plait.cost.time import StageTime
 from plait.simulate.events import OneFOneB, Pipeline, Work, simulate
 from plait.utils.paths import conf_dir, sweeps_dir
+from plait_bench.benchmarks import OPTIONS
 from plait_bench.blocking import blocking_seconds
-from plait_bench.inputs import OPTIONS
 from plait_bench.lorafusion import (
     Options,
     bubble_ratio,
@@ -75,7 +75,9 @@ def test_every_published_gain_has_its_figure(tmp_path: Path) -> None:
 
 def test_head_and_loss_take_the_given_factor_longer() -> None:
     options = content("lorafusion/bubble_ratio")["bench"]["options"]
-    once, more = (opened(h100(), options | {"head": head}).profile.time for head in (1.0, 3.0))
+    once, more = (
+        opened(h100(), build(Options, options | {"head": head}, OPTIONS)).profile.time for head in (1.0, 3.0)
+    )
     assert more.layer == once.layer
     assert more.head[1].labelled == pytest.approx(3 * once.head[1].labelled)
 
@@ -84,7 +86,7 @@ def test_head_and_loss_take_the_given_factor_longer() -> None:
 def test_head_and_loss_take_time(head: float) -> None:
     options = content("lorafusion/bubble_ratio")["bench"]["options"]
     with pytest.raises(ConfigError, match=rf"head={head}.*\n.*must be above 0"):
-        opened(h100(), options | {"head": head})
+        bubble_ratio(h100(), (), options | {"head": head})
 
 
 @pytest.mark.parametrize("path", sorted((sweeps_dir() / "lorafusion").glob("*.yaml")), ids=lambda at: at.stem)
@@ -100,7 +102,7 @@ def test_capacities_are_compared_by_lorafusions_own_schedule(tmp_path: Path) -> 
     options = content("lorafusion/profiler")["bench"]["options"] | SMALL | short_trace(tmp_path)
     options |= {"capacities": {"mixed": 6144}, "tried": []}
     (figure,) = profiler(h100(), (), options).figures
-    begun = opened(h100(), options)
+    begun = opened(h100(), build(Options, options, OPTIONS))
     pipeline = lorafusion(begun.asked.workload("mixed"), begun.even, begun.asked)
     assert figure.note.endswith(f" {rate_in_runs(pipeline):,.0f} tokens/s")
 
@@ -130,8 +132,8 @@ def test_other_numbers_of_samples_are_tried_for_mlora(tmp_path: Path) -> None:
     eight = bubble_ratio(h100(), (), options | {"samples": 8, "other_samples": []}).figures
     expected = next(figure.ours for figure in eight if figure.name == "mLoRA, packed")
     assert idle["mLoRA, packed; 8 samples a microbatch"] == expected != idle["mLoRA, packed"]
-    with pytest.raises(ConfigError, match=r"other_samples=\[0\].*\n.*at least 1"):
-        build(Options, options | {"other_samples": [0]}, OPTIONS)
+    with pytest.raises(ConfigError, match=r"other_samples=\(0,\).*\n.*at least 1"):
+        bubble_ratio(h100(), (), options | {"other_samples": [0]})
 
 
 def test_planning_time_is_measured_by_samples() -> None:
@@ -154,9 +156,9 @@ def test_mlora_formulas_are_met() -> None:
 def test_wrong_options_and_clusters_are_refused() -> None:
     options = content("lorafusion/bubble_ratio")["bench"]["options"]
     with pytest.raises(ConfigError, match=r"bench\.options\.tiles"):
-        build(Options, {**options, "tiles": 3}, OPTIONS)
+        bubble_ratio(h100(), (), {**options, "tiles": 3})
     with pytest.raises(ConfigError, match=r"bench\.options\.capacity=0"):
-        build(Options, {**options, "capacity": 0}, OPTIONS)
+        bubble_ratio(h100(), (), {**options, "capacity": 0})
     with pytest.raises(ConfigError, match=r"bench\.options\.data_sets\[0\]"):
         build(
             Options,

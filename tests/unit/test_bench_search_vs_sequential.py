@@ -41,7 +41,7 @@ CURVES = (curve(0, 4, 4, 4.0), curve(1, 3, 3, 3.0), curve(2, 2, 2, 1.0), curve(3
 
 def joint(*evaluations, finished, seconds=5.0):
     names = tuple(job.name for job in JOBS)
-    return JointSearch(tuple(evaluations), seconds, seconds, finished, names)
+    return JointSearch(tuple(evaluations), seconds, finished, names)
 
 
 RESULT = SeedResult(

@@ -16,8 +16,10 @@ from plait_bench.figures import Benchmark
 from plait_bench.inputs import read_profile
 from plait_bench.lobra import ablation, deployment, fit_by_degree, read_layer_times, time_model
 from plait_bench.lobra_plans import plan_figures
+from plait_bench.lobra_steps import bucket_numbers
 from plait_bench.mlora import memory_model
 from plait_bench.planning_time import planning_time
+from plait_bench.slora import communication, pool
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -109,6 +111,9 @@ def test_an_absent_table_is_reported(settings: RunSettings, tmp_path: Path) -> N
         ("lobra/planning_time", planning_time, {"devices": {"many": None}}),
         ("mlora/memory_model", memory_model, {"shapes": {"none": {"hidden_size": 0}}}),
         ("mlora/memory_model", memory_model, {"held_out": 0}),
+        ("slora/communication", communication, {"devices": 1}),
+        ("slora/pool", pool, {"traffic": {"requests": 0, "prompt": [1, 2], "answer": [1, 2]}}),
+        ("slora/pool", pool, {"traffic": {"requests": 1, "prompt": [2, 1], "answer": [1, 2]}}),
     ],
 )
 def test_wrong_options_are_named_before_any_work(
@@ -116,6 +121,12 @@ def test_wrong_options_are_named_before_any_work(
 ) -> None:
     with pytest.raises(ConfigError, match=r"bench\.options"):
         benchmark(settings, [], _options(name) | wrong)
+
+
+def test_numbers_of_buckets_are_compared_whether_or_not_twelve_are_among_them(settings: RunSettings) -> None:
+    options = _options("lobra/buckets") | {"steps": 1, "buckets": [4, 8]}
+    names = {figure.name for figure in bucket_numbers(settings, [], options).figures}
+    assert names == {f"{each} buckets: {what}" for each in (4, 8) for what in ("padding", "seconds over 4's")}
 
 
 def test_a_cluster_that_is_not_described_is_refused() -> None:

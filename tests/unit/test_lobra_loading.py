@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from plait.core.errors import ConfigError, InputError
-from plait_bench.lobra import Assumption, Task, Workload
+from plait_bench.lobra import Assumption, Task, loaded_steps
 from plait_bench.lobra_loading import loaded
 
 # Ten short ones, four of the class up to 512, two of that up to 1,024: four steps of four.
@@ -42,9 +42,9 @@ def test_rare_long_sequences_come_in_the_first_steps() -> None:
 
 def test_a_task_needs_its_number_of_sequences_and_they_must_fill_steps() -> None:
     with pytest.raises(ConfigError, match="without samples"):
-        Workload.load([Task("t", 100, 1.0, 4)], Assumption(), 2)
+        loaded_steps([Task("t", 100, 1.0, 4)], Assumption(), 2)
     with pytest.raises(InputError, match="3 sequences in steps of 4"):
         loaded(np.array([1, 2, 3]), 4, 1, 1024)
     with pytest.raises(ConfigError, match="samples=0"):
         Task("t", 100, 1.0, 4, samples=0)
-    assert Workload.load([Task("t", 100, 1.0, 4, samples=50)], Assumption(), 3).batches.shape == (3, 4)
+    assert loaded_steps([Task("t", 100, 1.0, 4, samples=50)], Assumption(), 3).shape == (3, 4)

@@ -11,7 +11,8 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from plait.core.errors import ConfigError, choices
 from plait.core.space import as_written
@@ -98,11 +99,15 @@ def _rules_of(kind: type[Any]) -> list[tuple[str, list[Rule], object]]:
 
 
 def _declared(hint: Any) -> Iterator[Rule]:
-    if get_origin(hint) is Annotated:
+    origin = get_origin(hint)
+    if origin in (Union, UnionType):  # of one type and None
+        for member in get_args(hint):
+            yield from _declared(member)
+    elif origin is Annotated:
         yield from (each for each in hint.__metadata__ if isinstance(each, Rule))
-        hint = hint.__origin__
-    literals = [each for each in (hint, *get_args(hint)) if get_origin(each) is Literal]
-    yield from (one_of(*get_args(each)) for each in literals)
+        yield from _declared(hint.__origin__)
+    elif origin is Literal:
+        yield one_of(*get_args(hint))
 
 
 def _numbers(value: object) -> Iterator[float]:

@@ -45,13 +45,16 @@ class Registry(Generic[T]):
         self._owners: dict[str, str] = {}  # the module that registers each
         self._loaded = False
 
-    def add(self, name: str, entry: T) -> T:
+    def add(self, name: str, entry: T, module: str = "") -> T:
         """Register an entry. Its own module may replace it, since a module can be loaded again.
+
+        Args:
+            module: whose entry it is, where a helper registers it.
 
         Raises:
             ConfigError: another module has an entry with this name.
         """
-        return self._add(name, entry, _caller())
+        return self._add(name, entry, module or _caller())
 
     def register(self, name: str) -> Callable[[T], T]:
         """The decorator form of :meth:`add`."""
