@@ -20,8 +20,9 @@ from plait.cost.clusters import HOUR, Cluster
 from plait.cost.profiles import ClusterProfile, Devices
 from plait.cost.replica import Configuration, ReplicaCost
 from plait.cost.time import HeadTime, LayerTime, TimeModel
+from plait.planner.weighing import MeanStep
 from plait.planning.described import plan_described
-from plait.planning.expected import Expected, rates_of
+from plait.planning.expected import expected_step, rates_of
 from plait.planning.workload import Workload
 
 OBJECTIVES = ("device_seconds", "money", "time")
@@ -53,7 +54,7 @@ def compared(seed: int) -> Outcome:
     used: dict[str, int] = {}
     for each in outlook.replicas:
         used[each.kind] = used.get(each.kind, 0) + each.count * each.tp * each.pp
-    expected = Expected.of(workload, [job.name for job in workload.jobs], cluster)
+    expected = expected_step(workload, [job.name for job in workload.jobs], cluster)
     optimum = Optimum(expected)
     rates = rates_of(planner.objective, cluster)
     bound = outlook.step_seconds / (1 + outlook.gap)
@@ -116,7 +117,7 @@ def _batch(job: str, step: int, lengths: Sequence[int]) -> GlobalBatch:
 class Optimum:
     """The optimum of a mean step by brute force."""
 
-    def __init__(self, expected: Expected) -> None:
+    def __init__(self, expected: MeanStep) -> None:
         self._costs = expected.costs
         self._counts = tuple(expected.counts)
         self.seconds = cache(self._packed)

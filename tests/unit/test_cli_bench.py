@@ -17,7 +17,7 @@ from omegaconf import OmegaConf, open_dict
 
 import plait_bench
 from plait.cli import bench
-from plait.cli.bench import listing, named_sweeps, run_benchmark
+from plait.cli.bench import named_sweeps, run_benchmark
 from plait.cli.main import main
 from plait.cli.sweeping import _run
 from plait.config.build import job_of, plain, settings_of
@@ -145,7 +145,6 @@ def test_help_of_papers_says_what_it_takes(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_sweep_files_without_a_valid_mode_are_refused(tmp_path: Path) -> None:
-    assert listing(named_sweeps(tmp_path)) == "The folder sweeps/ is empty."
     (tmp_path / "a.yaml").write_text("description: x")
     with pytest.raises(ConfigError, match="must set mode"):
         named_sweeps(tmp_path)

@@ -17,7 +17,7 @@ from plait.planner.deployment import GAP, completed, deploy, least_cost, relaxat
 from plait.planner.deployment_patterns import Patterns, Ranges
 from plait.planner.dispatch import ReplicaKind
 from plait.planner.pricing import PRECISIONS, Pricing
-from plait.planning.expected import Expected
+from plait.planner.weighing import MeanStep
 from plait_bench.bucketed import BucketedCost, BucketedPricing
 from plait_bench.exact import exact_deployment
 
@@ -55,7 +55,7 @@ def test_bound_and_answer_enclose_the_optimum(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_plan_and_bound_of_packed_sequences_enclose_the_optimum(seed: int) -> None:
     costs, counts, devices = _instance(seed, ReplicaCost, most=2)
-    optimum = Optimum(Expected(tuple(costs), tuple(counts), 1, devices)).least(devices, None)
+    optimum = Optimum(MeanStep(tuple(costs), tuple(counts), 1, devices)).least(devices, None)
     low = relaxation_bound(costs, counts, devices)
     found = search(costs, counts, devices, bound=low, goal=0.001)
     assert low <= found.bound <= optimum * (1 + 1e-6)

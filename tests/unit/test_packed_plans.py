@@ -24,7 +24,7 @@ from plait.planner.deployment import deploy
 from plait.planner.packed import packed_seconds
 from plait.planner.renting import ENUMERATED, rent
 from plait.planning.described import plan_described
-from plait.planning.expected import Expected, rates_of
+from plait.planning.expected import expected_step, rates_of
 from plait.planning.outlook import Outlook
 
 CLUSTERS = Path(__file__).resolve().parents[2] / "conf" / "cluster"
@@ -49,7 +49,7 @@ def short_step(profile: ClusterProfile, samples: int = 24) -> tuple[list[Replica
 def test_no_packing_is_faster_than_a_packed_cost_says(seed: int) -> None:
     rng = np.random.default_rng(seed)
     cluster, work, _ = drawn(seed)
-    expected = Expected.of(work, [job.name for job in work.jobs], cluster)
+    expected = expected_step(work, [job.name for job in work.jobs], cluster)
     optimum = Optimum(expected)
     for c, cost in enumerate(expected.costs):
         row = tuple(int(rng.integers(count + 1)) for count in expected.counts)

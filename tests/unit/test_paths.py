@@ -41,7 +41,7 @@ def test_what_an_option_cannot_take_is_refused_without_its_password(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for arguments in (
-        ["control", "x", "status", "--wait", "nan"],
+        ["control", "x", "status", "--wait", "soon"],
         ["control", "x", "--wait"],
         ["launch", "slurm", "--partition"],
         ["export", "x", "--to", "y", "--trial"],

@@ -4,15 +4,16 @@ import math
 
 from plait.cost.replica import Configuration, ReplicaCost
 from plait.cost.time import LayerTime, TimeModel
-from plait.planning.expected import Expected, deploy_before
+from plait.planner.weighing import MeanStep
+from plait.planning.expected import deploy_before
 
 TIME = TimeModel(32, {tp: LayerTime(2.5e-3, 5e-6 / tp**0.8, 1e-10) for tp in (1, 2, 8)})
 SHAPES = ((1, 1, 2048), (2, 1, 4096), (8, 1, 16384))
 
 
-def _wave(counts: tuple[int, int, int], steps: int) -> Expected:
+def _wave(counts: tuple[int, int, int], steps: int) -> MeanStep:
     costs = tuple(ReplicaCost.of(Configuration(*shape), [512, 2048, 16384], TIME) for shape in SHAPES)
-    return Expected(costs, counts, steps, {"": 16})
+    return MeanStep(costs, counts, steps, {"": 16})
 
 
 def test_a_change_is_made_where_it_pays_and_where_it_must_be() -> None:

@@ -240,7 +240,7 @@ def test_each_point_is_suggested_once_with_enqueued_and_added_ones(
     added = 0
     while True:
         for given_ in data.draw(st.lists(points, max_size=2)) if len(found) < 6 else []:
-            beyond = len(trials.trial_states()) - added >= asked or data.draw(st.booleans())
+            beyond = len(trials.shared.trials()) - added >= asked or data.draw(st.booleans())
             added += beyond
             own[trials.enqueue(given_, beyond=beyond, priority=data.draw(st.sampled_from([None, 1])))] = (
                 given_
@@ -358,17 +358,6 @@ def test_a_point_of_an_earlier_study_may_be_suggested() -> None:
     after = source(storage=storage, name="after", prior="before", sampler="tpe")
     found = drawn(after)
     assert len(found) == len({point(trial) for trial in found}) == 8
-
-
-def test_failed_trials_are_retried_only_if_requested() -> None:
-    storage = optuna.storages.InMemoryStorage()
-    found = drawn(source(storage=storage))
-    again = source(storage=storage, failed="retry")
-    retried = drawn(again)
-    states = [item.state for item in optuna.load_study(study_name="s", storage=storage).get_trials()]
-    assert [point(trial) for trial in retried] == [point(trial) for trial in found if trial.number % 5 == 3]
-    assert again.total == len(states) == 9
-    assert states.count(TrialState.FAIL) == 1 + (8 % 5 == 3)
 
 
 @pytest.mark.parametrize(

@@ -134,8 +134,6 @@ def _read(path: Path, folder: Path) -> Named:
 
 def listing(entries: Sequence[Named]) -> str:
     """One line for each, in columns."""
-    if not entries:
-        return "The folder sweeps/ is empty."
     name = max(len(item.name) for item in entries)
     takes = max(len(item.takes) for item in entries)
     lines = [

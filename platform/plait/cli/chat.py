@@ -27,17 +27,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.epilog = HELP
     add("name", nargs="?", help="name of the search; default: the newest")
     add("--trial", type=int, metavar="N", help="the adapter to begin with; default: the best, else the first")
-    add(
-        "--max-new-tokens", type=int, default=256, metavar="N", help="longest answer, in tokens; default: 256"
-    )
-    add("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
-    add(
-        "--top-p",
-        type=float,
-        default=1.0,
-        help="sample from the likeliest tokens with this total probability",
-    )
-    add("--seed", type=int, default=0, help="seed of sampling; default: 0")
+    parser.add_sampling(256)
     known = parser.parse_args(arguments)
     say(READING)
     from plait.serve.engine import Engine

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 from collections.abc import Sequence
-from contextlib import chdir, nullcontext, suppress
+from contextlib import chdir, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from plait.cli.parser import Parser
+from plait.cli.parser import Parser, check_least
 from plait.cli.results import no_such_search
 from plait.core.errors import EXIT_DONE, ConfigError, StorageError, choices
 from plait.search.locks import trains_here
@@ -33,12 +32,12 @@ plait control                                 the searches that run on this mach
        plait control NAME clone TRIAL KEY=VALUE ...  a copy of a trial; --warm from its weights"""
 VERBS = ("status", "pause", "resume", "stop", "cancel", "add", "clone")
 WAIT_SECONDS = 30.0
-MOST_WAIT = 86_400.0
 
 
 def main(arguments: Sequence[str]) -> int:
     """Inspect and control a running search."""
     given = _parser().parse_intermixed_args(arguments)
+    check_least(given, wait=0)
     if given.name is None:
         print(listing(given.root))
         return EXIT_DONE
@@ -199,14 +198,6 @@ def _number(command: str, text: str) -> int:
     return int(digits)
 
 
-def _waiting(text: str) -> float:
-    """Seconds to wait, from an option's value."""
-    with suppress(ValueError):
-        if 0 <= (seconds := float(text)) <= MOST_WAIT:  # NaN is in no range
-            return seconds
-    raise argparse.ArgumentTypeError(f"{text}: it must be a number of seconds from 0 to {MOST_WAIT:g}")
-
-
 def _parser() -> Parser:
     parser = Parser(
         prog="plait control",
@@ -220,7 +211,7 @@ def _parser() -> Parser:
     parser.add_argument("--warm", action="store_true", help="with clone: start from the trial's weights")
     parser.add_argument(
         "--wait",
-        type=_waiting,
+        type=float,
         default=WAIT_SECONDS,
         metavar="SECONDS",
         help=f"how long to wait for a storage that does not answer; default: {WAIT_SECONDS:g}",

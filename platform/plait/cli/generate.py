@@ -67,8 +67,8 @@ def main(arguments: Sequence[str]) -> int:
     base, loaded = load_base(base_model(search, settings), folders)
     if known.validation:
         prompts += _validation_prompts(known.validation, config, base, records)
-    template = _template(known.chat, known.plain, config)
-    if template:
+    of_chat = config.get("data", {}).get("template") == "chat"  # as the search rendered its rows
+    if known.chat or (of_chat and not known.plain):
         prompts = _as_messages(prompts, config, base)
     adapters = [*([] if known.no_base else [None]), *loaded.names]
     trials = {record.name: record for record in records}
@@ -101,15 +101,7 @@ def _parser() -> Parser:
         help=f"the N best trials; default: {SHOWN}, or fewer if some cannot be used",
     )
     add("--no-base", action="store_true", help="without the base model's own text")
-    add("--max-new-tokens", type=int, default=128, metavar="N", help="longest text, in tokens; default: 128")
-    add("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
-    add(
-        "--top-p",
-        type=float,
-        default=1.0,
-        help="sample from the likeliest tokens with this total probability",
-    )
-    add("--seed", type=int, default=0, help="seed of sampling; default: 0")
+    parser.add_sampling(128)
     add("--stop", action="append", default=[], metavar="TEXT", help="ends a text; may be given several times")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--chat", action="store_true", help="prompts are messages in the chat template")
@@ -255,11 +247,6 @@ def _validation_prompts(
             "--validation: no row has a prompt", "Its rows are plain texts, which are trained on as a whole."
         )
     return found[:count]
-
-
-def _template(chat: bool, plain: bool, config: Mapping[str, Any]) -> bool:
-    """Whether prompts become a user's messages: as was chosen, or as the search rendered its rows."""
-    return chat or (not plain and config.get("data", {}).get("template") == "chat")
 
 
 def _as_messages(prompts: Sequence[Prompt], config: Mapping[str, Any], base: BaseModel) -> list[Prompt]:

@@ -56,14 +56,14 @@ def explain(error: HydraException, arguments: Sequence[str]) -> ConfigError:
     if match := _UNKNOWN_KEY.search(text):
         key, there = match[1], _keys_beside(match[1], arguments)
         if key in there:
-            given = next((word for word in arguments if word.startswith(f"{key}=")), f"{key}=...")
+            given = _given(key, arguments)
             return ConfigError(given, f"{key} does not have all of these keys yet.", f"Add them: ++{given}")
         if not there:  # a mapping with any keys, such as a pruner's options
             parent = key.rpartition(".")[0]
-            given = next((word for word in arguments if word.startswith(f"{key}=")), f"{key}=...")
+            given = _given(key, arguments)
             return ConfigError(given, f"{parent} has no keys yet.", f"Add it: +{given}")
         if key.startswith("data.") and "data.source" in map(key_of, arguments):
-            given = next(word for word in arguments if key_of(word) == key)
+            given = _given(key, arguments)
             return ConfigError(
                 given, "The configuration of this data source does not define this key.", f"Add it: +{given}"
             )
@@ -81,6 +81,11 @@ def explain(error: HydraException, arguments: Sequence[str]) -> ConfigError:
             "Use `plait sweep` for several.",
         )
     return _unlisted(error.__cause__, arguments) or _as_it_is(error)
+
+
+def _given(key: str, arguments: Sequence[str]) -> str:
+    """The word that sets a key."""
+    return next((word for word in arguments if key_of(word) == key), f"{key}=...")
 
 
 def likely_keys(name: str) -> list[str]:
@@ -127,7 +132,7 @@ def _of_another_choice(key: str, arguments: Sequence[str]) -> ConfigError | None
     group, having = _choices_with(key)
     if not having:
         return None
-    given = next((word for word in arguments if key_of(word) == key), f"{key}=...")
+    given = _given(key, arguments)
     owners = [f"{group}={each}" for each in having]
     remedy = f"Write {' or '.join(f'`{owner} {given}`' for owner in owners)}."
     return ConfigError(given, f"This key exists only with {' or '.join(owners)}.", remedy)
@@ -168,7 +173,7 @@ def _unlisted(cause: BaseException | None, arguments: Sequence[str]) -> ConfigEr
     key = getattr(cause, "full_key", None)
     if not key or "Cannot merge DictConfig with ListConfig" not in str(cause):
         return None
-    given = next((word for word in arguments if word.startswith(f"{key}=")), f"{key}=...")
+    given = _given(key, arguments)
     value = given.partition("=")[2]
     return ConfigError(given, f"{key} is a list.", f"Put it into brackets: '{key}=[{value}]'.")
 

@@ -42,6 +42,16 @@ class Parser(argparse.ArgumentParser):
         words = "a trial; may be repeated; default: all finished"
         self.add_argument("--trial", type=int, action="append", metavar="N", help=words)
 
+    def add_sampling(self, longest: int) -> None:
+        """Add how texts are sampled, and the default of their length."""
+        words = f"longest text, in tokens; default: {longest}"
+        self.add_argument("--max-new-tokens", type=int, default=longest, metavar="N", help=words)
+        words = "0, the default, takes the likeliest token"
+        self.add_argument("--temperature", type=float, default=0.0, help=words)
+        words = "sample from the likeliest tokens with this total probability"
+        self.add_argument("--top-p", type=float, default=1.0, help=words)
+        self.add_argument("--seed", type=int, default=0, help="seed of sampling; default: 0")
+
     def error(self, message: str) -> NoReturn:
         """Raise it, with the usage as the rule."""
         raise ConfigError(message, self.format_usage().strip(), f"`{self.prog} --help` explains them.")

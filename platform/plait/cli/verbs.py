@@ -23,9 +23,6 @@ _SETTINGS = """Arguments
   KEY=VALUE               a setting; `plait sweep --help` lists them all
   GROUP=NAME              a whole group: model=tiny, data=file
 """
-_SPACE = """  KEY=A,B                 several values; choice(...), range(...), interval(...) or
-                          tag(log,interval(...)), as in `plait sweep`
-"""
 _HYDRA = """  --cfg job               show the composed settings and exit
   --hydra-help            Hydra's own flags
 """
@@ -91,7 +88,9 @@ many waves and microbatches, and how much memory and (if known) time they take. 
 same arguments as `plait sweep` and reports the same errors. For times on this machine, run
 `plait profile` first; a described cluster has its own profile.
 
-{_SETTINGS}{_SPACE}  cluster=NAME            a described cluster instead of this machine, simulated:
+{_SETTINGS}  KEY=A,B                 several values; choice(...), range(...), interval(...) or
+                          tag(log,interval(...)), as in `plait sweep`
+  cluster=NAME            a described cluster instead of this machine, simulated:
                           replicas, dispatch, packing, pipeline. NAME is one of
                           {_CLUSTERS}
   planner.objective=NAME  device_seconds, money or time: what the choice of devices minimises

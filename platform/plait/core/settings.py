@@ -518,6 +518,11 @@ class RunSettings:
             )
 
     @property
+    def most_jobs(self) -> int:
+        """How many jobs may train at once, as far as memory allows."""
+        return min(self.search.parallel, self.planner.max_jobs or self.search.parallel)
+
+    @property
     def capacity_key(self) -> str:
         """The key that sets the run's capacity."""
         return "cluster.capacities" if self.cluster.capacities else "engine.capacity"

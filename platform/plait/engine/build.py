@@ -409,8 +409,8 @@ def build_coordinator(
     # By the kernels that were asked for, and the threads that each of several processes has got.
     threads = worker.facts.chosen.get("threads") if settings.cluster.processes > 1 else None
     own = replace(settings.engine, threads=int(threads) if threads else settings.engine.threads)
-    parallel = settings.search.parallel  # beyond these, a job of higher priority preempts another
-    planner = replace(settings.planner, max_jobs=min(parallel, settings.planner.max_jobs or parallel))
+    # Beyond these, a job of higher priority preempts another.
+    planner = replace(settings.planner, max_jobs=settings.most_jobs)
     return Coordinator(
         worker,
         data,

@@ -207,8 +207,7 @@ class Weighing:
     @property
     def _together(self) -> int:
         """Jobs that may train at once."""
-        search = self.settings.search
-        return min(self.trials, search.parallel, self.settings.planner.max_jobs or search.parallel)
+        return min(self.trials, self.settings.most_jobs)
 
     def _run(self, replicas: Replicas) -> RunSettings:
         cluster = replace(

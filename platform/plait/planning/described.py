@@ -16,9 +16,11 @@ from plait.core.space import as_written
 from plait.cost.clusters import Cluster
 from plait.cost.profiles import ClusterProfile
 from plait.cost.replica import Configuration, even_split
-from plait.planner.deployment import Deployment
+from plait.planner.deployment import Deployment, best_equal_replicas
 from plait.planner.deployment_patterns import Devices
-from plait.planning.expected import Expected, rates_of
+from plait.planner.renting import rent
+from plait.planner.weighing import MeanStep
+from plait.planning.expected import expected_step, rates_of
 from plait.planning.here import NOT_REPEATED, TRUNCATED, WAVES, fill_waves
 from plait.planning.model_memory import ModelMemory, fitting, held_together
 from plait.planning.outlook import (
@@ -88,9 +90,14 @@ class _Search:
         share = self.planner.memory_share
         return fitting(cluster, memory or self.memory, self.workload, share=share, together=self.together)
 
-    def first(self, cluster: Cluster) -> Expected:
+    def first(self, cluster: Cluster) -> MeanStep:
         """The first wave's mean step."""
-        return Expected.of(self.workload, self.waves[0], cluster)
+        return expected_step(self.workload, self.waves[0], cluster)
+
+    def rate(self, cluster: Cluster) -> float:
+        """The objective of a second on all of these devices."""
+        rates = rates_of(self.planner.objective, cluster)
+        return 1.0 if rates is None else sum(rates[kind] * each for kind, each in cluster.devices.items())
 
     def chosen(self, cluster: Cluster) -> tuple[Planned, ObjectiveOutlook, tuple[CandidateOutlook, ...]]:
         """The plan on as many devices as pay off in the first wave, and the replicas that were weighed.
@@ -128,16 +135,22 @@ class _Search:
 
     def _rented(self, cluster: Cluster) -> _Weighed:
         fitted = self.fitted(cluster)
-        rates, longest = rates_of(self.planner.objective, cluster), max(self.workload.longest.values())
-        rented = self.first(fitted).rent(rates, slack=self.planner.slack, longest=longest)
+        step = self.first(fitted)
+        rented = rent(
+            step.costs,
+            step.counts,
+            step.devices,
+            rates=rates_of(self.planner.objective, cluster),
+            slack=self.planner.slack,
+            longest=max(self.workload.longest.values()),
+        )
         deployment = rented.chosen.deployment
         used = fitted.with_devices(deployment.devices)
         return _Weighed(deployment, used, self.memory, rented.chosen.value, rented.bound)
 
     def _sharded(self, base: ShardedBase) -> _Weighed:
         fitted = self.fitted(base.cluster, base.memory)
-        deployment, rates = self.first(fitted).deploy(), rates_of(self.planner.objective, fitted)
-        rate = 1.0 if rates is None else sum(rates[kind] * each for kind, each in fitted.devices.items())
+        deployment, rate = self.first(fitted).deploy(), self.rate(fitted)
         return _Weighed(deployment, fitted, base.memory, rate * deployment.makespan, rate * deployment.bound)
 
     def _row(
@@ -222,7 +235,7 @@ def plan_described(
     planner = settings.planner
     if settings.engine.checkpointing:
         cluster = cluster.recomputing()
-    together = min(settings.search.parallel, planner.max_jobs or settings.search.parallel)
+    together = settings.most_jobs
     waves = fill_waves([job.name for job in workload.jobs], lambda names: len(names) <= together)
     from plait.adapters.variants import VARIANTS  # imports torch
 
@@ -264,16 +277,10 @@ def _of_numbers(
     if not plans:
         raise refused[0]
     by_time = search.planner.objective == "time"
-
-    def value(planned: Planned) -> float:
-        rates = rates_of(search.planner.objective, planned.cluster)
-        return planned.seconds * (
-            1.0 if rates is None else sum(rates[kind] * n for kind, n in planned.cluster.devices.items())
-        )
-
-    least = min(plans, key=lambda place: value(plans[place]))
-    limit = (1.0 + search.planner.slack) * value(plans[least])
-    near = [place for place, planned in plans.items() if value(planned) <= limit]
+    values = {place: planned.seconds * search.rate(planned.cluster) for place, planned in plans.items()}
+    least = min(values, key=values.__getitem__)
+    limit = (1.0 + search.planner.slack) * values[least]
+    near = [place for place, value in values.items() if value <= limit]
     best = min(near, key=lambda place: plans[place].device_seconds if by_time else plans[place].seconds)
     rows = tuple(
         _of_devices(cluster, plans[place], place == best)
@@ -344,7 +351,8 @@ def _device_seconds(
 
 def _outlook(planned: Planned, search: _Search) -> Outlook:
     cluster, waves, parts = planned.cluster, planned.waves, planned.parts
-    deployment, equal = waves[0].deployment, search.first(cluster).equal_replicas()
+    deployment, step = waves[0].deployment, search.first(cluster)
+    equal = best_equal_replicas(step.costs, step.counts, step.devices)
     profile = cluster.kinds[0]
     sources = dict.fromkeys(each.source for each in cluster.kinds)
     return Outlook(

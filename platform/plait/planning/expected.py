@@ -1,47 +1,32 @@
-"""Chooses devices and replicas of a described cluster for the mean step of a wave's jobs.
+"""The mean step of a wave's jobs on a described cluster, what a second of its devices costs, and whether a
+later wave changes its replicas.
 
 A seam: these decisions precede any simulation, and are tested without one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from plait.core.errors import ConfigError
 from plait.cost.clusters import HOUR, Cluster
 from plait.cost.replica import ReplicaCost
 from plait.planner.buckets import mean_step
-from plait.planner.deployment import Deployment, best_equal_replicas
-from plait.planner.renting import Rented, rent
+from plait.planner.deployment import Deployment
 from plait.planner.weighing import MeanStep, weigh_change
 from plait.planning.outlook import ChangeOutlook
 from plait.planning.workload import Workload
 
 
-@dataclass(frozen=True, slots=True)
-class Expected(MeanStep):
-    """The mean step of a wave on a cluster."""
-
-    @classmethod
-    def of(cls, workload: Workload, names: Sequence[str], cluster: Cluster) -> Expected:
-        """The mean step of the jobs ``names`` training together."""
-        allowed = [(each, profile.time) for profile in cluster.kinds for each in profile.allowed]
-        planned = max(len(workload.batches[name]) for name in names)
-        step = mean_step(
-            workload.step_lengths(names), planned, required={each.max_tokens for each, _ in allowed}
-        )
-        share = workload.labelled_share
-        costs = tuple(ReplicaCost.of(each, step.means, time, labelled_share=share) for each, time in allowed)
-        return cls(costs, step.counts, max(workload.steps[name] for name in names), cluster.devices)
-
-    def rent(self, rates: Mapping[str, float] | None, *, slack: float, longest: int) -> Rented:
-        """As many devices as pay off, with a deployment on them; arguments as in :func:`rent`."""
-        return rent(self.costs, self.counts, self.devices, rates=rates, slack=slack, longest=longest)
-
-    def equal_replicas(self) -> Deployment:
-        """The best deployment of equal replicas."""
-        return best_equal_replicas(self.costs, self.counts, self.devices)
+def expected_step(workload: Workload, names: Sequence[str], cluster: Cluster) -> MeanStep:
+    """The mean step of the jobs ``names`` training together on a cluster."""
+    allowed = [(each, profile.time) for profile in cluster.kinds for each in profile.allowed]
+    planned = max(len(workload.batches[name]) for name in names)
+    lengths = [length for name in names for batch in workload.batches[name] for length in batch.lengths]
+    step = mean_step(lengths, planned, required={each.max_tokens for each, _ in allowed})
+    share = workload.labelled_share
+    costs = tuple(ReplicaCost.of(each, step.means, time, labelled_share=share) for each, time in allowed)
+    return MeanStep(costs, step.counts, max(workload.steps[name] for name in names), cluster.devices)
 
 
 def rates_of(objective: str, cluster: Cluster) -> dict[str, float] | None:
@@ -64,7 +49,7 @@ def rates_of(objective: str, cluster: Cluster) -> dict[str, float] | None:
 
 
 def deploy_before(
-    number: int, current: Deployment, wave: Expected, restart_seconds: float
+    number: int, current: Deployment, wave: MeanStep, restart_seconds: float
 ) -> tuple[Deployment, ChangeOutlook]:
     """The deployment of wave ``number``: ``current``, or a new one if the change pays off or is required.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -81,7 +81,10 @@ def plan_here(
         job.name: admission.demand(job.adapter, workload.longest[job.name], job.train.global_batch)
         for job in workload.jobs
     }
-    waves = _waves(demands, settings, admission)
+    waves = fill_waves(
+        list(demands),
+        lambda names: len(names) <= settings.most_jobs and admission.fits([demands[name] for name in names]),
+    )
     capacity, time = settings.engine.capacity_or_usual, here.time
     packer = Packer(here.replicas, here.dispatch)
     parts = [
@@ -118,19 +121,11 @@ def plan_here(
         ),
         money=None if price is None or seconds is None else here.number * seconds / HOUR * price,
         error=None if profile is None or time is None else profile.time_error,
-        error_source=HELD_OUT if time is not None else here.unknown or _needed(here),
+        error_source=HELD_OUT
+        if time is not None
+        else here.unknown or f"seconds need a profile, from `{here.measure}`",
         measure=here.measure if profile is None or profile.time is None else "",
         processes=processes,
-    )
-
-
-def _waves(
-    demands: Mapping[str, Demand], settings: RunSettings, admission: Admission
-) -> list[tuple[str, ...]]:
-    most = min(settings.search.parallel, settings.planner.max_jobs or settings.search.parallel)
-    return fill_waves(
-        list(demands),
-        lambda names: len(names) <= most and admission.fits([demands[name] for name in names]),
     )
 
 
@@ -193,10 +188,6 @@ def _seconds(
         )
         ramp = ReplicaCost.of(configuration, [most], time, labelled_share=labelled_share).ramp
     return float(stages.sum(axis=0).max() + ramp * stages.max()) / replica.speed
-
-
-def _needed(here: Here) -> str:
-    return f"seconds need a profile, from `{here.measure}`"
 
 
 def _processes(

@@ -59,21 +59,16 @@ class ModelMemory:
             adapter, [each for each in self.linears if each.name in names], self.element_bytes
         )
 
-    def peak(self, configuration: Configuration, layers: int, held: int | None = None) -> int:
-        """Peak bytes of any device with the heaviest full microbatches.
+    def peak(self, configuration: Configuration, layers: int, held: int) -> int:
+        """Peak bytes of any device with the heaviest full microbatches, and adapters of ``held`` bytes.
 
         Tensor parallelism is assumed to divide weights and activations alike.
-
-        Args:
-            held: bytes of all adapters; None means only the search's largest.
         """
         return self.fullest(configuration, layers, held)[1]
 
-    def fullest(self, configuration: Configuration, layers: int, held: int | None = None) -> tuple[int, int]:
+    def fullest(self, configuration: Configuration, layers: int, held: int) -> tuple[int, int]:
         """The fullest stage, and the peak bytes of any of its devices; arguments as for :meth:`peak`."""
         split = configuration.layer_split or even_split(layers, configuration.pp)
-        if held is None:
-            held = max(self.adapter_bytes(adapter) for adapter in self.adapters)
         rank = max(self._rank(adapter) for adapter in self.adapters)
         needed = [self._needed(configuration, layers, held, rank, *each) for each in enumerate(split)]
         stage = max(range(len(split)), key=needed.__getitem__)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from plait.core.plans import Replica
 from plait.cost.clusters import Cluster
 from plait.planner.deployment import Deployment
-from plait.planning.expected import Expected, deploy_before
+from plait.planning.expected import deploy_before, expected_step
 from plait.planning.model_memory import ModelMemory
 from plait.planning.outlook import ChangeOutlook
 from plait.planning.workload import Phase, Workload
@@ -90,7 +90,7 @@ def plan_waves(
     planned, change = list[Wave](), None
     for number, names in enumerate(waves, start=1):
         if number > 1:
-            wave = Expected.of(workload, names, cluster)
+            wave = expected_step(workload, names, cluster)
             deployment, change = deploy_before(number, deployment, wave, cluster.restart_seconds)
         parts = tuple(
             Part(phase, _forecast(workload, phase, deployment, cluster, memory))

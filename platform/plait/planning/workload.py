@@ -109,10 +109,6 @@ class Workload:
         """The jobs with these names."""
         return [job for job in self.jobs if job.name in names]
 
-    def step_lengths(self, names: Sequence[str]) -> list[int]:
-        """Lengths of every planned sample of these jobs."""
-        return [length for name in names for batch in self.batches[name] for length in batch.lengths]
-
     def check_fits(self, capacity: int, where: str) -> None:
         """Check that every sample fits into a microbatch of ``capacity`` tokens.
 

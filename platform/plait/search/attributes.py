@@ -53,21 +53,16 @@ def total_of(trials: Sequence[FrozenTrial], settings: SearchSettings, space: Spa
     """How many trials there will be: the requested ones, those beyond them, and one more for each that was
     rejected, as long as untried points remain and not all suggestions are rejected.
     """
-    rejected = [_rejected(item) for item in trials]
-    extra = (bool(item.user_attrs.get(BEYOND)) or no for item, no in zip(trials, rejected, strict=True))
-    wanted = settings.trials + sum(extra)
+    own = [item for item in trials if not item.user_attrs.get(BEYOND)]
+    rejected: list[bool] = [item.user_attrs.get(STATE) == JobState.INFEASIBLE for item in own]
+    wanted = settings.trials + len(trials) - len(own) + sum(rejected)
     if settings.failed == "drop":
         wanted += sum(item.state == TrialState.FAIL for item in trials)
-    suggested = [no for item, no in zip(trials, rejected, strict=True) if not item.user_attrs.get(BEYOND)]
-    if len(suggested) >= MOST_REJECTED and all(suggested[-MOST_REJECTED:]):
+    if len(own) >= MOST_REJECTED and all(rejected[-MOST_REJECTED:]):
         return len(trials)
     if space.size is None or space.size >= wanted:
         return wanted
     return min(wanted, len(trials) + (points_left(trials, space) or 0))
-
-
-def _rejected(item: FrozenTrial) -> bool:
-    return item.user_attrs.get(STATE) == JobState.INFEASIBLE
 
 
 def state_of(item: FrozenTrial) -> JobState:

@@ -301,16 +301,9 @@ def check_target(verb: str, number: int, states: Sequence[JobState], lists: str)
         return
     if not 0 <= number < len(states):
         value, rule = f"trial {number}", "There is no such trial in this search."
-    elif verb == "stop":
-        value, rule = (
-            f"trial {number} is {states[number]}",
-            "Only a trial that has started and not ended can be stopped.",
-        )
     else:
-        value, rule = (
-            f"trial {number} is {states[number]}",
-            "Only a trial that has started can be cloned.",
-        )
+        able = "has started and not ended can be stopped" if verb == "stop" else "has started can be cloned"
+        value, rule = f"trial {number} is {states[number]}", f"Only a trial that {able}."
     if not good:
         none = f"No trial of it can be {'stopped' if verb == 'stop' else 'cloned'} now."
         raise SearchError(value, rule, none if states else "The search has no trials yet.")

@@ -82,8 +82,8 @@ class TrialStanding:
     reported: float | None
     values: Mapping[str, Value]
     reason: str
-    outside: str = ""
-    metric: str = ""
+    outside: str
+    metric: str
 
     def __str__(self) -> str:
         parts = [f"{Trial(self.number).name}  {self.state:<8}"]
@@ -156,13 +156,12 @@ def read_standing(study: Study) -> Standing:
     at_rungs = str(study.user_attrs.get(RUNG_METRIC, ""))
     found = []
     for item, host in zip(trials, hosts, strict=True):
-        metric = objectives[0].metric if item.intermediate_values else at_rungs
-        found.append(replace(_trial(item, host), metric=metric))
+        found.append(_trial(item, host, objectives[0].metric if item.intermediate_values else at_rungs))
     result = SearchEnd(tuple(result_of(item) for item in trials if item.state.is_finished()))
     return Standing(tuple(found), result, objectives)
 
 
-def _trial(item: FrozenTrial, host: str) -> TrialStanding:
+def _trial(item: FrozenTrial, host: str, metric: str) -> TrialStanding:
     state = state_of(item)
     if state == JobState.RUNNING and not host and not lives_here(trainer_of(item)):
         state = JobState.ORPHANED
@@ -174,7 +173,7 @@ def _trial(item: FrozenTrial, host: str) -> TrialStanding:
     reason = str(item.user_attrs.get(REASON, ""))
     outside = " ".join(f"{key}={each.text}" for key, each in outside_of(item).items())
     values = item.system_attrs.get("fixed_params", {}) | values_of(item)  # also of one that is queued
-    return TrialStanding(item.number, state, host, step, reported.get(last), values, reason, outside)
+    return TrialStanding(item.number, state, host, step, reported.get(last), values, reason, outside, metric)
 
 
 def _objectives(study: Study) -> tuple[Objective, ...]:
