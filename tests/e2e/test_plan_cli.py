@@ -172,6 +172,13 @@ def test_the_tables_say_what_is_unknown(short: Short, capsys: pytest.CaptureFixt
         (("search.metric=eval/accuracy", "search.direction=maximize"), "eval/accuracy"),
         (("train.keep=best",), "train.keep=best with train.eval_every=0"),
         (("train.batch_size=100000",), "train.batch_size=100000"),
+        (
+            (
+                *("search.sampler=random", "train.lr=interval(1e-5,1)"),
+                "search.constraints={train.lr: '<= 2e-5'}",
+            ),
+            "None of the 100 suggestions satisfies them",
+        ),
         (("search.sampler=tpe", "+search.sampler_options.n_startups=3"), "does not take them"),
     ],
 )

@@ -106,6 +106,9 @@ def check_prior(
     others = ["search.trials=2", "search.name=new", "search.prior=two"]
     assert main(["sweep", *short, *SEARCH[:2], *others]) == 2  # one objective
     assert "search.metric: was" in capsys.readouterr().err
+    assert main(["plan", *short, *SEARCH, *others]) == 0  # it learns from the same trials
+    assert main(["plan", *short, *SEARCH[:2], "search.name=two"]) == 2
+    assert "the study belongs to another search" in capsys.readouterr().err
     assert main(["sweep", *short, *SEARCH, *others]) == 0
     said = f"search.prior=two: the sampler learns from its {len(known)} finished trials; tpe"
     assert said in capsys.readouterr().out

@@ -16,7 +16,7 @@ import pytest
 from plait import __version__
 from plait.__main__ import words
 from plait.cli import verbs as verb_module
-from plait.cli.main import main
+from plait.cli.main import _interrupted, main
 from plait.cli.verbs import OWN, find, verbs
 from plait.core.errors import ConfigError
 from plait.utils.paths import sweeps_dir
@@ -163,9 +163,10 @@ def test_an_interrupt_while_nothing_trains(
         ("plait sweep model=", ["model=tiny", "model=smollm2-135m"], []),
         ("plait train train.lr", ["train.lr="], []),
         ("plait sweep +sweeps=q", ["+sweeps=quickstart"], []),
-        ("plait ui ", [], ["sweep"]),
+        ("plait ui ", ["mine"], ["sweep"]),
         ("plait control ", ["mine", "other"], ["sweep"]),
         ("plait leaderboard m", ["mine"], ["other"]),
+        ("plait chat m", ["mine"], ["other"]),
         ("plait resume mine ", [], ["mine"]),
         ("plait bench lorafusion/b", ["lorafusion/bubble_ratio"], ["quickstart"]),
         ("plait bench quickstart adapter.r", ["adapter.rank="], ["quickstart"]),
@@ -193,6 +194,13 @@ def test_completion(
 def test_completion_is_installed_for_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["-sc", "install=bash"]) == 0
     assert capsys.readouterr().out.rstrip().endswith("hydra_bash_completion plait")
+
+
+def test_an_interrupted_search_is_named_however_it_was_begun() -> None:
+    """Also one of sweeps/, by `plait bench NAME`."""
+    for given in (["sweep"], ["bench", "quickstart"]):
+        assert _interrupted(given, "mine") == "Interrupted. `plait resume mine` resumes it."
+    assert _interrupted(["bench"], "") == _interrupted(["ui"], "") == "Interrupted."
 
 
 HEAVY = ("torch", "transformers", "mlflow", "optuna")
@@ -458,11 +466,6 @@ def test_ctrl_c_while_torch_is_imported_says_nothing_of_torch(tmp_path: Path) ->
         "Loading torch and transformers ...",
     ]
     assert done.returncode == 130
-
-
-def test_finding_a_verb_that_is_not_there() -> None:
-    with pytest.raises(ConfigError):
-        find("nothing")
 
 
 @pytest.mark.parametrize(

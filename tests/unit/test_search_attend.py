@@ -3,9 +3,12 @@
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import pytest
 from job_results import ended
+from studies import space_of, study_of
 
 from plait.core.lifecycle import JobState
+from plait.core.settings import SearchSettings
 from plait.search.launch import Attend, Launch
 from plait.search.orders import Orders
 from plait.search.ownership import DeadWorker, Owner
@@ -91,3 +94,23 @@ def test_a_launched_search_is_resumed_under_its_launcher() -> None:
         Launch._report(launch, SearchEnd((), interrupted=True), Mock(), "", "")
         ((_, facts), _) = launch._screen.summarise.call_args
         assert facts["resume with"] == f"plait resume mine{more}"
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_a_search_is_finished_unless_a_trial_came_while_its_results_were_written(
+    added: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`plait control` had said that the trial is queued, and lists no trial of a finished search."""
+    trials = study_of(space_of("adapter.rank=1,2"), SearchSettings(name="s", trials=1))
+    trial = trials.ask()
+    assert trial is not None
+    trials.tell(trial, ended("finished", 1.0))
+    if added:
+        trials.enqueue({"adapter.rank": 2})
+    remember = Mock()
+    monkeypatch.setattr("plait.search.launch._remember", remember)
+    launch = Mock(_source=trials)
+    launch._command_on = lambda verb, *_: f"plait {verb} s"
+    Launch._finish(launch, True)
+    assert remember.called != added
+    assert ("`plait resume s` trains it" in str(launch._say.call_args)) == added

@@ -290,11 +290,13 @@ def test_the_front_as_text_and_as_the_file_of_the_optuna_sweeper(tmp_path: Path)
         {"params": item.parameters, "values": list(item.values)} for item in front
     ]
     assert "best_value" not in written
-    lines = describe_result(result, settings, "s")
+    lines = describe_result(result, settings, "s", "plait leaderboard s", exhausted=False)
     assert sum(line.startswith("  trial-") for line in lines) == len(front) > 0
     nothing = replace(settings, constraints={"adapter.rank": "<= 1"})
     broken = tuple(replace(item, violations={"adapter.rank <= 1": 3.0}) for item in front)
-    assert "No trial satisfies adapter.rank <= 1." in describe_result(SearchEnd(broken), nothing, "s")
+    said = describe_result(SearchEnd(broken), nothing, "s", "plait leaderboard s", exhausted=False)
+    assert "No trial satisfies adapter.rank <= 1." in said
+    assert said[-1].endswith("`plait leaderboard s` shows it.")
 
 
 @pytest.mark.parametrize(("wanted", "exhausted"), [(3, False), (10, True)])
@@ -307,7 +309,7 @@ def test_trials_are_not_offered_where_no_point_is_left(wanted: int, exhausted: b
     assert trials.exhausted == exhausted
     assert len(drawn) == min(wanted, 4)
     result = SearchEnd(tuple(trials.finished()))
-    first, *_, last = describe_result(result, SearchSettings(), "s", exhausted=trials.exhausted)
+    first, *_, last = describe_result(result, SearchSettings(), "s", "", exhausted=trials.exhausted)
     assert ("search.trials=N adds to it" in last) != exhausted
     assert first.endswith("Every point of the search space has been tried.") == exhausted
 

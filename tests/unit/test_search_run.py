@@ -405,7 +405,7 @@ def test_a_search_whose_suggestions_are_all_infeasible_ends_and_says_so() -> Non
     assert len(bench.trials) == result.count(JobState.INFEASIBLE) == MOST_REJECTED
     assert bench.engine.groups == []
     assert result.why == "the last 100 suggestions all break a constraint"
-    said = describe_result(result, bench.search, "s")[0]
+    said = describe_result(result, bench.search, "s", "", exhausted=False)[0]
     assert said.endswith(f": 100 trials, 0 failed, 100 infeasible. No more are suggested: {result.why}.")
     assert len(replace(bench, notes=Notes()).run().finished) == MOST_REJECTED
 
@@ -605,6 +605,27 @@ def test_a_dead_worker_is_announced_before_its_trial_resumes(tmp_path: Path) -> 
     ]
     assert "is dead: its trial 0 (from step 0) resumes when a slot is free" in said[0]
     assert said[1:] == ["trial-0000", "trial-0001"]
+
+
+def test_a_trial_whose_worker_dies_just_after_none_was_left_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("plait.search.ownership.POLL_SECONDS", 0.0)
+    search = SearchSettings(name="s", trials=1, parallel=1, sampler="random")
+    storage = optuna.storages.InMemoryStorage()
+    first, second = (study_of(SPACE, search, storage, folder=lambda _: tmp_path) for _ in range(2))
+    assert first.ask() is not None
+    ask = second.ask
+
+    def then_dead(**given: Any) -> Trial | None:
+        trial = ask(**given)
+        first.close()  # lets go of its lock, as if it had died
+        return trial
+
+    monkeypatch.setattr(second, "ask", then_dead)
+    end = SearchLoop(second, make_job, Engine(), Notes(), search).run()
+    second.close()
+    assert [each.trial for each in end.finished] == [0]
 
 
 def test_a_rung_metric_that_the_data_does_not_give_is_refused() -> None:

@@ -144,16 +144,6 @@ def test_overrides_of_a_trial_match_its_values() -> None:
     assert trial.name == "trial-0000"
 
 
-def test_a_grid_ends_with_its_last_point() -> None:
-    trials = source(COUNTED, sampler="grid", trials=100)
-    assert trials.total == 9
-    points = set()
-    while (trial := trials.ask()) is not None:
-        points.add(tuple(trial.values.items()))
-        complete(trials, trial)
-    assert len(points) == 9
-
-
 def test_states_and_values_in_the_study() -> None:
     storage = optuna.storages.InMemoryStorage()
     trials = source(storage=storage, trials=6)
@@ -518,26 +508,6 @@ def test_a_study_of_another_search_is_named_with_few_differences() -> None:
     ]
 
 
-def test_a_suggestion_interrupted_by_a_kill_gets_the_same_values(tmp_path: Path) -> None:
-    """Optuna makes the trial first, and writes its values one by one."""
-
-    def opened(name: str) -> tuple[StudyTrials, BaseStorage]:
-        storage = open_storage(str(tmp_path / name), tmp_path)
-        return source(storage=storage, name="s", sampler="random", trials=3), storage
-
-    whole, _ = opened("whole")
-    expected = [whole.ask() for _ in range(3)]
-    cut, storage = opened("cut")
-    assert cut.ask() == expected[0]
-    study = optuna.load_study(study_name="s", storage=storage)
-    study.sampler = make_sampler(SearchSettings(sampler="random"), 1)
-    half = study.ask()
-    half._suggest("adapter.rank", distributions(space_of(*MIXED))["adapter.rank"])
-    again, _ = opened("cut")
-    assert again.claims.to_resume() == 2
-    assert [again.ask() for _ in range(3)] == expected
-
-
 def test_data_and_model_of_a_search_must_not_change(tmp_path: Path) -> None:
     storage = open_storage(str(tmp_path / "journal"), tmp_path)
     source(storage=storage, name="s").check_material({"data train.jsonl": "aaa", "model": "m"})
@@ -584,16 +554,6 @@ def test_failed_trials_are_retried_once_if_requested() -> None:
     assert again.ask() is None
     again.tell(retried, ended("finished", 2.0))
     assert source(storage=storage, name="s", trials=3, failed="retry").ask() is None
-
-
-def test_dropped_failed_trials_are_replaced_by_new_suggestions() -> None:
-    trials = source(trials=2, failed="drop")
-    told = 0
-    while (trial := trials.ask()) is not None:
-        trials.tell(trial, ended("failed", None, "x") if told < 3 else ended("finished", 1.0))
-        told += 1
-    assert told == 5
-    assert [item.trial for item in trials.finished()] == [3, 4]
 
 
 def test_telling_twice_is_telling_once() -> None:

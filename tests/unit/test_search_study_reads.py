@@ -9,6 +9,7 @@ from curve_worker import step_fault
 from rung_bench import Bench, halving
 
 from plait.core.messages import GroupStep
+from plait.search.attributes import state_of
 from plait.search.orders import Orders
 from plait.search.study import StudyTrials
 
@@ -53,7 +54,7 @@ def test_a_point_enqueued_here_is_suggested_at_the_next_iteration(
     def owner(study: StudyTrials, poll: int) -> Orders:
         if poll == 3:
             study.enqueue({"train.lr": 1e-4}, request="add")
-        seen.append(study.trial_states())
+        seen.append([state_of(item) for item in study.shared.trials()])
         return Orders()
 
     bench = Bench(tmp_path, halving(trials=1, kind="none"), owner=owner)

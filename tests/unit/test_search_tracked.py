@@ -73,6 +73,7 @@ def test_the_message_names_address_and_folder(tmp_path: Path) -> None:
     [
         ("connection failed: Connection refused", True),
         ("FATAL:  the database system is starting up", True),
+        ("FATAL:  sorry, too many clients already", True),
         ('FATAL:  password authentication failed for user "me"', False),
         ('FATAL:  database "plait" does not exist', False),
     ],

@@ -28,8 +28,7 @@ from forked import Talking
 from held_lock import held_elsewhere
 from job_results import ended
 from optuna.exceptions import StorageInternalError
-from optuna.storages import JournalStorage, RDBStorage
-from optuna.storages.journal import JournalFileBackend
+from optuna.storages import RDBStorage
 from sqlalchemy.exc import OperationalError, PendingRollbackError, ProgrammingError
 from studies import space_of, study_of
 from study_process import opened
@@ -100,8 +99,9 @@ def other(tmp_path: Path, address: str | None) -> Iterator[Other]:
 
 
 def test_a_living_process_keeps_its_trials_and_a_killed_one_gives_them_back(
-    tmp_path: Path, address: str | None, other: Other
+    tmp_path: Path, address: str | None, other: Other, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("plait.search.ownership.POLL_SECONDS", 0.0)
     assert other.took == [0, 1]
     trials = opened(tmp_path, address)
     assert (trials.claims.to_resume(), trials.claims.others) == (0, 2)
@@ -128,8 +128,9 @@ def test_a_living_process_keeps_its_trials_and_a_killed_one_gives_them_back(
     assert trials.claims.orphaned == {"trial-0000", "trial-0001"}
     assert (trials.claims.adopted(), trials.claims.dead_workers()) == (set(), [])  # reported once
     assert (trials.claims.to_resume(), trials.claims.others) == (2, 0)
-    assert not trials.claims.wait()
+    assert trials.claims.wait()  # for what was left since it last asked
     assert [trial.number for _ in range(3) if (trial := trials.ask())] == [0, 1]
+    assert not trials.claims.wait()
     trials.close()
 
 
@@ -240,12 +241,6 @@ def test_a_database_without_a_lock_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="only in PostgreSQL, SQLite and journal files") as caught:
         study_lock(storage, "s")
     assert "mysql+pymysql://me:***@host/db" in str(caught.value)
-
-
-def test_a_storage_without_a_lock_is_refused(tmp_path: Path) -> None:
-    storage = JournalStorage(JournalFileBackend(str(tmp_path / "optuna.journal")))
-    with pytest.raises(StorageError, match="this storage has no lock"):
-        study_lock(storage, "s")
 
 
 def test_a_loaded_study_has_the_lock_of_its_database(tmp_path: Path) -> None:
@@ -674,6 +669,16 @@ def test_a_sqlite_file_that_is_only_read_is_not_waited_for(tmp_path: Path) -> No
     read = open_storage(f"sqlite:///file:{tmp_path / 's.db'}?mode=ro&uri=true", tmp_path)
     with pytest.raises(StorageError, match=r"(?s)search\.storage: .*readonly.*search\.storage=PATH"):
         Patience(sleep=lambda _: pytest.fail("it waits"))(lambda: optuna.create_study(storage=read))
+
+
+def test_a_database_that_lets_its_role_in_no_more_is_not_waited_for() -> None:
+    said = 'connection to server at "h", port 5432 failed: FATAL:  permission denied for database "plait"'
+
+    def action() -> None:
+        raise StorageInternalError("trouble") from OperationalError("SELECT", {}, Exception(said))
+
+    with pytest.raises(StorageError, match=r"(?s)search\.storage: .*denied.*Let this role connect"):
+        Patience(sleep=lambda _: pytest.fail("it waits"))(action)
 
 
 def test_an_invalid_request_is_not_repeated() -> None:

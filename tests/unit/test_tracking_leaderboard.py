@@ -13,13 +13,11 @@ from hypothesis import strategies as st
 from job_results import ended
 from rich.console import Console
 
-from plait.cli.leaderboard import print_leaderboard, to_table
-from plait.core.errors import ConfigError
+from plait.cli.leaderboard import to_table
 from plait.core.jobs import AdapterSpec, JobSpec
 from plait.core.lifecycle import JobResult, JobState
 from plait.core.messages import GroupStep, JobAdmitted, JobEvaluated, JobProgress
-from plait.core.objectives import Objective
-from plait.core.settings import ModelSettings, RunSettings, SearchSettings, TrackingSettings
+from plait.core.settings import ModelSettings, RunSettings, SearchSettings
 from plait.tracking.facts import run_parameters
 from plait.tracking.leaderboard import (
     JobRecord,
@@ -30,8 +28,6 @@ from plait.tracking.leaderboard import (
     to_split_json,
     varying,
 )
-from plait.tracking.location import Location
-from plait.tracking.results import SearchResult
 from plait.tracking.search_run import search_values
 from plait.tracking.values import (
     Curve,
@@ -288,20 +284,6 @@ def test_the_table_of_a_usual_search_fits_into_eighty_characters() -> None:
     assert len(lines) == 2 + len(listed)
     assert "…" not in "".join(lines)
     assert " ".join(lines[1].split()) == "trial state objective rank lr train loss steps tokens device s"
-
-
-def test_an_unknown_form_lists_the_right_ones() -> None:
-    result = SearchResult(
-        "demo",
-        JobState.FINISHED,
-        (Objective("eval/loss"),),
-        "",
-        "1",
-        Location("", TrackingSettings().root, None),
-        (),
-    )
-    with pytest.raises(ConfigError, match="csv, json, table"):
-        print_leaderboard(result, "xml", Console(file=io.StringIO()))
 
 
 simple = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False))

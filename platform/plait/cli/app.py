@@ -40,6 +40,11 @@ OPTIONS = (
     *("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"),
 )
 
+NAMED = (  # verbs whose first word is the name of a search
+    *("chat", "control", "eval", "export", "forget", "generate", "leaderboard", "report", "resume", "serve"),
+    *("trace", "ui"),
+)
+
 
 class Application:
     """The task function given to Hydra; Plait's sweeper, its only user, runs a search in its place.
@@ -257,9 +262,7 @@ def _names(verb: str) -> list[str]:
     if verb == "bench":
         folder = sweeps_dir()
         return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml"))
-    if verb in ("control", "export", "forget", "generate", "leaderboard", "report", "resume", "serve"):
-        return search_names(TrackingSettings().root)
-    return []
+    return search_names(TrackingSettings().root) if verb in NAMED else []
 
 
 def _check_options(program: str, arguments: Sequence[str]) -> None:

@@ -5,7 +5,6 @@ A seam: it imports MLflow, for which help does not wait.
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -18,14 +17,13 @@ from plait.core.errors import ConfigError, StorageError, choices
 from plait.core.lifecycle import JobState, PauseReason
 from plait.core.settings import TrackingSettings
 from plait.search.locks import trains_here
+from plait.search.recorded import command_on
 from plait.terminal.console import literal_console
 from plait.tracking.leaderboard import Cell, JobRecord, columns, orphan, to_csv, to_json
 from plait.tracking.results import SearchResult
 from plait.utils.paths import search_folder
 from plait.utils.spelling import did_you_mean
 
-FORMATS = ("table", "csv", "json")
-WIDTH = 80  # default width of a table, in characters
 LEAST_REASON = 40  # characters of the column of reasons; with fewer, they would break into many lines
 LEAST_NEEDED = (
     "outside",
@@ -42,7 +40,8 @@ def show(settings: TrackingSettings, name: str | None, form: str, sort: str | No
     """Print a search as "table", "csv" or "json", the best first or sorted by a column.
 
     Raises:
-        ConfigError: the search, form or column is unknown.
+        ConfigError: the column is unknown.
+        SearchError: there is no such search.
     """
     result, order = _with_study(settings, read_search(settings, name)), None
     if sort:
@@ -101,8 +100,8 @@ def _with_study(settings: TrackingSettings, result: SearchResult) -> SearchResul
     if not names:
         stale = result.state == JobState.RUNNING and _is_paused(settings, result)
         return replace(result, state=JobState.PAUSED) if stale else result
-    resume = f"`plait resume {shlex.quote(result.name)}` resumes the search"
-    print(f"Orphaned: the process that trained them is dead. {resume}.", file=sys.stderr)
+    resume = command_on(settings.root, "resume", result.name)
+    print(f"Orphaned: the process that trained them is dead. `{resume}` resumes the search.", file=sys.stderr)
     return replace(result, state=JobState.ORPHANED)
 
 
@@ -145,12 +144,7 @@ def print_leaderboard(result: SearchResult, form: str, console: Console, *, orde
 
     Args:
         order: the order as described in the title; None: best first.
-
-    Raises:
-        ConfigError: the form is unknown.
     """
-    if form not in FORMATS:
-        raise ConfigError(f"format {form!r}", f"It must be one of {choices(FORMATS)}.")
     if form == "table":
         if order is None:
             named = " and ".join(map(str, result.objectives))
@@ -162,7 +156,7 @@ def print_leaderboard(result: SearchResult, form: str, console: Console, *, orde
     console.file.write(text if text.endswith("\n") else f"{text}\n")
 
 
-def to_table(records: Sequence[JobRecord], title: str, width: int = WIDTH) -> Table:
+def to_table(records: Sequence[JobRecord], title: str, width: int) -> Table:
     """A table for the terminal, without columns that are empty or repeat the objective, without ids and
     paths, and with the last words of parameters' names. Columns that do not fit into ``width`` characters are
     left out, least important first, and the caption names them."""

@@ -122,7 +122,7 @@ def refusal(error: Exception) -> PlaitError:
 
 def _interrupted(given: Sequence[str], name: str) -> str:
     """The last line; ``name``: of a search that can be resumed."""
-    if given[:1] not in (["sweep"], ["train"], ["resume"]):
+    if not name and given[:1] not in (["sweep"], ["train"], ["resume"]):
         return "Interrupted."
     from plait.core.settings import TrackingSettings
     from plait.utils.addresses import redact

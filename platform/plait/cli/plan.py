@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,14 +28,24 @@ from plait.planning.here import Here, plan_here
 from plait.planning.model_memory import model_memory
 from plait.planning.outlook import CandidateOutlook, Outlook
 from plait.planning.workload import Workload
-from plait.search.checks import check_budgets, check_cut, check_model, check_search, settle_here
+from plait.search.checks import (
+    check_budgets,
+    check_cut,
+    check_model,
+    check_search,
+    find_study,
+    settle_here,
+)
+from plait.search.identity import identify
 from plait.search.points import too_few_points
+from plait.search.recorded import recorded_command
 from plait.search.study import suggest_jobs
 from plait.search.trials import SearchCommand
 from plait.simulate.forecast import Forecast
 from plait.simulate.timeline import chrome_trace
 from plait.terminal.console import wide_console
 from plait.utils.files import disk_errors
+from plait.utils.paths import search_folder, user_path
 from plait.utils.progress import say
 
 if TYPE_CHECKING:
@@ -57,19 +67,14 @@ def run_plan(command: SearchCommand, flags: Mapping[str, str]) -> int:
     Raises:
         InputError: anything wrong with it, as in `plait sweep`.
     """
-    timeline = Path(flags[TIMELINE]) if TIMELINE in flags else None
-    if timeline is not None and timeline.suffix != ".json":
-        raise ConfigError(
-            f"{TIMELINE} {flags[TIMELINE]}",
-            "The file is a trace for Perfetto, and its name must end in .json.",
-            f"For example {TIMELINE} run.json.",
-        )
+    timeline = None if TIMELINE not in flags else _timeline(flags[TIMELINE], command.settings)
     waves: list[Forecast] = []
     outlook = plan_search(command, devices=flags.get(DEVICES), on_wave=waves.append)
     if few := too_few_points(command.settings.search, command.space):
         say(few)
     if timeline is not None:
-        write_timeline(timeline, waves)
+        with disk_errors(timeline, "The timeline cannot be written there."):
+            timeline.write_text(chrome_trace(waves[0].run, waves[0].pipelines), encoding="utf-8")
     if JSON in flags:
         print(json.dumps(outlook.mapping(), indent=2))
         return EXIT_DONE
@@ -77,29 +82,32 @@ def run_plan(command: SearchCommand, flags: Mapping[str, str]) -> int:
     return EXIT_DONE
 
 
-def write_timeline(path: Path, waves: Sequence[Forecast]) -> None:
-    """Write the first wave's simulated run as a trace.
+def _timeline(text: str, settings: RunSettings) -> Path:
+    """The file that is to hold the first wave's simulated run.
 
     Raises:
-        ConfigError: nothing was simulated.
-        StorageError: the file cannot be written.
+        ConfigError: its name is that of no trace, or nothing will be simulated.
     """
-    if not waves:
+    if (path := user_path(text)).suffix != ".json":
         raise ConfigError(
-            f"{TIMELINE} {path}",
+            f"{TIMELINE} {text}",
+            "The file is a trace for Perfetto, and its name must end in .json.",
+            f"For example {TIMELINE} run.json.",
+        )
+    if settings.cluster.kind == "local":
+        raise ConfigError(
+            f"{TIMELINE} {text}",
             "Only the plan for a described cluster is simulated.",
             "Choose one with cluster=NAME.",
         )
-    text = chrome_trace(waves[0].run, waves[0].pipelines)
-    with disk_errors(path, "The timeline cannot be written there."):
-        path.write_text(text, encoding="utf-8")
+    return path
 
 
 def plan_search(
     command: SearchCommand,
     *,
-    devices: str | None = None,
-    on_wave: Callable[[Forecast], None] | None = None,
+    devices: str | None,
+    on_wave: Callable[[Forecast], None],
 ) -> Outlook:
     """Suggest the search's trials and plan them, on this machine or on the described cluster.
 
@@ -201,13 +209,13 @@ def _plan_local(command: SearchCommand) -> Outlook:
     from plait.engine.devices import choose_device
     from plait.engine.replicas import dispatch_time, replicas_of
 
-    settings = settle_dtype(command.settings)
+    folder, settings = _search_folder(command), settle_dtype(command.settings)
     check_engine(settings, command.probes)
     shape = check_model(settings.model, command.probes)
     check_cut(settings, shape, command.probes)
     jobs = suggest_jobs(replace(command, settings=settings))
     data = _checked(command, open_data(settings, shape.max_length, jobs)).catalogue
-    settled = settle_here(settings, shape, data, command.probes, points=command.space.size)
+    settled = settle_here(settings, shape, data, command.probes, points=command.space.size, folder=folder)
     settings, stored, choice = settled.settings, settled.profile, settled.choice
     for line in settled.said:
         say(line)
@@ -243,6 +251,22 @@ def _plan_local(command: SearchCommand) -> Outlook:
         for each in choice.candidates
     )
     return replace(outlook, candidates=tuple(rows))
+
+
+def _search_folder(command: SearchCommand) -> Path:
+    """The folder of the search that is planned; if it has begun, it resumes with the choices in it.
+
+    Raises:
+        SearchError: another search has begun under its name.
+        StorageError: its study does not answer.
+    """
+    search, root = command.settings.search, command.settings.tracking.root
+    identity = identify(command.space, command.base, command.settings)
+    name = search.name or identity.name
+    if not search.fresh and recorded_command(root, name) is not None:
+        find_study(command, name, identity)
+        say(f"{name} has begun: it is planned with the choices that it began with, and all its trials.")
+    return search_folder(root, name)
 
 
 def draw_workload(

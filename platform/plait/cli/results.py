@@ -45,7 +45,7 @@ def leaderboard(arguments: Sequence[str]) -> int:
     """Print a search's adapters, best first."""
     parser = store_parser("leaderboard", "Print a search's adapters, best first.")
     parser.add_argument("name", nargs="?", help="name or MLflow run id of the search; default: the newest")
-    parser.add_argument("--format", default="table", help="table (default), csv or json")
+    parser.add_argument("--format", choices=("table", "csv", "json"), default="table", help="default: table")
     parser.add_argument("--sort", metavar="COLUMN", help="sort by a column instead of the objective")
     parser.add_argument("--reverse", action="store_true", help="with --sort: largest first")
     known = parser.parse_args(arguments)

@@ -38,7 +38,6 @@ from plait.engine.build import (
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.deployments import Choice, settle_deployment
 from plait.engine.splits import settle_split
-from plait.engine.steps import DataOrder
 from plait.search.attributes import TRACKED
 from plait.search.identity import ROWS, Identity, check_problem
 from plait.search.objective import check_kept, check_measured
@@ -238,14 +237,14 @@ def settle_here(
     jobs: Sequence[JobSpec],
     *,
     points: int | None,
-    folder: Path | None = None,
+    folder: Path,
 ) -> Settled:
     """Choose the replicas, the capacity and the layers of each stage, if the settings leave them open; the
     same for a search and for its plan.
 
     Args:
         points: of the search space; None: any number.
-        folder: of the search, which resumes with its own choices; None: as in a new one.
+        folder: of the search, which resumes with its own choices.
 
     Raises:
         CapacityError: no replicas fit, or no layers of their stages.
@@ -394,16 +393,13 @@ def check_memory(
     data: DataCatalogue,
     jobs: Sequence[JobSpec],
     memory_bytes: int,
-    profile: Profile | None = None,
+    profile: Profile | None,
 ) -> None:
-    """Check that every job fits into memory alone, by the coordinator's own prediction, and that its steps
-    suit the data.
+    """Check that every job fits into memory alone, by the coordinator's own prediction.
 
     Raises:
         CapacityError: one does not.
-        DataError: its steps take far more samples than there are.
     """
     admission = Admission(worker_facts(settings, shape, memory_bytes), settings, profile)
     for job in jobs:
-        DataOrder.over(job.train, data.of(job.data).train)
         admission.demand(job.adapter, data.longest(job.data), job.train.global_batch)

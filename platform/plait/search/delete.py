@@ -21,7 +21,7 @@ from plait.core.settings import TrackingSettings
 from plait.search.attributes import TRACKED
 from plait.search.locks import WORKERS, living
 from plait.search.ownership import process_id
-from plait.search.recorded import RecordedCommand, given, read_command
+from plait.search.recorded import RecordedCommand, command_on, given, read_command
 from plait.search.storage import quiet, study_lock
 from plait.search.stored import NoStudyError, hosts_of, stored_study
 from plait.tracking.location import locate, sqlite_in
@@ -88,12 +88,12 @@ class Remains:
             SearchError: a process of this host has begun to train it.
             StorageError: the study, the store or the folder cannot be written.
         """
-        _check_nobody(self.folder, self.name)
+        _check_nobody(self.tracking.root, self.name)
         delete_runs(self.tracking, self.runs)
         if self.study is not None:
             storage = self.study._storage
             with study_lock(storage, self.name):
-                _check_nobody(self.folder, self.name)
+                _check_nobody(self.tracking.root, self.name)
                 optuna.delete_study(study_name=self.name, storage=storage)
         kept = ADAPTERS if keep_adapters and self.adapters else None
         with disk_errors(self.folder, "The files of the search cannot be removed."):
@@ -108,8 +108,8 @@ def find_remains(root: Path, name: str) -> Remains:
         StorageError: its study or its store does not answer, or its command cannot be read.
     """
     quiet()
+    _check_nobody(root, name)
     root, folder = user_path(root).absolute(), search_folder(root, name)
-    _check_nobody(folder, name)
     recorded = read_command(root, name) or RecordedCommand(name, "sweep", (), str(root))
     study = None
     with suppress(NoStudyError):
@@ -133,13 +133,13 @@ def find_remains(root: Path, name: str) -> Remains:
     )
 
 
-def _check_nobody(folder: Path, name: str) -> None:
-    if alive := living(folder / WORKERS):
+def _check_nobody(root: Path, name: str) -> None:
+    if alive := living(search_folder(root, name) / WORKERS):
         processes = ", ".join(map(process_id, alive))
         raise SearchError(
             f"{name} is being trained by process {processes}",
             "A search cannot be deleted while a process trains it.",
-            f"Stop it first: `plait control {name} cancel`.",
+            f"Stop it first: `{command_on(root, 'control', name, 'cancel')}`.",
         )
 
 

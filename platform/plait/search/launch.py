@@ -235,14 +235,15 @@ class Launch:
         source, search = self._source, self._settings.search
         notices, concluded = catch_up(self._settings, source, done.finished)
         self._say(*notices)
-        _remember(self._command, source.name, finished=not done.why, concluded=concluded)
-        if not done.why:
-            source.withdraw_orders()  # orders that came just before its last process was killed
-        write_result(done, search, self._command.directory)
         if done.why:
-            self._say(describe_given_up(done.why, source.name))
+            _remember(self._command, source.name, concluded=concluded)
+            said = [describe_given_up(done.why, source.name)]
         else:
-            self._say(*describe_result(done, search, source.name, exhausted=source.exhausted))
+            self._finish(concluded)
+            shows = self._command_on("leaderboard")
+            said = describe_result(done, search, source.name, shows, exhausted=source.exhausted)
+        write_result(done, search, self._command.directory)
+        self._say(*said)
         return done
 
     def _train_all(self, prepared: Prepared) -> SearchEnd:
@@ -261,9 +262,17 @@ class Launch:
         _remember(self._command, source.name)
         result, concluded = self._run(prepared, stopper)
         if not result.interrupted and not result.ended_by:
-            _remember(self._command, source.name, finished=True, concluded=concluded)
-            source.withdraw_orders()  # orders that came while the last results were written
+            self._finish(concluded)
         return result
+
+    def _finish(self, concluded: bool) -> None:
+        """Store that the search is finished, unless a trial was added while its results were written."""
+        source = self._source
+        if source.over < source.total:
+            self._say(f"A trial was added at the end: `{self._command_on('resume')}` trains it.")
+            return
+        _remember(self._command, source.name, finished=True, concluded=concluded)
+        source.withdraw_orders()  # those that came as late
 
     def _run(self, prepared: Prepared, stopper: Stopper | None) -> tuple[SearchEnd, bool]:
         """Train, record and report; also returns whether the search's run is complete now."""

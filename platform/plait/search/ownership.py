@@ -244,8 +244,9 @@ class Claims:
         return found
 
     def wait(self) -> bool:
-        """Wait a moment for trials that other processes train or leave; False if there are none."""
-        if self._workers is None or not self.others:
+        """Wait a moment for trials that other processes train, or have left since one was last asked for;
+        False if there are none."""
+        if self._workers is None or not self._not_own(self._patience(self._shared.trials)):
             return False
         time.sleep(POLL_SECONDS)
         return True

@@ -78,9 +78,10 @@ def describe_given_up(why: str, name: str) -> str:
 
 
 def describe_result(
-    result: SearchEnd, settings: SearchSettings, name: str, *, exhausted: bool = False
+    result: SearchEnd, settings: SearchSettings, name: str, shows: str, *, exhausted: bool
 ) -> list[str]:
-    """Describe a finished search in a few lines; ``exhausted``: its space has no untried point."""
+    """Describe a finished search in a few lines; ``shows``: the command that shows its trials;
+    ``exhausted``: its space has no untried point."""
     count, failed = len(result.finished), result.count(JobState.FAILED)
     lines = [f"{name} is finished: {counted(count, 'trial')}, {failed} failed"]
     for state in (JobState.STOPPED, JobState.INFEASIBLE):
@@ -102,7 +103,7 @@ def describe_result(
         lines.append(f"Best: {describe_point(front[0], settings.objectives)}")
     elif settings.limits and any(not item.feasible for item in result.finished):
         lines.append(f"No trial satisfies {' and '.join(map(str, settings.limits))}.")
-    return [*lines, f"{more}; `plait leaderboard` shows it."]
+    return [*lines, f"{more}; `{shows}` shows it."]
 
 
 def describe_point(item: JobResult, objectives: Sequence[Objective]) -> str:

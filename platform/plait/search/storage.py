@@ -36,8 +36,10 @@ from plait.core.errors import StorageError
 from plait.utils.addresses import (
     DAMAGED,
     check_login,
+    first_line,
     foreign_tables,
     redact,
+    server_refuses,
     sqlite_fault,
     sqlite_says,
     with_driver,
@@ -139,7 +141,7 @@ def study_lock(storage: BaseStorage, name: str, what: str = "study") -> Abstract
         storage: the study's storage, as opened or as wrapped by Optuna's study.
 
     Raises:
-        StorageError: the storage is of another kind, in which two processes would train the same trials.
+        StorageError: it is another database, in which two processes would train the same trials.
     """
     if isinstance(storage, _CachedStorage):  # a loaded study wraps a database in this
         storage = storage._backend
@@ -162,13 +164,8 @@ def study_lock(storage: BaseStorage, name: str, what: str = "study") -> Abstract
         if url.database not in (None, "", ":memory:"):
             return file_lock(Path(f"{url.database}.{what}-lock"))
         return nullcontext()
-    if isinstance(storage, InMemoryStorage):
-        return nullcontext()
-    raise StorageError(
-        f"a study in {type(storage).__name__}",
-        "So that two processes never take the same trial, Plait locks the study; this storage has no lock.",
-        "Open it with plait.search.storage.open_storage.",
-    )
+    assert isinstance(storage, InMemoryStorage)  # of this module, which makes no others
+    return nullcontext()
 
 
 @contextmanager
@@ -230,19 +227,14 @@ def _database(url: str) -> BaseStorage:
             raise fault from error
         raise StorageError(
             f"search.storage={redact(url)}",
-            f"The database does not answer: {_first_line(error)}",
+            f"The database does not answer: {first_line(error.__cause__ or error)}",
             "Check the URL and that the server runs; leave search.storage out to use a local file.",
         ) from error
 
 
 def _make_folder(folder: Path) -> None:
-    with disk_errors(folder, "The folder cannot be created.", "Choose another with tracking.root=FOLDER."):
+    with disk_errors(folder, "The folder cannot be created.", f"Choose another: {OTHER}."):
         folder.mkdir(parents=True, exist_ok=True)
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error.__cause__ or error).strip() or type(error).__name__
-    return redact(text.splitlines()[0])
 
 
 def quiet() -> None:
@@ -292,14 +284,15 @@ Result = TypeVar("Result")
 
 
 def lasts(error: BaseException | None) -> bool:
-    """Whether an error means that the storage cannot be written, and will not be by itself."""
+    """Whether an error means that the storage cannot be read or written, and will not be by itself."""
     match error:
         case OSError():
             return error.errno in NOT_OURS  # waiting does not cure it
         case DBAPIError() if sqlite_says(error, DAMAGED):
             return True
         case OperationalError():
-            return getattr(error.orig, "sqlite_errorname", "").startswith("SQLITE_READONLY")
+            read_only = getattr(error.orig, "sqlite_errorname", "").startswith("SQLITE_READONLY")
+            return read_only or server_refuses(error)
         case StorageInternalError() | PendingRollbackError():
             return lasts(error.__cause__ or error.__context__)
         case _:
@@ -327,10 +320,13 @@ def passes(error: BaseException | None) -> bool:
 def _not_ours(error: Exception) -> StorageError:
     if (fault := sqlite_fault(error, "search.storage", HOLDS, OTHER)) is not None:
         return fault
-    what = (error.filename, error.strerror) if isinstance(error, OSError) else (None, None)
+    rule = "The study of a search is read and written by every process that trains it."
+    if not isinstance(error, OSError):
+        remedy = "Let this role connect to the database, then give the same command again."
+        return StorageError(f"search.storage: {first_line(error.__cause__ or error)}", rule, remedy)
     return StorageError(
-        f"{what[0] or 'search.storage'}: {what[1] or _first_line(error)}",
-        "The study of a search is read and written by every process that trains it.",
+        f"{error.filename or 'search.storage'}: {error.strerror or error}",
+        rule,
         "Make the file and its folder writable, or choose others with search.storage=PATH.",
     )
 
@@ -371,7 +367,8 @@ class Patience:
                 if not passes(error):
                     raise
                 if not waited:
-                    self.say(f"The study's storage is unavailable ({_first_line(error)}). Waiting for it.")
+                    why = first_line(error.__cause__ or error)
+                    self.say(f"The study's storage is unavailable ({why}). Waiting for it.")
                 waited = True
                 self._wait(delay, error)
                 delay = min(2 * delay, LONGEST_DELAY)
@@ -408,7 +405,7 @@ class Patience:
         while seconds > 0:
             if self.stop():
                 raise StorageError(
-                    f"The study's storage does not answer: {_first_line(error)}",
+                    f"The study's storage does not answer: {first_line(error.__cause__ or error)}",
                     "Trials cannot start or end without it.",
                     "Run the same command again when it is back; it resumes from the last checkpoints.",
                 ) from error

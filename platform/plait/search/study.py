@@ -54,10 +54,17 @@ from plait.search.points import (
     read_enqueued,
     values_of,
 )
-from plait.search.prior import check_prior, earlier_trials
+from plait.search.prior import check_prior, earlier_trials, read_prior
 from plait.search.samplers import check_sampler
 from plait.search.stopper import StudyRungs
-from plait.search.storage import Patience, SharedStudy, in_memory, quiet, study_lock
+from plait.search.storage import (
+    Patience,
+    SharedStudy,
+    existing_storage,
+    in_memory,
+    quiet,
+    study_lock,
+)
 from plait.search.suggest import Suggester, keep_space
 from plait.search.trials import SearchCommand, Trial
 from plait.tracking.spans import SPAN_FILES
@@ -150,7 +157,7 @@ class StudyTrials:
     @property
     def failed(self) -> int:
         """How many failed, including dropped ones."""
-        return self.trial_states().count(JobState.FAILED)
+        return sum(state_of(item) == JobState.FAILED for item in self._all())
 
     @property
     def exhausted(self) -> bool:
@@ -336,10 +343,6 @@ class StudyTrials:
         beyond = " ".join(f"{key}={each.text}" for key, each in outside.items())
         return Trial(frozen.number, values_of(frozen), tuple(overrides), resume_from, warm_from, beyond)
 
-    def trial_states(self) -> list[JobState]:
-        """The states of all trials, by number."""
-        return [state_of(item) for item in self._all()]
-
     def _tidy_up(self) -> None:
         """Remove the files of ended trials; try failed ones again if the settings say so."""
         self._kept.tidy_up(self.shared.trials())
@@ -417,22 +420,35 @@ def _delete(study: Study, storage: BaseStorage, folder: Path | None) -> None:
 
 
 def suggest_jobs(command: SearchCommand) -> list[JobSpec]:
-    """The jobs that a search would train if no results were known, for benchmarks and plans. Nothing is
-    stored.
+    """The jobs that a search would train if none of its results were known, for benchmarks and plans. Nothing
+    is stored.
 
     Raises:
-        InputError: the sampler does not support the space, or a value is wrong.
+        InputError: the sampler does not support the space, a value is wrong, ``search.prior`` cannot be used,
+            or the constraints leave no job.
     """
     quiet()
-    settings = command.settings
-    identity = identify(command.space, command.base, settings)
-    source = StudyTrials(replace(settings.search, fresh=False), command.space, identity, in_memory())
+    search = replace(command.settings.search, fresh=False)
+    identity = identify(command.space, command.base, command.settings)
+    memory = in_memory()
+    if search.prior is not None:
+        there = existing_storage(search.storage, command.settings.tracking.root)
+        read_prior(search.name or identity.name, search, command.space, there)  # says what is wrong with it
+        assert there is not None
+        optuna.copy_study(from_study_name=search.prior, from_storage=there, to_storage=memory)
+    source = StudyTrials(search, command.space, identity, memory)
     jobs = []
     while (trial := source.ask()) is not None:
         job = command.make_job(trial)
-        rejected = rejection(job, settings.search)
+        rejected = rejection(job, search)
         if rejected is None:
             jobs.append(job)
         else:
             source.tell(trial, rejected)
+    if not jobs:
+        raise SearchError(
+            f"search.constraints: {' and '.join(map(str, search.limits))}",
+            f"None of the {source.over} suggestions satisfies them.",
+            "Change the constraints or the search space.",
+        )
     return jobs

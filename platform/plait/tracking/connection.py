@@ -17,7 +17,7 @@ from plait.core.errors import StorageError
 from plait.core.settings import TrackingSettings
 from plait.tracking.location import ARTIFACTS, Location, check_folder, locate, sqlite_in
 from plait.tracking.mlflow_store import Store
-from plait.utils.addresses import first_line, foreign_tables, sqlite_fault
+from plait.utils.addresses import first_line, foreign_tables, server_refuses, sqlite_fault
 from plait.utils.file_locks import file_lock
 
 ANSWER_SECONDS = 5
@@ -167,10 +167,9 @@ def _is_away(location: Location, error: Exception) -> bool:
     if location.sqlite_file is not None:
         return False
     if isinstance(error, sqlalchemy.exc.OperationalError):
-        text = str(error)
         if location.scheme == "mysql":
-            return any(f"({number}," in text for number in LOST)
-        return "FATAL:" not in text or "the database system is" in text  # starting up, shutting down
+            return any(f"({number}," in str(error) for number in LOST)
+        return not server_refuses(error)
     if not isinstance(error, MlflowException):
         return isinstance(error, ConnectionError)
     if not location.is_server:

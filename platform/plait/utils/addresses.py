@@ -96,6 +96,16 @@ def sqlite_says(error: BaseException | None, kinds: tuple[str, ...]) -> str:
     return sqlite_says(error.__cause__ or error.__context__, kinds)
 
 
+NOT_NOW = ("the database system is", "too many", "connection slots", "terminating connection")
+
+
+def server_refuses(error: BaseException) -> bool:
+    """Whether PostgreSQL answers and lets this user in no more, which waiting does not cure; while it starts
+    or ends, or has no connection free, it may later."""
+    text = str(error)
+    return "FATAL:" in text and not any(each in text for each in NOT_NOW)
+
+
 def check_login(key: str, url: str) -> None:
     """Refuse an address, the value of ``key``, if a client would take part of its password for the host and
     show it.
@@ -157,7 +167,7 @@ def first_line(error: BaseException | None) -> str:
     if error is None:
         return ""
     if (pool := _POOL.search(str(error))) is None:
-        return redact(str(error).strip().partition("\n")[0])
+        return redact(str(error).strip().partition("\n")[0]) or type(error).__name__
     inner = error
     while (below := inner.__cause__ or inner.__context__) is not None:
         inner = below
