@@ -19,7 +19,7 @@ from plait.core.settings import TrackingSettings
 from plait.search.locks import trains_here
 from plait.search.recorded import command_on
 from plait.terminal.console import literal_console
-from plait.tracking.leaderboard import Cell, JobRecord, columns, orphan, to_csv, to_json
+from plait.tracking.leaderboard import Cell, JobRecord, columns, to_csv, to_json
 from plait.tracking.results import SearchResult
 from plait.utils.paths import search_folder
 from plait.utils.spelling import did_you_mean
@@ -83,21 +83,19 @@ def _with_study(settings: TrackingSettings, result: SearchResult) -> SearchResul
     if result.state != JobState.FINISHED:
         with suppress(StorageError):  # the study may be elsewhere
             found = board_of_study(settings, result.name)
-    states = {each.name: each.state for each in found.records} if found else {}
-    names = {name for name, state in states.items() if state == JobState.ORPHANED}
-    orphan(result.records, names)
+    held = found.records if found else ()
+    states = {each.name: each.state for each in held}
     for record in result.records:
-        if record.state == JobState.RUNNING and states.get(record.name) == JobState.PAUSED:
-            record.state = JobState.PAUSED
+        state = states.get(record.name)
+        if state in (JobState.ORPHANED, JobState.PAUSED) and not record.state.ended:
+            record.state = state
     known = {record.name for record in result.records}
     left = (JobState.QUEUED, JobState.ORPHANED)
-    begun = [each for each in found.records if each.state in left] if found else []
-    more = (each for each in begun if each.name not in known)
+    more = (each for each in held if each.state in left and each.name not in known)
     result = replace(result, records=(*result.records, *more))
-    now = {record.state for record in result.records}
-    if JobState.RUNNING in now:
+    if any(record.state == JobState.RUNNING for record in result.records):
         return result
-    if not names:
+    if JobState.ORPHANED not in states.values():
         stale = result.state == JobState.RUNNING and _is_paused(settings, result)
         return replace(result, state=JobState.PAUSED) if stale else result
     resume = command_on(settings.root, "resume", result.name)

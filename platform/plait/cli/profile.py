@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -153,7 +152,7 @@ def mapping(made: Made) -> dict[str, Any]:
 
 
 def show(made: Made, console: Console) -> None:
-    """Print a profile: coefficients, errors, the choice of capacity."""
+    """Print a profile: its errors and the choice of capacity; --json has the coefficients."""
     profile = made.profile
     key = profile.key
     plain(
@@ -161,40 +160,7 @@ def show(made: Made, console: Console) -> None:
         f"{profile.model}, {key.dtype}, on {key.device}: kernels {key.kernels}, checkpointing "
         f"{str(key.checkpointing).lower()}, threads {key.threads}; adapters on {', '.join(profile.targets)}",
     )
-    console.print(_memory(profile))
-    if profile.time is not None:
-        console.print(_time(made))
     console.print(_errors(made), _capacities(made))
-
-
-def _memory(profile: Profile) -> Table:
-    coefficients = {name: asdict(phase.coefficients) for name, phase in profile.memory.phases.items()}
-    shown = list(next(iter(coefficients.values())))
-    return filled(
-        "Memory above weights and adapters, in bytes (the highest phase counts)",
-        ("phase", *("fixed" if name == "fixed" else f"each {name}" for name in shown)),
-        ((phase, *(f"{values[name]:,.1f}" for name in shown)) for phase, values in coefficients.items()),
-        left=("phase",),
-    )
-
-
-def _time(made: Made) -> Table:
-    time = made.profile.time
-    assert time is not None
-    layer, head = time.layer[1], time.head[1]
-    of_layer = f"{layer.fixed:.3e}", f"{layer.token:.3e}", f"{layer.square:.3e}", ""
-    return filled(
-        "Seconds of a microbatch, forward and backward",
-        ("part", "fixed", "each token", "each token²", "each labelled token", "forward's share"),
-        (
-            ("one layer", *of_layer, f"{time.forward_share:.3f}"),
-            (
-                *("head and loss", f"{head.fixed:.3e}", "", "", f"{head.labelled:.3e}"),
-                f"{time.head_forward_share:.3f}",
-            ),
-        ),
-        left=("part",),
-    )
 
 
 def _errors(made: Made) -> Table:

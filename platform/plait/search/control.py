@@ -36,7 +36,6 @@ from plait.utils.counts import counted
 from plait.utils.paths import search_folder
 
 Check = Callable[[Sequence[str]], None]  # of the overrides of a trial that is added
-NEAREST = 5  # trials that are suggested in place of one that cannot be used
 SHAPE = ("adapter.rank", "adapter.target_modules", "adapter.variant")
 
 _MODES: Mapping[str, tuple[Mode, str]] = {
@@ -268,8 +267,20 @@ class SearchControl:
     # ---- which trial ---------------------------------------------------------------------------------------
 
     def _check_target(self, verb: str, number: int) -> None:
+        """Check that a trial to be stopped has begun and not ended, and that one to be cloned has begun.
+
+        Raises:
+            SearchError: there is no such trial, or it is not of this kind.
+        """
         states = [trial.state for trial in self.standing().trials]
-        check_target(verb, number, states, self._command_on("leaderboard"))
+        remedy = f"{self._command_on('leaderboard')} shows the trials and their states."
+        if not 0 <= number < len(states):
+            raise SearchError(f"trial {number}", "There is no such trial in this search.", remedy)
+        state = states[number]
+        if state == JobState.QUEUED or (verb == "stop" and state.ended):
+            able = "and not ended can be stopped" if verb == "stop" else "can be cloned"
+            rule = f"Only a trial that has started {able}."
+            raise SearchError(f"trial {number} is {state}", rule, remedy)
 
 
 def _opened(recorded: RecordedCommand, root: Path, *, wait: bool) -> Study:
@@ -284,30 +295,3 @@ def _opened(recorded: RecordedCommand, root: Path, *, wait: bool) -> Study:
         if wait and isinstance(cause := error.__cause__, Exception) and passes(cause):
             raise cause from error
         raise
-
-
-def check_target(verb: str, number: int, states: Sequence[JobState], lists: str) -> None:
-    """Check that a trial to be stopped has begun and not ended, and that one to be cloned has begun.
-
-    Args:
-        lists: the command that lists all trials.
-
-    Raises:
-        SearchError: there is no such trial, or it is not of this kind.
-    """
-    begun = [at for at, state in enumerate(states) if state != JobState.QUEUED]
-    good = [at for at in begun if not states[at].ended] if verb == "stop" else begun
-    if number in good:
-        return
-    if not 0 <= number < len(states):
-        value, rule = f"trial {number}", "There is no such trial in this search."
-    else:
-        able = "has started and not ended can be stopped" if verb == "stop" else "has started can be cloned"
-        value, rule = f"trial {number} is {states[number]}", f"Only a trial that {able}."
-    if not good:
-        none = f"No trial of it can be {'stopped' if verb == 'stop' else 'cloned'} now."
-        raise SearchError(value, rule, none if states else "The search has no trials yet.")
-    nearest = sorted(sorted(good, key=lambda at: abs(at - number))[:NEAREST])
-    which = "The nearest ones" if len(good) > NEAREST else "Such trials"
-    remedy = f"{which}: {', '.join(map(str, nearest))}."
-    raise SearchError(value, rule, f"{remedy} {lists} shows all.")
