@@ -121,9 +121,7 @@ def plan_here(
         ),
         money=None if price is None or seconds is None else here.number * seconds / HOUR * price,
         error=None if profile is None or time is None else profile.time_error,
-        error_source=HELD_OUT
-        if time is not None
-        else here.unknown or f"seconds need a profile, from `{here.measure}`",
+        error_source=_error_source(here),
         measure=here.measure if profile is None or profile.time is None else "",
         processes=processes,
     )
@@ -252,6 +250,13 @@ def _groups(
             )
         )
     return groups
+
+
+def _error_source(here: Here) -> str:
+    """What the error of the seconds was measured on, or why they are unknown."""
+    if here.time is not None:
+        return HELD_OUT
+    return here.unknown or f"seconds need a profile, from `{here.measure}`"
 
 
 def _total(seconds: Iterable[float | None]) -> float | None:
