@@ -131,4 +131,11 @@ def test_a_card_of_a_model_for_trials_names_no_server_that_cannot_load_it(form: 
     card = model_card("tiny-llama", "trial-0001", 8, {}, form=form)
     assert not {"vllm", "sglang", "llama-server"} & set(re.findall(r"[a-z-]+", card))
     assert ("plait serve FOLDER" in card) == (form == "peft")
+    assert ("--form merged" in card) == (form == "peft"), "which others can load"
     assert "vllm serve tiny-llama-1b" in model_card("tiny-llama-1b", "trial-0001", 8, {}, form="peft")
+
+
+def test_a_card_of_an_adapter_on_a_gguf_file_says_that_peft_cannot_load_it() -> None:
+    card = model_card("models/a.gguf", "trial-0001", 8, {}, form="peft")
+    assert "PEFT cannot load it as a base model" in card
+    assert "vllm" not in card

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import shutil
+import socket
 import sys
 import threading
 import time
@@ -30,7 +31,7 @@ from plait.serve.driver import Driver, Pace
 from plait.serve.engine import Engine, complete
 from plait.serve.folders import FolderAdapters
 from plait.serve.requests import Completion, Request, Sampling, Update
-from plait.serve.server import Endpoint, Limits, Models, make_app
+from plait.serve.server import Connection, Endpoint, Models, make_app
 from plait_kernels import Bank
 
 KEY = "a secret"
@@ -58,14 +59,14 @@ class Served:
             linears=self.base.linears,
         )
         adapters = FolderAdapters(self.base, {"trial-0000": self.root / "trial-0000"}, most=2)
-        limits = Limits(body_bytes=4096, new_tokens=160, waiting=8)
         engine = Engine(self.base, adapters, pool_tokens=176)
-        self.driver = Driver(engine, most_waiting=limits.waiting, most_seconds=100)
+        self.driver = Driver(engine, most_waiting=8, most_seconds=100)
         models = Models({"base": None, "best": "trial-0000"}, adapters, self.root)
-        endpoint = Endpoint(self.driver, self.base, models, limits)
-        app = make_app(endpoint, self.driver, key=KEY, limits=limits, local=True)
+        endpoint = Endpoint(self.driver, self.base, models, 160)
+        app = make_app(endpoint, self.driver, key=KEY, local=True, body_bytes=4096)
         self.port = free_port()
-        self.server = uvicorn.Server(uvicorn.Config(app, port=self.port, log_level="warning"))
+        config = uvicorn.Config(app, http=Connection, port=self.port, log_level="warning")
+        self.server = uvicorn.Server(config)
         self.thread = threading.Thread(target=self.server.run, daemon=True)
         self.thread.start()
         while not self.server.started:
@@ -284,6 +285,8 @@ GOOD = {"model": "best", "prompt": "a", "max_tokens": 1, "temperature": 0}
         (GOOD | {"top_p": 0}, 422),
         (GOOD | {"max_tokens": 161}, 422),
         (GOOD | {"max_tokens": 0}, 422),
+        (GOOD | {"max_tokens": True}, 422),
+        (GOOD | {"temperature": False}, 422),
         (GOOD | {"prompt": []}, 422),
         (GOOD | {"prompt": ["a", 3]}, 422),
         (GOOD | {"prompt": [True]}, 422),
@@ -311,6 +314,34 @@ def test_bad_bodies_are_refused_in_openais_form(served: Served, body: Any, statu
     assert found == status, answer
     assert answer["error"]["message"]
     assert served.free()
+
+
+def test_a_body_that_is_nested_as_deep_as_can_be_read_is_refused(served: Served) -> None:
+    """What reads it may go a few levels deeper than what looks through it."""
+    found = set()
+    for deep in range(800, 1000, 2):
+        body = b'{"model": "best", "prompt": "a", "more": ' + b"[" * deep + b"]" * deep + b"}"
+        found.add(served.ask("/v1/completions", body)[0])
+    assert found <= {400, 422}
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_malformed_body_ends_the_connection_without_a_traceback(
+    served: Served, late: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether it comes with its request, or once the request is refused."""
+    head = b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    wrong = b"no number\r\nhello\r\n"
+    with socket.create_connection(("127.0.0.1", served.port), timeout=60) as client:
+        client.sendall(head if late else head + wrong)
+        answer = client.recv(12)
+        if late:
+            client.sendall(wrong)
+        while client.recv(4096):
+            """To the end of the connection."""
+    assert answer == (b"HTTP/1.1 401" if late else b"HTTP/1.1 400")
+    assert served.ask("/v1/models")[0] == 200
+    assert not [each for each in caplog.records if each.exc_info]
 
 
 @pytest.mark.parametrize(

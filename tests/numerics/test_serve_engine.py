@@ -151,7 +151,7 @@ def test_forty_requests_in_a_pool_for_fewer_are_each_as_alone_and_as_pefts(serve
         waited = max(waited, engine.scheduler.waiting)
         owned = [page for pages in pool.owned.values() for page in pages]
         shared = [page for each in pool.shared.values() for page in each.pages]
-        assert sorted([*owned, *shared, *pool.free]) == list(range(pool.pages))
+        assert sorted([*owned, *shared, *pool._free]) == list(range(pool.pages))
         return found
 
     engine.step = watched  # type: ignore[method-assign]

@@ -114,3 +114,15 @@ def test_a_base_model_is_found_by_the_name_in_a_folder() -> None:
     assert named_model("HuggingFaceTB/SmolLM2-135M-Instruct") == ModelSettings()
     assert named_model("tiny-gpt2").family == "gpt2"
     assert named_model("a/b", "main") == ModelSettings(kind="hf", id="a/b", revision="main")
+    assert named_model("a/b.gguf") == ModelSettings(kind="gguf", path="a/b.gguf")
+
+
+@pytest.mark.parametrize("key", ["schlüssel", "padded ", "a\n"])
+def test_a_key_that_no_client_can_send_is_refused(
+    key: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PLAIT_SERVE_KEY", key)
+    assert main(["serve"]) == 2
+    said = capsys.readouterr().err
+    assert "ASCII letters" in said
+    assert key not in said

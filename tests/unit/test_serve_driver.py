@@ -18,7 +18,7 @@ from plait.core.errors import InputError, PlaitError
 from plait.serve.bodies import TextBody
 from plait.serve.driver import DIED, STOPPING, BusyError, Driver
 from plait.serve.requests import Request, Update
-from plait.serve.server import Endpoint, Limits, Models, make_app, run
+from plait.serve.server import Endpoint, Models, make_app, run
 
 
 class NoAdapters:
@@ -139,7 +139,7 @@ def test_too_many_prompts_are_refused_before_they_are_read() -> None:
 
     driver = Driver(Engine(), most_waiting=999)  # type: ignore[arg-type]
     base: Any = SimpleNamespace(tokeniser=unread)
-    endpoint = Endpoint(driver, base, Models({"base": None}, NONE), Limits())
+    endpoint = Endpoint(driver, base, Models({"base": None}, NONE), 9)
     body = TextBody(model="base", prompt=["a"] * 65, n=2)
     with pytest.raises(HTTPException, match="130 answers: one request may ask for at most 128"):
         asyncio.run(endpoint.text(body, None))  # type: ignore[arg-type]
@@ -176,9 +176,8 @@ def test_a_server_whose_engine_has_died_says_so_and_ends_with_the_error() -> Non
     """A supervisor starts it again; one that lived on would refuse all requests for ever."""
     driver = Driver(Engine(SystemExit("as memory has run out")), most_waiting=9)  # type: ignore[arg-type]
     base: Any = SimpleNamespace(tokeniser=lambda _: {"input_ids": [1]})
-    limits = Limits()
-    endpoint = Endpoint(driver, base, Models({"base": None}, NONE), limits)
-    app = make_app(endpoint, driver, key=None, limits=limits, local=True)
+    endpoint = Endpoint(driver, base, Models({"base": None}, NONE), 9)
+    app = make_app(endpoint, driver, key=None, local=True)
     address = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{address.getsockname()[1]}"
     found: list[tuple[int, str]] = []

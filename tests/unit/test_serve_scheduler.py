@@ -12,7 +12,7 @@ def check(scheduler: Scheduler) -> None:
     pool = scheduler.pool
     owned = [page for pages in pool.owned.values() for page in pages]
     shared = [page for each in pool.shared.values() for page in each.pages]
-    assert sorted([*pool.free, *owned, *shared]) == list(range(pool.pages))
+    assert sorted([*pool._free, *owned, *shared]) == list(range(pool.pages))
     assert list(scheduler.running) == list(pool.owned)
 
 

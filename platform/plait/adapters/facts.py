@@ -44,13 +44,24 @@ def model_card(base: str, name: str, rank: int, facts: Mapping[str, object], *, 
     )
 
 
+def not_in_peft(base: str) -> str:
+    """Why PEFT cannot load a base model by its name; "" if it may."""
+    if tiny_family(base) is not None:
+        return f"{base} is a small model with random weights, for trials: only Plait can make it."
+    if base.endswith(".gguf"):
+        return f"{base} is a GGUF file: PEFT cannot load it as a base model."
+    return ""
+
+
 def _served(base: str, name: str, rank: int, form: str) -> str:
     """How to serve it: the commands, or why there are none."""
-    if tiny_family(base) is not None:
-        own = "\n\n```\nplait serve FOLDER\n```" if form == "peft" else ""
+    why = not_in_peft(base)
+    if why and form == "peft":
         return (
-            f"{base} is a small model with random weights, for trials: only Plait can make and serve it.{own}"
+            f"{why} For other programs export the whole model: --form merged.\n\n```\nplait serve FOLDER\n```"
         )
+    if tiny_family(base) is not None:
+        return why
     fitting = next((each for each in VLLM_RANKS if each >= rank), rank)
     sglang = "python -m sglang.launch_server --model-path"
     uses = {

@@ -6,7 +6,7 @@ import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from plait.cli.results import READING, store_parser, store_settings
 from plait.core.errors import EXIT_DONE
@@ -35,12 +35,17 @@ def main(arguments: Sequence[str]) -> int:
     )
     known = parser.parse_args(arguments)
     say(READING)
+    from plait.adapters.facts import not_in_peft
     from plait.tracking.results import export, free_folder
 
     settings = store_settings(known)
     if known.form == "peft":
         record, folder = export(settings, known.name, known.to, trial=known.trial)
         (folder / "README.md").write_text(_card(record, folder, "peft"), encoding="utf-8")
+        if why := not_in_peft(_config(folder)["base_model_name_or_path"]):
+            say(
+                f"{why} `plait serve {known.to}` can serve the adapter; for other programs use --form merged."
+            )
     else:
         free_folder(known.to)
         with tempfile.TemporaryDirectory(prefix="plait-export-") as name:
@@ -66,10 +71,14 @@ def _base_model(settings: TrackingSettings, record: JobRecord) -> ModelSettings:
     return base_model(load_search(settings, record.run_id), settings)
 
 
+def _config(folder: Path) -> Any:
+    return json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+
+
 def _card(record: JobRecord, folder: Path, form: str) -> str:
     from plait.adapters.facts import model_card, quantised_base
 
-    config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    config = _config(folder)
     facts = {
         **record.parameters,
         "base model quantised as": quantised_base(folder),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -67,9 +68,8 @@ def main(arguments: Sequence[str]) -> int:
     from plait.serve.driver import Driver
     from plait.serve.engine import Engine
     from plait.serve.folders import HOST_BYTES
-    from plait.serve.server import Endpoint, Limits, Models, make_app, run
+    from plait.serve.server import Endpoint, Models, make_app, run
 
-    limits = Limits(new_tokens=known.max_new_tokens, waiting=known.queue, waiting_seconds=known.wait)
     engine = Engine(
         base,
         adapters,
@@ -78,11 +78,10 @@ def main(arguments: Sequence[str]) -> int:
         reserve=free_bytes(),
         graph_rows=known.graph_rows,
     )
-    driver = Driver(engine, most_waiting=limits.waiting, most_seconds=limits.waiting_seconds)
+    driver = Driver(engine, most_waiting=known.queue, most_seconds=known.wait)
     models = Models(served.aliases, adapters, known.adapters)
-    app = make_app(
-        Endpoint(driver, base, models, limits), driver, key=key, limits=limits, local=known.host in LOOPBACK
-    )
+    endpoint = Endpoint(driver, base, models, known.max_new_tokens)
+    app = make_app(endpoint, driver, key=key, local=known.host in LOOPBACK)
     shown = ", ".join(models.names[:SHOWN]) + (
         f" and {len(models.names) - SHOWN} more" * (len(models.names) > SHOWN)
     )
@@ -290,6 +289,12 @@ def _check(known: argparse.Namespace, key: str | None) -> None:
             f"--host {known.host}",
             "An address that other machines reach needs an API key.",
             f"Set {KEY}, or leave --host out.",
+        )
+    if key is not None and not re.fullmatch("[!-~]([ -~]*[!-~])?", key):
+        raise ConfigError(
+            f"{KEY}, whose value is not shown here",
+            "A key is sent in a header: ASCII letters, digits and signs, without a space at its ends.",
+            "Choose another key.",
         )
     check_least(known, port=1, max_new_tokens=1, max_adapters=1, queue=1, pool_tokens=1, wait=0, graph_rows=0)
     if known.port > MOST_PORT:

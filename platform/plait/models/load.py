@@ -173,6 +173,8 @@ def named_model(name: str, revision: str | None = None, quantise: str = WHOLE) -
         return ModelSettings(quantise=quantise)
     if (family := tiny_family(name)) is not None:
         return ModelSettings(kind="tiny", family=family, dtype="float32", quantise=quantise)
+    if name.endswith(".gguf"):
+        return ModelSettings(kind="gguf", path=name, quantise=quantise)
     return ModelSettings(kind="hf", id=name, revision=revision, quantise=quantise)
 
 

@@ -13,10 +13,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate, islice
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from uuid import uuid4
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from plait.core.errors import InputError
 from plait.serve.requests import MOST_LOG_PROBABILITIES, REPLACEMENT, Completion, Sampling, Score, Update
@@ -40,6 +40,17 @@ MOST_ANSWERS = 128  # of one request, as OpenAI's
 ALIKE = 0.85  # of difflib: names that other servers know are no misspelled ones of this one
 LOOKED_UP = 5  # unknown names of a body; streams stand still meanwhile, and one is refused in any case
 IGNORED = ("user", "metadata", "store", "safety_identifier")
+
+
+def _number(value: Any) -> Any:
+    """Refuse true and false, which pydantic takes for 1 and 0."""
+    if isinstance(value, bool):
+        raise ValueError("It is a number.")
+    return value
+
+
+Whole = Annotated[int, BeforeValidator(_number)]
+Real = Annotated[float, BeforeValidator(_number)]
 
 
 class _Spelled(BaseModel):
@@ -71,11 +82,11 @@ class _Body(_Spelled):
     model_config = ConfigDict(extra="allow")
 
     model: str
-    max_tokens: int | None = None
-    temperature: float = Field(1.0, ge=0, le=2)
-    top_p: float = Field(1.0, gt=0, le=1)
-    n: int = Field(1, ge=1, le=MOST_ANSWERS)
-    seed: int | None = Field(None, ge=0, lt=2**63)
+    max_tokens: Whole | None = None
+    temperature: Real = Field(1.0, ge=0, le=2)
+    top_p: Real = Field(1.0, gt=0, le=1)
+    n: Whole = Field(1, ge=1, le=MOST_ANSWERS)
+    seed: Whole | None = Field(None, ge=0, lt=2**63)
     stop: str | list[str] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -88,6 +99,8 @@ class _Body(_Spelled):
             json.dumps(values, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             raise ValueError("half of a surrogate pair is no character") from error
+        except RecursionError as error:
+            raise ValueError("it is nested too deeply") from error
         if not isinstance(values, dict):
             return values
         return {name: value for name, value in values.items() if value is not None}
@@ -144,8 +157,8 @@ class TextBody(_Body):
     """The body of /v1/completions."""
 
     prompt: Any
-    max_tokens: int | None = 16
-    logprobs: int | None = Field(None, ge=0, le=5)
+    max_tokens: Whole | None = 16
+    logprobs: Whole | None = Field(None, ge=0, le=5)
 
     @field_validator("prompt")
     @classmethod
@@ -210,9 +223,9 @@ class ChatBody(_Body):
     """The body of /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Whole | None = None
     logprobs: bool | None = None
-    top_logprobs: int = Field(0, ge=0, le=MOST_LOG_PROBABILITIES)
+    top_logprobs: Whole = Field(0, ge=0, le=MOST_LOG_PROBABILITIES)
 
     @property
     def asked(self) -> str:
@@ -258,6 +271,7 @@ class Answer:
         self._chat = chat
         self._model = model
         self._prompt = prompt
+        self._new = 0  # tokens of choices that have ended
         self.counted = counted
         self._id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid4().hex}"
         self._created = int(time.time())
@@ -265,9 +279,8 @@ class Answer:
     def whole(self, ended: Sequence[Completion]) -> Any:
         """All choices, with their usage."""
         choices = [self._choice(index, each) for index, each in enumerate(ended)]
-        return self._frame("chat.completion" if self._chat else "text_completion", *choices) | self._used(
-            ended
-        )
+        self._new = sum(len(each.tokens) for each in ended)
+        return self._frame("chat.completion" if self._chat else "text_completion", *choices) | self._used()
 
     def _choice(self, index: int, ended: Completion) -> dict[str, Any]:
         message = {"role": "assistant", "content": ended.text}
@@ -282,17 +295,20 @@ class Answer:
         scores = None
         if update.token is not None and update.score is not None:
             scores = self._scores(index, (update.token,), (update.score,))
-        reason = None if ended is None else ended.reason
+        reason = None
+        if ended is not None:
+            reason = ended.reason
+            self._new += len(ended.tokens)
         choice = {"index": index, "finish_reason": reason, "logprobs": scores} | part
         return self._chunk(choice) | ({"usage": None} if self.counted else {})
 
-    def usage(self, ended: Sequence[Completion]) -> Any:
-        """The chunk of a stream that has its usage alone."""
-        return self._chunk() | self._used(ended)
+    def usage(self) -> Any:
+        """The last chunk of a stream, which has its usage alone."""
+        return self._chunk() | self._used()
 
-    def _used(self, ended: Sequence[Completion]) -> dict[str, Any]:
-        new = sum(len(each.tokens) for each in ended)
-        counts = {"prompt_tokens": self._prompt, "completion_tokens": new, "total_tokens": self._prompt + new}
+    def _used(self) -> dict[str, Any]:
+        total = self._prompt + self._new
+        counts = {"prompt_tokens": self._prompt, "completion_tokens": self._new, "total_tokens": total}
         return {"usage": counts}
 
     def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:

@@ -86,7 +86,6 @@ class Driver:
         self._pace = Pace()
         self._changed = threading.Condition()
         self._new: list[_Ticket] = []
-        self._adding: _Ticket | None = None  # no longer new, not yet active
         self._active: dict[int, _Ticket] = {}
         self._stopping = False
         self.error: BaseException | None = None
@@ -181,10 +180,9 @@ class Driver:
             failed = error
         with self._changed:  # no request waits for a thread that has ended
             self._stopping, self.error = True, failed
-            left, watchers = [self._adding, *self._new, *self._active.values()], self._watchers
+            left, watchers = [*self._new, *self._active.values()], self._watchers
         for ticket in left:
-            if ticket is not None:
-                ticket.deliver(BusyError(self.ends))
+            ticket.deliver(BusyError(self.ends))
         for died in watchers if failed is not None else ():
             died()
 
@@ -195,8 +193,8 @@ class Driver:
                 return
             new = len(self._new)
         for _ in range(new):
-            self._adding = self._new.pop(0)
-            self._add(self._adding)
+            self._add(self._new[0])
+            self._new.pop(0)  # only now, since the thread may end while it is added
         self._leave()
         self._step()
 

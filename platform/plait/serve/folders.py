@@ -131,7 +131,6 @@ class FolderAdapters:
         self._quantise = base.identity.quantise
         self._said_unknown = False
         self._adapters: dict[str, FolderAdapter] = {}
-        self._keys: set[AdapterKey] = set()
         self._added = 0
         self._lock = Lock()  # the server adds and removes, the engine's thread finds
         for name, folder in folders.items():
@@ -188,7 +187,6 @@ class FolderAdapters:
                 stamp,
                 located,
             )
-            self._keys.add(self._adapters[name].key)
 
     def _check_base(self, folder: Path, trained: str | None) -> None:
         """Refuse an adapter that was trained on another form of the base model's weights; where its file does
@@ -214,24 +212,28 @@ class FolderAdapters:
             NoAdapterError: there is none with this name.
         """
         with self._lock:
-            if name not in self._adapters:
-                raise NoAdapterError(f"adapter {name!r}", "There is no adapter with this name.")
-            self._keys.remove(self._adapters.pop(name).key)
+            if self._adapters.pop(name, None) is None:
+                raise _unknown(name)
 
     def find(self, name: str) -> Adapter:
         """The adapter with this name."""
         with self._lock:
             if name not in self._adapters:
-                raise NoAdapterError(f"adapter {name!r}", "There is no adapter with this name.")
+                raise _unknown(name)
             return self._adapters[name]
 
     def knows(self, key: AdapterKey) -> bool:
         """Whether the adapter with this key is there now."""
         with self._lock:
-            return key in self._keys
+            found = self._adapters.get(key[0])
+        return found is not None and found.key == key
 
     def lasting(self) -> Sequence[Adapter]:
         """The one that needs most room, so that a request that fits without an adapter fits with one."""
         with self._lock:
             sizes = {name: each.rank * len(each.sites) for name, each in self._adapters.items()}
             return [self._adapters[max(sizes, key=lambda name: sizes[name])]] if sizes else []
+
+
+def _unknown(name: str) -> NoAdapterError:
+    return NoAdapterError(f"adapter {name!r}", "There is no adapter with this name.")

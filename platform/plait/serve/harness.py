@@ -74,6 +74,7 @@ def load_tasks(
         with redirect_stdout(sys.stderr):
             asked = [_file_or_name(name) for name in names]
             manager = _manager([each for each in asked if isinstance(each, str)], folder)
+            say("Reading the tasks' rows; without a network, the Hugging Face hub is tried for minutes ...")
             loaded = manager.load(asked)
     except Exception as error:  # lm-eval, `datasets` and a task's own code raise anything
         raise _not_loaded(names, error, fetching=manager is not None) from error

@@ -44,16 +44,14 @@ def page(counts: Counts, engine: Engine, adapters: int) -> str:
     def add(name: str, kind: str, text: str, values: Iterable[tuple[str, float]]) -> None:
         lines.append(f"# HELP plait_{name} {text}")
         lines.append(f"# TYPE plait_{name} {kind}")
-        lines.extend(f"plait_{name}{labels} {value}" for labels, value in values)
+        lines.extend(f"plait_{name}{suffix} {value}" for suffix, value in values)
 
     ended = [(f'{{how="{how}"}}', number) for how, number in sorted(counts.ended.items())]
     add("requests_total", "counter", "Requests by how they ended.", ended)
     add("prompt_tokens_total", "counter", "Tokens of prompts.", [("", counts.prompt_tokens)])
     add("new_tokens_total", "counter", "Tokens generated.", [("", counts.new_tokens)])
-    lines.append("# HELP plait_first_token_seconds Seconds from arrival to the first token.")
-    lines.append("# TYPE plait_first_token_seconds summary")
-    lines.append(f"plait_first_token_seconds_sum {counts.first_token_seconds}")
-    lines.append(f"plait_first_token_seconds_count {counts.first_tokens}")
+    first = [("_sum", counts.first_token_seconds), ("_count", counts.first_tokens)]
+    add("first_token_seconds", "summary", "Seconds from arrival to the first token.", first)
     add("adapter_loads_total", "counter", "Adapters read from their folders.", [("", engine.store.loads)])
     for name, text, value in (
         ("requests_running", "Requests that have pages.", len(engine.running)),

@@ -126,7 +126,7 @@ class RecordedDecoding:
             raise _refused(most)
         self._base, self._cache, self._pool, self._most = base, cache, pool, most
         self._filler = Row(0, 0, (spare,), None)
-        self.recordings = Recordings(recorder or CudaRecorder(), lambda _: None, self._run)
+        self.recordings = Recordings(recorder or CudaRecorder(), lambda _: None, base.logits)
 
     def logits(self, rows: Sequence[Row]) -> Tensor | None:
         """The logits of each row, which the next call may overwrite; None if there are too many rows."""
@@ -160,6 +160,3 @@ class RecordedDecoding:
             _ = routing.launched  # sent now: a recording sends nothing
         offsets = tuple(range(sizes.rows + 1))
         return MicrobatchContext(sent[0], sent[1], offsets, routing, cache=placed)
-
-    def _run(self, loaded: MicrobatchContext) -> Tensor:
-        return self._base.head(self._base.hidden(loaded))

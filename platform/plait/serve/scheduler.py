@@ -47,11 +47,6 @@ class PagePool:
         self._free = list(reversed(range(pages)))
 
     @property
-    def free(self) -> tuple[int, ...]:
-        """The pages that have no owner and are not shared."""
-        return tuple(self._free)
-
-    @property
     def unused(self) -> int:
         """Pages that are free, or become so when they are needed."""
         every = tuple(self.shared.values())  # a copy: metrics are read while the engine's thread changes it
@@ -60,8 +55,6 @@ class PagePool:
     def take(self, owner: int, count: int, needs: Sequence[Need] = ()) -> bool:
         """Give a new owner ``count`` pages of its own and what it shares; False, and nothing changes, if they
         do not fit. What no request uses makes room, the least recently needed first."""
-        if owner in self.owned:
-            raise ValueError(f"request {owner} has its pages already")
         keys = {need.key for need in needs}
         wanted = count + sum(need.pages for need in needs if need.key not in self.shared)
         idle = [key for key, each in self.shared.items() if not each.users and key not in keys]
@@ -80,9 +73,9 @@ class PagePool:
         return True
 
     def release(self, owner: int) -> None:
-        """Free an owner's pages; one without pages is ignored. What it shared stays if it is filled."""
-        self._free += reversed(self.owned.pop(owner, ()))
-        for key in self._needs.pop(owner, ()):
+        """Free an owner's pages. What it shared stays if it is filled."""
+        self._free += reversed(self.owned.pop(owner))
+        for key in self._needs.pop(owner):
             entry = self.shared[key]
             entry.users -= 1
             if not entry.users and entry.value is None:

@@ -12,13 +12,14 @@ import logging
 import math
 import socket
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, TypeVar
 
+import h11
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -29,6 +30,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from plait.core.errors import PlaitError
 from plait.data.tokenising import TEMPLATE_SECONDS
@@ -45,6 +47,7 @@ from plait.utils.time_limit import time_limit
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 JSON = "application/json"
 STOPPING_SECONDS = 30
+BODY_BYTES = 1 << 20  # most of a request
 LOG = logging.getLogger("uvicorn.error")
 FAILED = "The server failed; its log says why."
 HEALTH = "/health"
@@ -59,21 +62,6 @@ WORDS = {
     503: "overloaded_error",
     500: "server_error",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What one request may ask for.
-
-    Attributes:
-        waiting: requests that wait for room.
-        waiting_seconds: that one of them waits for.
-    """
-
-    body_bytes: int = 1 << 20
-    new_tokens: int = 1024
-    waiting: int = 256
-    waiting_seconds: float = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,19 +109,17 @@ class Models:
         """Remove an adapter; requests that have it end as they would."""
         if self.root is None:
             raise HTTPException(403, "This server's adapters are fixed: start it with --adapters FOLDER.")
-        if name not in self.adapters.names:
-            raise HTTPException(404, f"There is no adapter {name!r}.")
         self.adapters.remove(name)
 
 
 class Endpoint:
-    """Answers requests with a driver's engine."""
+    """Answers requests with a driver's engine, each answer of at most ``new_tokens`` tokens."""
 
-    def __init__(self, driver: Driver, base: BaseModel, models: Models, limits: Limits) -> None:
+    def __init__(self, driver: Driver, base: BaseModel, models: Models, new_tokens: int) -> None:
         self._driver = driver
         self._base = base
         self._models = models
-        self._limits = limits
+        self._new_tokens = new_tokens
         self._started = int(time.time())
 
     async def models(self) -> Any:
@@ -212,13 +198,13 @@ class Endpoint:
         self, body: TextBody | ChatBody, prompts: Sequence[tuple[int, ...]], request: Request, *, chat: bool
     ) -> Response:
         adapter = self._models.adapter(body.model)
-        samplings = body.samplings(self._limits.new_tokens)
+        samplings = body.samplings(self._new_tokens)
         asked = [requests.Request(each, adapter, sampling) for each in prompts for sampling in samplings]
-        updates = self._driver.stream(*asked)
+        updates = _finite(self._driver.stream(*asked))
         counted = body.stream_options is not None and body.stream_options.include_usage
         answer = Answer(body.model, sum(map(len, prompts)), self._word, chat=chat, counted=counted)
         if body.stream:
-            first = await _unless_left(request, _first(updates))  # an error still has a status of its own
+            first = await _unless_left(request, anext(updates))  # an error still has a status of its own
             return StreamingResponse(
                 _events(answer, first, updates),
                 media_type="text/event-stream",
@@ -230,7 +216,7 @@ class Endpoint:
         return str(self._base.tokeniser.decode([token]))
 
 
-async def _unless_left(request: Request, work: Coroutine[Any, Any, Made]) -> Made:
+async def _unless_left(request: Request, work: Awaitable[Made]) -> Made:
     """What comes of some work for a client; once the client has left, the work is cancelled."""
     made = asyncio.ensure_future(work)
     left = asyncio.ensure_future(_disconnected(request))
@@ -250,27 +236,20 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def _first(updates: Updates) -> tuple[int, Update]:
-    return _finite(await anext(updates))
-
-
 async def _ended(updates: Updates) -> list[Completion]:
     """The completions of all requests, in their order."""
     async with aclosing(updates):
-        found = {place: update.ended async for place, update in _each(updates) if update.ended is not None}
+        found = {place: update.ended async for place, update in updates if update.ended is not None}
     return [found[place] for place in sorted(found)]
 
 
-async def _each(updates: Updates) -> Updates:
-    async for item in updates:
-        yield _finite(item)
-
-
-def _finite(item: tuple[int, Update]) -> tuple[int, Update]:
-    ended = item[1].ended
-    if ended is not None and ended.reason == "not finite":
-        raise HTTPException(500, "The adapter's logits are not finite.")
-    return item
+async def _finite(updates: Updates) -> Updates:
+    """The same updates; HTTPException at an end for logits that are not finite."""
+    async with aclosing(updates):
+        async for place, update in updates:
+            if update.ended is not None and update.ended.reason == "not finite":
+                raise HTTPException(500, "The adapter's logits are not finite.")
+            yield place, update
 
 
 async def _events(answer: Answer, first: tuple[int, Update], updates: Updates) -> AsyncIterator[str]:
@@ -278,14 +257,11 @@ async def _events(answer: Answer, first: tuple[int, Update], updates: Updates) -
     is closed and pages are freed."""
     try:
         async with aclosing(updates):
-            ended = []
             yield _data(answer.piece(*first))
-            ended += [first[1].ended] if first[1].ended is not None else []
-            async for place, update in _each(updates):
+            async for place, update in updates:
                 yield _data(answer.piece(place, update))
-                ended += [update.ended] if update.ended is not None else []
         if answer.counted:
-            yield _data(answer.usage(ended))
+            yield _data(answer.usage())
         yield "data: [DONE]\n\n"
     except HTTPException as error:
         yield _data(_error_body(error.status_code, str(error.detail)))
@@ -329,7 +305,9 @@ class Guard:
         return None
 
 
-def make_app(endpoint: Endpoint, driver: Driver, *, key: str | None, limits: Limits, local: bool) -> FastAPI:
+def make_app(
+    endpoint: Endpoint, driver: Driver, *, key: str | None, local: bool, body_bytes: int = BODY_BYTES
+) -> FastAPI:
     """The application.
 
     Args:
@@ -355,7 +333,7 @@ def make_app(endpoint: Endpoint, driver: Driver, *, key: str | None, limits: Lim
     )
     app.add_api_route(HEALTH, endpoint.health, methods=["GET"], response_model=None)
     app.add_api_route("/metrics", endpoint.metrics, methods=["GET"], response_model=None)
-    app.add_middleware(Guard, key=key, body_bytes=limits.body_bytes)
+    app.add_middleware(Guard, key=key, body_bytes=body_bytes)
     if local:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(LOOPBACK))
     _add_errors(app)
@@ -385,10 +363,7 @@ def _add_errors(app: FastAPI) -> None:
         return _error(422, "; ".join(f"{place or 'body'}: {said}" for place, said in places)[:1000])
 
     async def unusable(_: Request, error: Any) -> Response:
-        return _error(422, str(error)[:1000])
-
-    async def unknown(_: Request, error: Any) -> Response:  # since it was found
-        return _error(404, str(error)[:1000])
+        return _error(404 if isinstance(error, NoAdapterError) else 422, str(error)[:1000])
 
     async def busy(_: Request, error: Any) -> Response:
         return _error(503, str(error), {"Retry-After": str(math.ceil(error.seconds))})
@@ -400,7 +375,6 @@ def _add_errors(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, refused)
     app.add_exception_handler(RequestValidationError, wrong)
     app.add_exception_handler(PlaitError, unusable)
-    app.add_exception_handler(NoAdapterError, unknown)
     app.add_exception_handler(BusyError, busy)
 
 
@@ -414,13 +388,29 @@ def _error_body(status: int, message: str) -> Any:
     return {"error": {"message": shown, "type": kind, "param": None, "code": status}}
 
 
+class Connection(H11Protocol):
+    """A client's connection. uvicorn's own fails, with a traceback, if a body turns out to be malformed while
+    its request is answered, or later."""
+
+    def send_400_response(self, msg: str) -> None:
+        """End the connection, with this answer if there is none yet."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        if self.cycle is not None:
+            self.cycle.disconnected = True  # what else it answers is dropped
+            self.cycle.message_event.set()
+        self.transport.close()
+
+
 def run(app: FastAPI, address: socket.socket, driver: Driver) -> None:
     """Serve at a bound address until a signal; requests that run then have some seconds to end.
 
     Raises:
         PlaitError: the engine's thread has ended, after which nothing can be answered.
     """
-    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=STOPPING_SECONDS)
+    config = uvicorn.Config(
+        app, http=Connection, log_level="warning", timeout_graceful_shutdown=STOPPING_SECONDS
+    )
     server = uvicorn.Server(config)
 
     def end() -> None:
