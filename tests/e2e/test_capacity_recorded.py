@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from memory_models import one_phase
 
 from plait.cli.main import main
-from plait.cost.memory import MemoryCoefficients, MemoryModel
 from plait.cost.profile_store import Profile, ProfileKey, profile_path, save_profile
 from plait.engine import build as engine
 from plait.engine.coordinator import Coordinator
@@ -68,7 +68,7 @@ def test_an_interrupted_search_keeps_its_capacity(
     begun = recorded(folder)
     assert begun["capacity"] == 2048  # the usual one: nothing was profiled
 
-    memory = MemoryModel.of(MemoryCoefficients(token=1.0))
+    memory = one_phase(token=1.0)
     targets = ("q_proj", "k_proj", "v_proj", "o_proj")
     profile = Profile(keys[-1], "tiny", memory, None, 640, (), targets, "measured", 0.0, None)
     save_profile(profile, cache=cache_dir())

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from memory_models import one_phase
 from processes import ForkedProcess
 from trace_files import overlaps, tracks_of
 
 from plait.cli.main import main
 from plait.core.messages import RunSchedule
 from plait.core.settings import ClusterSettings, EngineSettings, ModelSettings, RunSettings
-from plait.cost.memory import MemoryCoefficients, MemoryModel
 from plait.cost.profile_store import Profile, ProfileKey, save_profile
 from plait.cost.time import HeadTime, LayerTime, TimeModel
 from plait.distributed import launch
@@ -72,7 +72,7 @@ def store_profile(settings: RunSettings, capacity: int) -> None:
     model = inspect_model(settings.model, cache=cache_dir())
     key = ProfileKey.of(model.digest, "float32", device_kind("cpu"), settings.engine, on_cpu=True)
     room = settings.planner.memory_share * free_memory(settings)
-    memory = MemoryModel.of(MemoryCoefficients(token=1.35 * room / capacity))
+    memory = one_phase(token=1.35 * room / capacity)
     memory = replace(memory, logit_rows=chunk_rows(model.vocabulary))  # of a loss that is not fused
     time = TimeModel(model.layer_count, {1: LayerTime(1e-3, 1e-6)}, {1: HeadTime(0.0, 1e-6)})
     names = tuple({each.name.rpartition(".")[2] for each in model.linears})

@@ -10,12 +10,12 @@ from typing import Literal, cast
 
 import pytest
 import torch
+from memory_models import one_phase
 
 from plait.cli.profile import used_from_now_on
 from plait.core.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
 from plait.core.plans import Group, Plan, Replica
 from plait.core.settings import USUAL_CAPACITY, EngineSettings, ModelSettings, RunSettings
-from plait.cost.memory import MemoryCoefficients, MemoryModel
 from plait.cost.profile_store import Profile, ProfileKey
 from plait.engine import build as engine
 from plait.engine import devices
@@ -37,7 +37,7 @@ def facts(memory_bytes: int = 10**12) -> WorkerFacts:
 
 def profile(capacity: int, token: float = 1.0) -> Profile:
     key = ProfileKey("m", "cpu", "float32", "auto", False, 1)
-    memory = MemoryModel.of(MemoryCoefficients(token=token), margin=0.0)
+    memory = one_phase(token=token, margin=0.0)
     return Profile(key, "m", memory, None, capacity, (), ("q_proj",), "measured", 0.0, None)
 
 

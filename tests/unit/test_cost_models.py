@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from memory_models import one_phase
 
 from plait.core.errors import ConfigError, DataError, InputError
 from plait.cost.fitting import fit_relative, fit_undisturbed
@@ -184,7 +185,7 @@ def test_equation_five_is_the_special_case_of_equal_lengths() -> None:
 
 def test_margin_covers_what_was_seen_and_shrinks_with_observations() -> None:
     rng = np.random.default_rng(1)
-    truth = MemoryModel.of(MemoryCoefficients(fixed=1e6, token=1e5))
+    truth = one_phase(fixed=1e6, token=1e5)
     noisy = [
         MemoryObservation(
             each.shape, {"whole": each.static + each.dynamic * rng.uniform(0.98, 1.02)}, each.static
@@ -199,7 +200,7 @@ def test_margin_covers_what_was_seen_and_shrinks_with_observations() -> None:
 
 
 def test_pipeline_stages_hold_microbatches_in_flight() -> None:
-    model = MemoryModel.of(MemoryCoefficients(token=100.0, labelled=7.0), margin=0.0)
+    model = one_phase(token=100.0, labelled=7.0, margin=0.0)
     shape = MemoryShape.of([10, 10], labelled=5)
     peaks = [model.stage_peak(shape, static=1000.0, layer_split=(4, 4, 2), stage=stage) for stage in range(3)]
     assert peaks == pytest.approx([1000 + 3 * 0.4 * 2000, 1000 + 2 * 0.4 * 2000, 1000 + 0.2 * 2000 + 35])
@@ -208,7 +209,7 @@ def test_pipeline_stages_hold_microbatches_in_flight() -> None:
 @pytest.mark.parametrize("read", [0.1, 0.3, 0.6, 0.7, 1.0])
 def test_inputs_that_never_change_say_nothing_of_adapters_on_other_linears(read: float) -> None:
     """Where all observations read the same share, the bytes are the tokens', whatever share comes then."""
-    truth = MemoryModel.of(MemoryCoefficients(fixed=1e6, token=3e5, input=2e5))
+    truth = one_phase(fixed=1e6, token=3e5, input=2e5)
     shapes = [replace(shape, inputs=read * shape.tokens) for shape in _shapes(24)]
     model = MemoryModel.fitted([_observe(truth, shape) for shape in shapes])
     same, none = shapes[5], replace(shapes[5], inputs=0.0)
@@ -219,7 +220,7 @@ def test_inputs_that_never_change_say_nothing_of_adapters_on_other_linears(read:
 
 def test_a_fit_forgets_its_oldest_observations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("plait.cost.memory.KEPT_OBSERVATIONS", 8)
-    old, new = (MemoryModel.of(MemoryCoefficients(token=token)) for token in (1e5, 4e5))
+    old, new = (one_phase(token=token) for token in (1e5, 4e5))
     shapes = _shapes(16)
     observed = [_observe(old, shape) for shape in shapes[:8]] + [_observe(new, shape) for shape in shapes[8:]]
     model = MemoryModel.fitted(observed)

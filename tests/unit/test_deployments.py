@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 from laboratory import random_data, random_texts
+from memory_models import one_phase
 
 from plait.core.errors import CapacityError, ConfigError
 from plait.core.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
 from plait.core.plans import Choices, Plan, ReplicaShape
 from plait.core.settings import ClusterSettings, EngineSettings, ModelSettings, RunSettings, SearchSettings
-from plait.cost.memory import MemoryCoefficients, MemoryModel
 from plait.cost.profile_store import Profile, ProfileKey
 from plait.cost.time import HeadTime, LayerTime, TimeModel
 from plait.engine import deployments
@@ -38,7 +38,7 @@ def job(name: str = "job", *, longest: int = 30, batch: int = 8, shortest: int =
 
 
 def profile_of(time: TimeModel | None, token: float = 100.0) -> Profile:
-    memory = MemoryModel.of(MemoryCoefficients(token=token))
+    memory = one_phase(token=token)
     every = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     return Profile(KEY, "m", memory, time, 160, (), every, "measured", 0.0, None)
 

@@ -12,6 +12,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import yaml
+from memory_models import one_phase
 
 from plait.cli.plan import described as described_cluster
 from plait.cli.verbs import find
@@ -20,7 +21,7 @@ from plait.core.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
 from plait.core.samples import Sample, Split, TokenisedData
 from plait.core.settings import ClusterSettings, EngineSettings, RunSettings, SearchSettings
 from plait.cost.clusters import Cluster
-from plait.cost.memory import MemoryCoefficients, MemoryModel, StaticBytes
+from plait.cost.memory import StaticBytes
 from plait.cost.profiles import ClusterProfile, cluster_profile
 from plait.cost.replica import Configuration, balanced_split
 from plait.cost.time import HeadTime, LayerTime, MicrobatchShape, TimeModel
@@ -54,7 +55,7 @@ def workload(lengths: tuple[int, ...] = (40, 60), jobs: int = 2, steps: int = 4)
 
 
 def memory(token: float, *, weights: int = 8 * GIB, layers: int = 32) -> ModelMemory:
-    model = MemoryModel.of(MemoryCoefficients(token=token), margin=0.0)
+    model = one_phase(token=token, margin=0.0)
     adapters = (AdapterSpec(rank=4, target_modules=("q_proj",)),)
     return ModelMemory(model, StaticBytes(weights), llama_linears(SIZES, layers), 2, 256, adapters)
 

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 from curve_worker import ADAPTER, LINEARS, SHAPE, CurveWorker
+from memory_models import one_phase
 
 from plait.core.errors import CapacityError, ConfigError, DataError, ProcessError
 from plait.core.plans import ReplicaShape
 from plait.core.settings import ClusterSettings, EngineSettings, RunSettings
-from plait.cost.memory import MemoryCoefficients, MemoryModel, MemoryObservation, MemoryShape
+from plait.cost.memory import MemoryObservation, MemoryShape
 from plait.cost.profile_store import Profile, ProfileKey
 from plait.cost.time import MicrobatchShape
 from plait.data.overlong import LengthLimit
@@ -172,7 +173,7 @@ def test_gathered_layers_are_counted_once_whatever_is_known_of_microbatches() ->
     sharded = replace(whole, shape=replace(whole.shape, gathered_bytes=5000), held=())
     names = tuple({each.name.rpartition(".")[2] for each in whole.linears})
     key = ProfileKey("m", "cpu", "float32", "auto", False, 1)
-    fitted = MemoryModel.of(MemoryCoefficients(token=100.0))
+    fitted = one_phase(token=100.0)
     known = Profile(key, "m", fitted, None, 128, (), names, "measured", 0.0, None)
     for profile in (None, known):
         before, after = (Admission(each, run(), profile) for each in (whole, sharded))

@@ -8,12 +8,12 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+from memory_models import one_phase
 
 from plait.core.errors import CapacityError
 from plait.core.jobs import AdapterSpec
 from plait.core.plans import ReplicaShape
 from plait.core.settings import ClusterSettings, EngineSettings, RunSettings
-from plait.cost.memory import MemoryCoefficients, MemoryModel
 from plait.cost.profile_store import Profile, ProfileKey
 from plait.cost.time import HeadTime, LayerTime, MicrobatchShape, TimeModel
 from plait.engine.admission import Admission
@@ -61,7 +61,7 @@ def slowest(time: TimeModel, split: Split, capacity: int) -> float:
 
 
 def profile_of(token: float, labelled: float) -> Profile:
-    memory = MemoryModel.of(MemoryCoefficients(token=token, labelled=labelled))
+    memory = one_phase(token=token, labelled=labelled)
     return Profile(KEY, "m", memory, None, 160, (), ("up_proj",), "measured", 0.0, None)
 
 

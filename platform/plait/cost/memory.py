@@ -34,7 +34,6 @@ ALL_ROWS = 2**53  # all rows of logits at once: more than any microbatch has
 NotNegative = Annotated[float, at_least(0)]
 KEPT = "kept"  # the phase between forward and backward, in which a stage has several microbatches
 LOSS = "loss"  # the phase of head and loss, in which no layer runs
-WHOLE = "whole"  # the phase of a peak that was observed without distinguishing moments
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +173,7 @@ class MemoryObservation:
     """Measured peaks of one microbatch.
 
     Attributes:
-        peaks: bytes by phase; {"whole": bytes} if moments were not distinguished.
+        peaks: bytes by phase; of a peak without distinguished moments, under any one name.
         static: bytes in use before and after the microbatch.
     """
 
@@ -220,11 +219,6 @@ class MemoryModel:
         check(self, "memory")
 
     @classmethod
-    def of(cls, coefficients: MemoryCoefficients, margin: float = UNKNOWN_MARGIN) -> MemoryModel:
-        """A model of one phase with given coefficients."""
-        return cls({WHOLE: Phase(coefficients, margin)})
-
-    @classmethod
     def fitted(
         cls, observations: Iterable[MemoryObservation], *, logit_rows: float = ALL_ROWS
     ) -> MemoryModel:
@@ -242,13 +236,11 @@ class MemoryModel:
 
     def dynamic(self, shape: MemoryShape) -> float:
         """Predicted bytes above static; 0 if the microbatch is empty."""
-        return max(self._bytes(phase, shape) for phase in self.phases.values())
+        return self.part(shape, share=1.0, flights=1, last=True)
 
     def safe_peak(self, shape: MemoryShape, *, static: float) -> float:
         """Predicted peak with the margin, which admission compares with the device's memory."""
-        return static + max(
-            self._bytes(phase, shape) * (1.0 + phase.margin) for phase in self.phases.values()
-        )
+        return static + self.part(shape, share=1.0, flights=1, last=True, safe=True)
 
     def errors(self, observations: Iterable[MemoryObservation]) -> tuple[float, ...]:
         """(predicted − observed) / observed, for peak − static of each observation."""
@@ -328,13 +320,10 @@ class MemoryModel:
         return KEPT in self.phases
 
     def _kept(self, shape: MemoryShape) -> float:
-        return self._bytes(self.phases[KEPT], shape) if self.keeps else 0.0
-
-    def _bytes(self, phase: Phase, shape: MemoryShape) -> float:
-        if shape.tokens == 0:
+        if not self.keeps or shape.tokens == 0:
             return 0.0
-        c = phase.coefficients
-        return c.fixed + c.body(shape) + c.head(shape, self.logit_rows)
+        kept = self.phases[KEPT].coefficients
+        return kept.fixed + kept.body(shape) + kept.head(shape, self.logit_rows)
 
 
 def _fit_phase(name: str, observations: Sequence[MemoryObservation], logit_rows: float) -> Phase:

@@ -242,11 +242,6 @@ class TimeObservation:
         return self.layers + self.head
 
 
-def _time_shape(probe: Probe) -> MicrobatchShape:
-    """The shape from which seconds are predicted."""
-    return MicrobatchShape.of(probe.lengths, labelled=probe.labelled)
-
-
 def observe_seconds(
     model: BaseModel, probes: Iterable[Probe], options: ProbeOptions
 ) -> list[TimeObservation]:
@@ -263,7 +258,10 @@ def observe_seconds(
             if round_:
                 seconds.append(measured)
     return [
-        TimeObservation(_time_shape(probe), *(min(part) for part in zip(*seconds, strict=True)))
+        TimeObservation(
+            MicrobatchShape.of(probe.lengths, labelled=probe.labelled),
+            *(min(part) for part in zip(*seconds, strict=True)),
+        )
         for probe, seconds in zip(chosen, rows, strict=True)
     ]
 

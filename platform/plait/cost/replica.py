@@ -117,12 +117,12 @@ class ReplicaCost:
         kinds = sorted({(count, False) for count in split[:-1]} | {(split[-1], True)})
         kinds = [kinds[-1]] if configuration.pp == 1 else _worst(kinds)
         token_seconds = layer.token * s + layer.square * s.astype(np.float64) ** 2
-        fixed = np.array([count * layer.fixed + last * head.fixed for count, last in kinds])
-        each = np.array(
-            [count * token_seconds + last * head.labelled * labelled_share * s for count, last in kinds]
-        )
+        head_seconds = head.labelled * labelled_share * s
         if time.gather:
-            fixed, each = _gathering(time, layer, head, s, labelled_share)
+            fixed, each = _gathering(time, layer, head, token_seconds, head_seconds)
+        else:
+            fixed = np.array([count * layer.fixed + last * head.fixed for count, last in kinds])
+            each = np.array([count * token_seconds + last * head_seconds for count, last in kinds])
         waits = None
         if configuration.layer_split:
             longest = MicrobatchShape.of([int(s[-1])], labelled=round(labelled_share * int(s[-1])))
@@ -209,16 +209,15 @@ class ReplicaCost:
 
 
 def _gathering(
-    time: TimeModel, layer: LayerTime, head: HeadTime, lengths: Int64, labelled_share: float
+    time: TimeModel, layer: LayerTime, head: HeadTime, token_seconds: Float64, head_seconds: Float64
 ) -> tuple[Float64, Float64]:
     """Fixed seconds of a microbatch and those of each sequence, of all layers whose weights are gathered: a
     row for each way in which forward and backward may take longest, computing or gathering."""
-    token_seconds = layer.token * lengths + layer.square * lengths.astype(np.float64) ** 2
     fixed, each = [], []
     for there, back in product(time.gathered(time.layers), repeat=2):
         runs = time.forward_share * there[0] + (1 - time.forward_share) * back[0]
         fixed.append(runs * layer.fixed + there[1] + back[1] + head.fixed)
-        each.append(runs * token_seconds + head.labelled * labelled_share * lengths)
+        each.append(runs * token_seconds + head_seconds)
     return np.array(fixed), np.array(each)
 
 

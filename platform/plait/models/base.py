@@ -143,7 +143,8 @@ class BaseModel:
 
     def tensors(self) -> Iterator[Tensor]:
         """All frozen weights and buffers that are here."""
-        every = (*self._model.parameters(), *self._model.buffers(), *self._own_shards)
+        shards = () if self.shards is None else self.shards.tensors()
+        every = (*self._model.parameters(), *self._model.buffers(), *shards)
         merged = [each for group in self.groups for each in group.tensors()]
         return (tensor for tensor in (*every, *merged) if tensor.untyped_storage().nbytes())
 
@@ -152,10 +153,6 @@ class BaseModel:
         """Bytes of all frozen weights that are always here, tied ones once."""
         found = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in self.tensors()}
         return sum(found.values())
-
-    @property
-    def _own_shards(self) -> Iterator[Tensor]:
-        return iter(()) if self.shards is None else self.shards.tensors()
 
     @property
     def dtype(self) -> torch.dtype:

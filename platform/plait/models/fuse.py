@@ -68,18 +68,18 @@ def fuse_layer(
     fuse_residuals(layer, trial, None if rotation is None else rotation.tokens)
 
 
-def fuse_norms(root: nn.Module, binding: Binding) -> int:
-    """Replace the forward of every RMSNorm and LayerNorm below ``root``; return how many."""
-    norms = [module for module in root.modules() if re.search("RMSNorm|LayerNorm", type(module).__name__)]
-    return sum(_fuse_norm(module, binding) for module in norms)
+def fuse_norms(root: nn.Module, binding: Binding) -> None:
+    """Replace the forward of every RMSNorm and LayerNorm below ``root``."""
+    for module in root.modules():
+        if re.search("RMSNorm|LayerNorm", type(module).__name__):
+            _fuse_norm(module, binding)
 
 
-def _fuse_norm(module: nn.Module, binding: Binding) -> bool:
+def _fuse_norm(module: nn.Module, binding: Binding) -> None:
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(weight, Tensor) or weight.dim() != 1 or eps is None or not _takes_one(module):
-        return False
-
+        return
     x = _noise(3, len(weight), like=weight)
     bias, centred = getattr(module, "bias", None), "RMSNorm" not in type(module).__name__
     for offset in (0.0, 1.0):
@@ -87,8 +87,7 @@ def _fuse_norm(module: nn.Module, binding: Binding) -> bool:
         # A LayerNorm rounds once, and torch's takes no input of another dtype than its weight's.
         if _same(norm, module, x) and (centred or _same(norm, module, x.float())):
             module.forward = norm
-            return True
-    return False
+            return
 
 
 def _takes_one(module: nn.Module) -> bool:
@@ -117,9 +116,10 @@ class GatedMlp:
         return self.down.forward(gated(self.pair.merged(x), self.kind, backend=self.pair.binding.backend))
 
 
-def fuse_mlps(root: nn.Module) -> int:
-    """Replace the forward of every gated MLP below ``root``; return how many."""
-    return sum(_fuse_mlp(module) for module in root.modules())
+def fuse_mlps(root: nn.Module) -> None:
+    """Replace the forward of every gated MLP below ``root``."""
+    for module in root.modules():
+        _fuse_mlp(module)
 
 
 def _merged_siblings(module: nn.Module, *names: str) -> GroupedLinear | None:
@@ -135,21 +135,18 @@ def _merged_siblings(module: nn.Module, *names: str) -> GroupedLinear | None:
     return first if same else None
 
 
-def _fuse_mlp(module: nn.Module) -> bool:
+def _fuse_mlp(module: nn.Module) -> None:
     pair = _merged_siblings(module, "gate_proj", "up_proj") or _merged_siblings(module, "gate_up_proj")
     down = getattr(module, "down_proj", None)
     act = getattr(module, "act_fn", getattr(module, "activation_fn", None))
     if pair is None or act is None or not isinstance(down, GroupedLinear) or not _takes_one(module):
-        return False
+        return
     kind = _activation_kind(act, SILU, GELU_TANH)
     if kind is None:
-        return False
+        return
     forward = GatedMlp(pair.group, down, kind)
-    x = _noise(3, pair.in_features, like=pair.weight)
-    if not _same(forward, module, x):
-        return False
-    module.forward = forward
-    return True
+    if _same(forward, module, _noise(3, pair.in_features, like=pair.weight)):
+        module.forward = forward
 
 
 def _activation_kind(act: Callable[[Tensor], Tensor], *kinds: int) -> int | None:
@@ -173,18 +170,13 @@ class Activation:
         return activated(x, self.kind, backend=self.binding.backend)
 
 
-def fuse_activations(root: nn.Module, binding: Binding) -> int:
-    """Replace the forward of every GELU and SiLU below ``root``; return how many."""
-    found = [module for module in root.modules() if re.search("GELU|SiLU", type(module).__name__)]
-    return sum(_fuse_activation(module, binding) for module in found)
-
-
-def _fuse_activation(module: nn.Module, binding: Binding) -> bool:
-    kind = _activation_kind(module, SILU, GELU_TANH, GELU)
-    if kind is None:
-        return False
-    module.forward = Activation(kind, binding)
-    return True
+def fuse_activations(root: nn.Module, binding: Binding) -> None:
+    """Replace the forward of every GELU and SiLU below ``root``."""
+    for module in root.modules():
+        if re.search("GELU|SiLU", type(module).__name__):
+            kind = _activation_kind(module, SILU, GELU_TANH, GELU)
+            if kind is not None:
+                module.forward = Activation(kind, binding)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,16 +254,17 @@ class _Observer:
         return self.answer
 
 
-def fuse_attentions(root: nn.Module, trial: Running, position_embeddings: tuple[Tensor, Tensor]) -> int:
-    """Replace the forward of every rotary attention below ``root``, a decoder layer; return how many."""
-    return sum(_fuse_attention(module, trial, position_embeddings) for module in root.modules())
+def fuse_attentions(root: nn.Module, trial: Running, position_embeddings: tuple[Tensor, Tensor]) -> None:
+    """Replace the forward of every rotary attention below ``root``, a decoder layer."""
+    for module in root.modules():
+        _fuse_attention(module, trial, position_embeddings)
 
 
-def _fuse_attention(module: nn.Module, trial: Running, position_embeddings: tuple[Tensor, Tensor]) -> bool:
+def _fuse_attention(module: nn.Module, trial: Running, position_embeddings: tuple[Tensor, Tensor]) -> None:
     project = _merged_siblings(module, "q_proj", "k_proj", "v_proj") or _merged_siblings(module, "qkv_proj")
     output = getattr(module, "o_proj", None)
     if project is None or not isinstance(output, GroupedLinear):
-        return False
+        return
     x = _noise(1, len(trial.context.token_ids), project.in_features, like=project.weight)
     observer = _Observer()
     observed = replace(trial.context, cache=observer)
@@ -279,9 +272,9 @@ def _fuse_attention(module: nn.Module, trial: Running, position_embeddings: tupl
         try:
             given = module(hidden_states=x, attention_mask=None, position_embeddings=position_embeddings)
         except TypeError:  # it needs more arguments (Ministral 3: positions), so what it computes is unknown
-            return False
+            return
     if observer.asked is None:
-        return False
+        return
     expected = given[0]
     layer, heads, rule = observer.asked
     forward = RotaryAttention(project.group, output, heads, rule, layer)
@@ -292,13 +285,12 @@ def _fuse_attention(module: nn.Module, trial: Running, position_embeddings: tupl
             )
         qkv = forward.rotated(project.group.merged(x.squeeze(0) * scale), position_embeddings)
         if not _close(qkv, observer.qkv) or not _close(output(observer.answer), given[0].squeeze(0)):
-            return False
+            return
     for tried in (trial.context, observed):
         with running(Running(tried, trial.tables)):
             if not _close(forward(x, position_embeddings)[0], expected):
-                return False
+                return
     module.forward = forward
-    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,17 +367,17 @@ _SEQUENCES = (
 
 def fuse_residuals(
     layer: nn.Module, trial: Running, position_embeddings: tuple[Tensor, Tensor] | None
-) -> bool:
-    """Replace the forward of a decoder layer x + attention(norm(x)) + MLP(norm(x + attention(norm(x)))), so
-    that its sums and those of their gradients are made by its norms; return whether it is one."""
+) -> None:
+    """Have the sums of a decoder layer that is a :class:`Residual`, and those of their gradients, made by its
+    norms."""
     parts = {name: part for name, part in layer.named_children() if not isinstance(part, nn.Dropout)}
     names = next((names for names in _SEQUENCES if parts.keys() == set(names)), None)
     if names is None:
-        return False
+        return
     norm, attention, other, mlp = (parts[name] for name in names)
     first, second = norm.forward, other.forward
     if not isinstance(first, Norm) or not isinstance(second, Norm) or not _takes_one(mlp):
-        return False
+        return
     residual = Residual(first, attention, second, mlp)
     x = _noise(1, len(trial.context.token_ids), len(first.frozen.weight), like=first.frozen.weight)
     given = {
@@ -403,14 +395,13 @@ def fuse_residuals(
             is_tuple = isinstance(expected, tuple)
             found = forward(x, **given)
         except TypeError:  # the layer or its attention needs more arguments
-            return False
+            return
     pair = (found[0], expected[0]) if is_tuple else (found, expected)
     if not torch.equal(*pair):  # the same operations in the same order
-        return False
+        return
     node = OneNode(residual)
     chained = position_embeddings is not None and _has_steps(node, x.squeeze(0), trial, position_embeddings)
     layer.forward = node if chained else forward
-    return True
 
 
 def _has_steps(node: OneNode, x: Tensor, trial: Running, position_embeddings: tuple[Tensor, Tensor]) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import re
 import warnings
@@ -53,10 +52,3 @@ def quiet() -> Iterator[None]:
         hub.handlers, hub.propagate = handlers, propagate
         if bars:
             library.enable_progress_bar()
-
-
-@contextlib.contextmanager
-def without_bars() -> Iterator[None]:
-    """Like :func:`quiet`, and also hide the bars that transformers always shows while reading a GGUF file."""
-    with quiet(), contextlib.redirect_stderr(io.StringIO()):
-        yield

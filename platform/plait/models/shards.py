@@ -34,6 +34,9 @@ class LayerShard:
 
     Args:
         weights: which become views of one flat tensor, in their order.
+
+    Attributes:
+        whole_bytes: of all of them.
     """
 
     def __init__(self, weights: Sequence[Tensor], sharding: Sharding) -> None:
@@ -49,20 +52,15 @@ class LayerShard:
             each.data = view
             start += each.numel()
         self.own = self._flat[sharding.number * part :][:part].clone()
-        self._bytes = self._flat.untyped_storage().nbytes()
+        self.whole_bytes = self._flat.untyped_storage().nbytes()
         self.gathered = True  # until all that binds views of them has done so
         self._begun: Callable[[], None] | None = None
-
-    @property
-    def whole_bytes(self) -> int:
-        """Bytes of all its weights."""
-        return self._bytes
 
     def begin(self) -> None:
         """Begin to gather what is not here."""
         if self.gathered or self._begun is not None:
             return
-        self._resize(self._bytes)
+        self._resize(self.whole_bytes)
         with torch.no_grad():  # an alias: for autograd, these are the values that were saved
             self._begun = self._sharding.begin(self._flat.data, self.own)
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import io
 import json
 import subprocess
 import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -23,7 +24,7 @@ from filelock import FileLock
 
 from plait.core.errors import ModelError
 from plait.core.settings import ModelSettings
-from plait.models.quiet import quiet, without_bars
+from plait.models.quiet import quiet
 from plait.models.tiny import check_family
 from plait.utils.file_locks import NO_LOCKS, waiting
 from plait.utils.files import disk_errors, new_folder
@@ -139,7 +140,7 @@ def convert_gguf(path: Path, folder: Path, dtype: str) -> None:
 
     say(f"Converting {path.name} to {dtype} (once) ...")
     try:
-        with without_bars():
+        with quiet(), redirect_stderr(io.StringIO()):  # transformers always shows its bars here
             model = AutoModelForCausalLM.from_pretrained(
                 path.parent, gguf_file=path.name, dtype=torch.float32, **NO_CODE
             )
