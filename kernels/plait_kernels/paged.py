@@ -76,8 +76,6 @@ class PagedRows:
     Args:
         pages: of each request, in the order of its tokens.
         spans: the rows of each.
-        width: pages of each to which tables are filled up; launches are then as if rows had keys in all of
-            them, so that they serve for other positions, too. 0: as many as there must be.
 
     Attributes:
         tables: (requests, longest) int32, the pages.
@@ -85,11 +83,9 @@ class PagedRows:
         stores, attends: launches of layers of the same sizes, as they are needed; joins follow the latter.
     """
 
-    def __init__(
-        self, pages: Sequence[Sequence[int]], spans: Sequence[Span], device: torch.device, *, width: int = 0
-    ) -> None:
-        self.pages, self.spans, self._width = pages, spans, width
-        longest = width or max(map(len, pages))
+    def __init__(self, pages: Sequence[Sequence[int]], spans: Sequence[Span], device: torch.device) -> None:
+        self.pages, self.spans = pages, spans
+        longest = max(map(len, pages))
         padded = array("i")  # of nested lists torch makes a tensor in several times as long
         for own in pages:
             padded.extend(own)
@@ -112,9 +108,6 @@ class PagedRows:
     def chunks(self, shape: PageShape) -> int:
         """Most chunks of the keys of a single row."""
         window = shape.window
-        if self._width:
-            whole = -(-self._width * shape.tokens // CHUNK)
-            return whole if window is None else min(whole, -(-(window - 1) // CHUNK) + 1)
         firsts = (0 if window is None else max(0, last - window + 1) for last in self._positions)
         both = zip(firsts, self._positions, strict=True)
         return max((last // CHUNK - first // CHUNK + 1 for first, last in both), default=0)

@@ -106,11 +106,6 @@ class AdapterPool:
         return torch.zeros(1, dtype=torch.int64, device=self.storage[0].device)
 
     @functools.cached_property
-    def nothing(self) -> PooledAdapter:
-        """An adapter of no rank, for rows that have none."""
-        return PooledAdapter(0, 0.0, frozenset(), self.origin)
-
-    @functools.cached_property
     def index(self) -> dict[str, int]:
         """The number of each site."""
         return {site.name: number for number, site in enumerate(self.sites)}
@@ -135,21 +130,16 @@ class PooledRows:
         single: rows that have an adapter, each with it.
         spans: rows [start, stop) of one adapter.
         others: rows of adapters that are not in the pool; their bank has them.
-        most: the largest rank that single rows may have; 0: the largest that they do have.
     """
 
     pool: AdapterPool
     single: tuple[tuple[int, PooledAdapter], ...]
     spans: tuple[tuple[int, int, PooledAdapter], ...]
     others: Routing | None = None
-    most: int = 0
 
     @functools.cached_property
     def targeted(self) -> frozenset[str]:
-        """The sites that any of these adapters has; all where ``most`` is given: what is recorded then serves
-        others, too."""
-        if self.most:
-            return frozenset(self.pool.index)
+        """The sites that any of these adapters has."""
         every = {each.sites for _, each in self.single} | {each.sites for _, _, each in self.spans}
         return frozenset().union(*every)
 
@@ -160,7 +150,7 @@ class PooledRows:
         own = [(row, distance(each.offsets, origin), each.rank) for row, each in self.single]
         factors = torch.tensor([each.scale for _, each in self.single], dtype=torch.float32)
         rows, scales = together([torch.tensor(own), factors], origin.device)
-        return _Launched(rows, scales, origin, self.most or max(each.rank for _, each in self.single))
+        return _Launched(rows, scales, origin, max(each.rank for _, each in self.single))
 
     @functools.cached_property
     def tiles(self) -> _Launched:

@@ -1,4 +1,4 @@
-"""Work on a device that is recorded once and replayed: CUDA graphs of whole microbatches or iterations.
+"""Work on a device that is recorded once and replayed: CUDA graphs of whole microbatches.
 
 A small microbatch takes the host longer than the device. A replay takes it one call, but finds the device's
 tensors where they were, and everything else as it was: grids, sizes, numbers. So what is recorded must have

@@ -124,8 +124,7 @@ OPTIONS = {  # of the verbs that read a finished search
         """
     ),
     "serve": words(
-        "--trial --max-new-tokens --queue --pool-tokens --graph-rows --wait --adapters --model --uri --root"
-        " --experiment"
+        "--trial --max-new-tokens --queue --pool-tokens --wait --adapters --model --uri --root --experiment"
     ),
     "launch": words("--nodes --tasks-per-node --gpus-per-task --cpus-per-task --time --partition --to"),
 }

@@ -6,8 +6,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 
 class Again:
     """Replays by running what was recorded once more.
@@ -54,10 +52,3 @@ class Refusing(Again):
             self.times -= 1
             raise RuntimeError("operation not permitted when stream is capturing")
         return super().record(run)
-
-
-class Short(Again):
-    """A device without memory for a recording."""
-
-    def record(self, _run: Callable[[], Any]) -> Callable[[], Any]:
-        raise torch.OutOfMemoryError("no room")

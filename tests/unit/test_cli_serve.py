@@ -75,8 +75,6 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path, capsys: pytest.Capture
         ([str(one), "--wait", "-1"], "at least 0"),
         ([str(one), "--wait", "nan"], "at least 0"),
         ([str(one), "--max-adapters", "0"], "at least 1"),
-        ([str(one), "--graph-rows", "-1"], "at least 0"),
-        ([str(one), "--graph-rows", "8"], "8 rows as CUDA graphs"),
         ([str(one), str(adapter(tmp_path / "more")), "--max-adapters", "1"], "2 adapters"),
         (["postgresql://me:secret@host/name"], "a path, not an address"),
     ):
@@ -84,17 +82,6 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path, capsys: pytest.Capture
         printed = capsys.readouterr().err
         assert said in printed
         assert "secret" not in printed
-
-
-def test_what_cannot_be_replayed_is_refused_before_the_model_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Here a CPU stands for a GPU: its kernels are not Triton's."""
-    monkeypatch.setattr("plait.serve.recorded.check_device", lambda *_: None)
-    monkeypatch.setattr("plait.models.load.load_model", lambda *_, **__: pytest.fail("it was loaded"))
-    words = ["--graph-rows", "8", "--port", str(free_port())]
-    assert main(["serve", str(adapter(tmp_path / "one")), *words]) == 2
-    assert "8 rows as CUDA graphs" in capsys.readouterr().err
 
 
 def test_a_chat_begins_with_a_trial_that_has_finished(

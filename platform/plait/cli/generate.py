@@ -177,36 +177,27 @@ def _usable(given: Mapping[str, Given], use: Callable[[str, Given], Used]) -> di
 
 
 def load_base(
-    model: ModelSettings, folders: Mapping[str, Path], *, most: int | None = None, graph_rows: int = 0
+    model: ModelSettings, folders: Mapping[str, Path], *, most: int | None = None
 ) -> tuple[BaseModel, FolderAdapters]:
     """The base model on this machine's device, and those adapters of folders that can be used.
 
     Args:
         most: adapters that there may be; None: any number.
-        graph_rows: of iterations that are to be replayed; 0: none.
 
     Raises:
-        PlaitError: none can be used, or iterations of this model cannot be replayed.
+        PlaitError: none can be used.
     """
     say("Loading torch and the base model ...")
-    import torch
-
     from plait.core.settings import AUTO
     from plait.engine.devices import choose_device, choose_dtype, choose_kernels
-    from plait.models.load import load_model, model_config
+    from plait.models.load import load_model
     from plait.serve.folders import FolderAdapters
     from plait.utils.paths import cache_dir
 
     device = choose_device("auto")
     model = replace(model, dtype=choose_dtype(device)) if model.dtype == AUTO else model
-    like = torch.empty(0, dtype=getattr(torch, model.dtype), device=device)
-    kernels = choose_kernels("auto", device, like.dtype)
-    if graph_rows:
-        from plait.serve.recorded import check_model
-
-        check_model(model_config(model, cache=cache_dir()), kernels, like, graph_rows)
     base = load_model(model, cache=cache_dir(), device=device)
-    base.install(backend=kernels)
+    base.install(backend=choose_kernels("auto", device, base.dtype))
     adapters = FolderAdapters(base, most=most)
     add_adapters(adapters, folders)
     return base, adapters

@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
             "Raise --max-adapters.",
         )
     model = served.model or _base_of(known, folders)
-    base, adapters = load_base(model, served.folders, most=known.max_adapters, graph_rows=known.graph_rows)
+    base, adapters = load_base(model, served.folders, most=known.max_adapters)
     served.aliases = {name: own for name, own in served.aliases.items() if own in (None, *adapters.names)}
     from plait.engine.devices import free_bytes
     from plait.serve.driver import Driver
@@ -76,7 +76,6 @@ def main(arguments: Sequence[str]) -> int:
         pool_tokens=known.pool_tokens,
         host_bytes=HOST_BYTES,
         reserve=free_bytes(),
-        graph_rows=known.graph_rows,
     )
     driver = Driver(engine, most_waiting=known.queue, most_seconds=known.wait)
     models = Models(served.aliases, adapters, known.adapters)
@@ -250,13 +249,6 @@ def _parser() -> Parser:
         metavar="N",
         help="most tokens of all running requests",
     )
-    add(
-        "--graph-rows",
-        type=int,
-        default=0,
-        metavar="N",
-        help="on a GPU, replay iterations of up to N requests as CUDA graphs; default: 0, none",
-    )
     return parser
 
 
@@ -296,11 +288,6 @@ def _check(known: argparse.Namespace, key: str | None) -> None:
             "A key is sent in a header: ASCII letters, digits and signs, without a space at its ends.",
             "Choose another key.",
         )
-    check_least(known, port=1, max_new_tokens=1, max_adapters=1, queue=1, pool_tokens=1, wait=0, graph_rows=0)
+    check_least(known, port=1, max_new_tokens=1, max_adapters=1, queue=1, pool_tokens=1, wait=0)
     if known.port > MOST_PORT:
         raise ConfigError(f"--port {known.port}", f"It must be at most {MOST_PORT}.")
-    if known.graph_rows:
-        from plait.engine.devices import choose_device
-        from plait.serve.recorded import check_device
-
-        check_device(choose_device("auto"), known.graph_rows)

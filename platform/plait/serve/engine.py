@@ -5,9 +5,8 @@ A seam: it knows requests and adapters, but no jobs.
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby, islice
 from typing import TypeVar
@@ -20,18 +19,15 @@ from plait.models.base import BaseModel
 from plait.models.context import MicrobatchContext
 from plait.serve.cells import MOST_PAGE, Adapter, AdapterSource, CellLayout, CellStore, page_tokens
 from plait.serve.pages import PagedCache, TokenSizes, pool_memory
-from plait.serve.recorded import RecordedDecoding, Row
 from plait.serve.requests import Completion, GrowingText, Reason, Request, Score, Update
 from plait.serve.sampling import Chosen, choose_tokens, score_rows
 from plait.serve.scheduler import Demand, Need, Scheduler, Shared
 from plait_kernels import RoutedSegment, Routing, RowCounters
 from plait_kernels.loss import chunk_rows
 from plait_kernels.pooled import AdapterPool, PooledAdapter, PooledRows
-from plait_kernels.recordings import Recorder
 from plait_kernels.uploads import table, together
 
-_log = logging.getLogger(__name__)
-Result = TypeVar("Result")
+Named = TypeVar("Named")
 READ_AHEAD = 8  # requests at the head of the queue whose adapters are read before they have room
 AHEAD = 512  # requests that wait in the queue where all are known in advance
 
@@ -80,12 +76,9 @@ class Engine:
         host_bytes: of adapters that are kept in host memory, ready for the pool.
         smallest_pages: so that more of a prompt's beginning is shared; adapters then waste more of them.
         reserve: take the pool's memory now, so that no request has to, of so many bytes that are free.
-        graph_rows: iterations without prompts, of up to so many requests, are replayed; 0: none.
-        recorder: of the device, for these; None: CUDA's.
 
     Raises:
         CapacityError: there is not so much memory as the pool needs.
-        ConfigError: nothing can be replayed here.
     """
 
     def __init__(
@@ -99,8 +92,6 @@ class Engine:
         host_bytes: int = 0,
         smallest_pages: bool = False,
         reserve: int | None = None,
-        graph_rows: int = 0,
-        recorder: Recorder | None = None,
     ) -> None:
         self._base = base
         self._adapters = adapters
@@ -115,17 +106,11 @@ class Engine:
         pages = -(-pool_tokens // self.page_tokens)
         pages += sum(self._layout.placement(each).pages for each in lasting)
         self.scheduler = Scheduler(pages, most_prompt_tokens=most_prompt_tokens, most=most)
-        spare = int(graph_rows > 0)  # a page of no request
-        pool = pool_memory(len(layers), pages + spare, self._layout.elements, base, reserve=reserve)
+        pool = pool_memory(len(layers), pages, self._layout.elements, base, reserve=reserve)
         self._cache = PagedCache(pool, self.page_tokens, base.backend, head=token.head)
         storage = [pool[index].view(-1) for index, own in enumerate(layers) for _ in own]
         self._pool = AdapterPool(base.sites, tuple(storage))
         self.store = CellStore(self._layout, pool, self._pool, most_bytes=host_bytes, known=adapters.knows)
-        self.recorded: RecordedDecoding | None = None
-        if graph_rows:
-            self.recorded = RecordedDecoding(
-                base, self._cache, self._pool, most=graph_rows, spare=pages, recorder=recorder
-            )
         self._requests: dict[int, _Running] = {}
         self._next = 0
 
@@ -196,7 +181,7 @@ class Engine:
                 ended[place] = update.ended
         return [ended[place] for place in sorted(ended)]
 
-    def fed(self, requests: Iterable[tuple[Result, Request]]) -> Iterator[tuple[Result, Update]]:
+    def fed(self, requests: Iterable[tuple[Named, Request]]) -> Iterator[tuple[Named, Update]]:
         """The updates of requests, each with what came with the request; they are added as the queue empties.
         Those that have not ended when the caller stops are cancelled. Requests that were in the engine
         before run as well; their updates are not returned.
@@ -204,7 +189,7 @@ class Engine:
         Raises:
             InputError: as :meth:`add`.
         """
-        left, known = iter(requests), dict[int, Result]()
+        left, known = iter(requests), dict[int, Named]()
         try:
             while True:
                 for key, request in islice(left, max(0, AHEAD - self.scheduler.waiting)):
@@ -239,10 +224,7 @@ class Engine:
         if not numbers:
             return updates
         batch = [self._requests[number] for number in numbers]
-        logits = self._with_memory(lambda: self._replayed(batch))
-        if logits is not None:
-            return updates + self._taken(numbers, batch, logits)
-        hidden, ends = self._with_memory(lambda: self._hidden(batch))
+        hidden, ends = self._hidden(batch)
         for each in beginnings:
             each.value = True
         rows = list(zip(numbers, batch, ends, strict=True))
@@ -258,12 +240,9 @@ class Engine:
         """A token for each request, from its last row."""
         numbers, batch, ends = zip(*rows, strict=True)
         last = table([end - 1 for end in ends], hidden.device)
-        logits = self._with_memory(lambda: self._base.head(hidden.index_select(0, last)))
-        return self._taken(numbers, batch, logits)
-
-    def _taken(self, numbers: Sequence[int], batch: Sequence[_Running], logits: Tensor) -> list[Update]:
+        logits = self._base.head(hidden.index_select(0, last))
         samplings, counts = [each.request.sampling for each in batch], [len(each.new) for each in batch]
-        chosen = self._with_memory(lambda: choose_tokens(logits, samplings, counts))
+        chosen = choose_tokens(logits, samplings, counts)
         return [self._take(*each) for each in zip(numbers, batch, chosen, strict=True)]
 
     def _scored(self, hidden: Tensor, rows: Sequence[tuple[int, _Running, int]]) -> list[Update]:
@@ -272,7 +251,7 @@ class Engine:
         targets = [token for _, each, _ in rows for token in each.request.tokens[-each.request.scored :]]
         picked = hidden.index_select(0, table(chosen, hidden.device))
         chunk = chunk_rows(self._base.vocabulary)
-        scores = self._with_memory(lambda: score_rows(self._base.head, picked, targets, chunk))
+        scores = score_rows(self._base.head, picked, targets, chunk)
         updates, start = [], 0
         for number, each, _ in rows:
             own = tuple(scores[start : start + each.request.scored])
@@ -320,32 +299,6 @@ class Engine:
         """Order of a request in the batch: new ones last, those of one adapter together."""
         each = self._requests[number]
         return (not each.stored, each.request.adapter or "", number)
-
-    def _replayed(self, batch: Sequence[_Running]) -> Tensor | None:
-        """The logits of all requests where each has one new token, if such an iteration is replayed."""
-        if self.recorded is None or not all(each.new for each in batch):
-            return None
-        if any(each.adapter is not None and each.placed is None for each in batch):
-            return None  # its bank computes it
-        rows = [Row(each.new[-1], each.stored, each.pages, each.placed) for each in batch]
-        logits = self.recorded.logits(rows)
-        if logits is not None:
-            for each in batch:
-                each.stored += 1
-        return logits
-
-    def _with_memory(self, run: Callable[[], Result]) -> Result:
-        """What ``run`` returns; if memory runs out, it runs again without the memory of what is replayed, and
-        from then on nothing is."""
-        try:
-            return run()
-        except torch.OutOfMemoryError:
-            if self.recorded is None:
-                raise
-            self.recorded.forget()
-            self.recorded = None
-        _log.warning("Memory has run out: iterations are launched from now on, and no longer replayed.")
-        return run()
 
     def _hidden(self, batch: Sequence[_Running]) -> tuple[Tensor, Sequence[int]]:
         """Hidden rows of all requests, and where each one's end; their keys and values are stored."""

@@ -129,16 +129,6 @@ class TokenSizes:
         return qkv.new_zeros(len(qkv), heads.query * size)
 
 
-def by_triton(backend: str, like: Tensor, head: int) -> bool:
-    """Whether Triton's kernels store and attend, in a pool like this one.
-
-    Args:
-        backend: the backend of the model's kernels.
-        head: most features of a head.
-    """
-    return head <= WIDEST_HEAD and passes.by_triton(backend, like)
-
-
 @dataclass(frozen=True, slots=True)
 class _Group:
     """Requests with equally many rows and earlier tokens.
@@ -196,7 +186,7 @@ class PagedCache:
         self._pool = pool
         self._page_tokens = page_tokens
         self._device = pool[0].device
-        self.by_triton = by_triton(backend, pool[0], head)
+        self.by_triton = head <= WIDEST_HEAD and passes.by_triton(backend, pool[0])
         self._few = 0 if compiled("attend", pool[0]) is None else FEW
 
     def placed(
@@ -206,8 +196,6 @@ class PagedCache:
         lengths: Sequence[int],
         begun: int,
         answered: Sequence[bool],
-        *,
-        width: int = 0,
     ) -> AttentionStore:
         """What stores and attends to the rows of an iteration.
 
@@ -216,7 +204,6 @@ class PagedCache:
             starts, lengths: its earlier tokens and its rows.
             begun: so many requests, the first ones, have earlier tokens, the others none.
             answered: whether its rows are new tokens; else they are a prompt's.
-            width: pages to which tables are filled up for launches that serve again, see ``PagedRows``.
         """
         rows = _Rows.of(starts, lengths)
         numbers, inside = rows.positions // self._page_tokens, rows.positions % self._page_tokens
@@ -226,7 +213,7 @@ class PagedCache:
         if self.by_triton:
             given = zip(rows.firsts.tolist(), lengths, starts, answered, strict=True)
             spans = [Span(row, count, start, prompt=not done) for row, count, start, done in given]
-            paged = PagedRows(tables, spans, self._device, width=width)
+            paged = PagedRows(tables, spans, self._device)
             return _ByTriton(self._pool, self._page_tokens, places, paged)
         return self._by_torch(tables, rows, begun, places)
 

@@ -110,28 +110,6 @@ def test_rows_of_all_kinds_against_float64(shape: PageShape, dtype: torch.dtype)
         assert torch.equal(own, other), "the same bits, wherever pages lie"
 
 
-@pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.parametrize("window", [None, 1, 40, CHUNK, CHUNK + 2])
-def test_tables_that_are_filled_up_change_no_bit(window: int | None) -> None:
-    shape = replace(SHAPES[0], window=window)
-    requests = [(length, 1, False) for length in (0, 31, CHUNK - 1, CHUNK, 2 * CHUNK)]
-    stored = Stored(shape, torch.float32, requests)
-    found = stored.attended(list(range(len(requests))))
-    width = 2 * len(stored.tables[-1])
-
-    def filled(pages: list[list[int]], spans: list[Span], device: torch.device) -> PagedRows:
-        made = PagedRows(pages, spans, device, width=width)
-        assert made.tables.shape[1] == width
-        assert made.chunks(shape) >= PagedRows(pages, spans, device).chunks(shape)
-        return made
-
-    stored.made = filled
-    for number, own in enumerate(found):
-        assert torch.equal(stored.attended([number])[0], own)
-    whole = stored.rows([0])[0].chunks(replace(shape, window=None))
-    assert whole == -(-width * shape.tokens // CHUNK)
-
-
 @pytest.mark.parametrize("tokens", [16, 29, 64])
 def test_every_length_of_a_context(tokens: int) -> None:
     shape = PageShape(tokens, 1, 2, 16, 0.3)
