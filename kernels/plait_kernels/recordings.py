@@ -79,7 +79,7 @@ class Recordings(Generic[Loaded, Result]):
 
     Args:
         recorder: of the device.
-        routing_of: the routing of what was loaded, if it has tables that are made as layers need them.
+        routing_of: the routing of what was loaded, whose tables are made as layers need them.
         run: computes what was loaded; its uploads have been made.
 
     Attributes:
@@ -90,7 +90,7 @@ class Recordings(Generic[Loaded, Result]):
     def __init__(
         self,
         recorder: Recorder,
-        routing_of: Callable[[Loaded], Routing | None],
+        routing_of: Callable[[Loaded], Routing],
         run: Callable[[Loaded], Result],
     ) -> None:
         self._recorder, self._routing_of, self._run = recorder, routing_of, run
@@ -116,8 +116,7 @@ class Recordings(Generic[Loaded, Result]):
         if tables is None or sizes in self.refusals:
             loaded = load()
             found = self._run(loaded)
-            routing = self._routing_of(loaded)
-            self._tables[sizes] = () if routing is None else made_tables(routing)
+            self._tables[sizes] = made_tables(self._routing_of(loaded))
             return loaded, found
         return self._record(sizes, tables, load)
 
@@ -129,9 +128,7 @@ class Recordings(Generic[Loaded, Result]):
     def _load(self, places: Places, tables: tuple[Key, ...], load: Callable[[], Loaded]) -> Loaded:
         with places.filled():
             loaded = load()
-            routing = self._routing_of(loaded)
-            if routing is not None:
-                make_tables(routing, tables)
+            make_tables(self._routing_of(loaded), tables)
         return loaded
 
     def _record(

@@ -135,6 +135,7 @@ def test_the_verbs_that_read(
     assert main(["leaderboard", "mine"]) == 0
     assert "mine" in capsys.readouterr().out
     assert main(["export", "mine", "--trial", "1", "--to", out]) == 0
+    assert f"only Plait can make it. `plait serve {out}` can serve the adapter" in capsys.readouterr().err
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert config["r"] == int(next(row["adapter.rank"] for row in rows if row["trial"] == "1"))
     assert "| adapter.rank |" in (tmp_path / "out" / "README.md").read_text()

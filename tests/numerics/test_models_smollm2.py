@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from generation import complete
 from transformers import PreTrainedModel
 
 from plait.core.errors import ModelError
@@ -17,7 +18,6 @@ from plait.engine.devices import choose_dtype
 from plait.models.base import BaseModel
 from plait.models.context import MicrobatchContext
 from plait.models.load import load_model, load_tokeniser, transformers_model
-from plait.serve.engine import complete
 from plait.serve.folders import FolderAdapters
 from plait.serve.requests import Request, Sampling
 from plait.utils.paths import cache_dir

@@ -18,6 +18,7 @@ import openai
 import pytest
 import torch
 import uvicorn
+from generation import complete
 from mlflow_server import free_port
 
 from plait.adapters.peft_folder import export_adapter
@@ -28,7 +29,7 @@ from plait.models.load import load_model
 from plait.models.targets import resolve_targets
 from plait.serve.cells import BankAdapters
 from plait.serve.driver import Driver, Pace
-from plait.serve.engine import Engine, complete
+from plait.serve.engine import Engine
 from plait.serve.folders import FolderAdapters
 from plait.serve.requests import Completion, Request, Sampling, Update
 from plait.serve.server import Connection, Endpoint, Models, make_app

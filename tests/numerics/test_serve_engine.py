@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from generation import complete
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
@@ -26,7 +27,7 @@ from plait.models.load import load_model, transformers_model
 from plait.models.targets import resolve_targets
 from plait.models.tiny import FAMILIES
 from plait.serve.cells import BankAdapters, CellLayout
-from plait.serve.engine import Engine, complete
+from plait.serve.engine import Engine
 from plait.serve.folders import FolderAdapters
 from plait.serve.requests import Completion, GrowingText, Request, Sampling, Update
 from plait.serve.scheduler import Demand

@@ -236,7 +236,7 @@ def test_an_unknown_task_is_refused(
 
 
 def test_data_out_of_reach_is_told_from_an_unknown_task(
-    laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch
+    laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def unreached(*_: Any) -> Any:
         raise ConnectionError("Couldn't reach 'openai/gsm8k' on the Hub")
@@ -244,6 +244,7 @@ def test_data_out_of_reach_is_told_from_an_unknown_task(
     monkeypatch.setattr(TaskManager, "load", unreached)
     with pytest.raises(ConfigError, match="Couldn't reach 'openai/gsm8k'") as raised:
         load_tasks(["choices"], laboratory.tasks, shots=None, limit=None, chat=False)
+    assert "Reading the tasks' rows; without a network" in capsys.readouterr().err
     assert "its data is not on this machine and could not be fetched" in raised.value.rule
     assert "lm-eval ls tasks" not in str(raised.value)
 

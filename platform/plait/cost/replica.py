@@ -117,7 +117,7 @@ class ReplicaCost:
         kinds = sorted({(count, False) for count in split[:-1]} | {(split[-1], True)})
         kinds = [kinds[-1]] if configuration.pp == 1 else _worst(kinds)
         token_seconds = layer.token * s + layer.square * s.astype(np.float64) ** 2
-        head_seconds = head.labelled * labelled_share * s
+        head_seconds = np.asarray(head.labelled * labelled_share * s, dtype=np.float64)
         if time.gather:
             fixed, each = _gathering(time, layer, head, token_seconds, head_seconds)
         else:

@@ -168,11 +168,10 @@ class PartReader:
         no memory, so that the model still runs."""
         wanted = [name for name in self._keys if not name.startswith(self._parts.prefix)]
         source, weight = self._parts.embedding, self._parts.head
-        has_head, has_embedding = self._head in self._keys, self._embedding in self._keys
-        borrowed = self._tied and head and not has_head
-        lent = self._tied and embedding and not has_embedding
+        borrowed = self._tied and head and self._head not in self._keys
+        lent = self._tied and embedding and self._embedding not in self._keys
         if not embedding and not borrowed:
-            wanted.remove(self._embedding) if has_embedding else None
+            wanted = [name for name in wanted if name != self._embedding]
             _stand_in(source, self._dtype, self._device)
         if not embedding and self._positions is not None:
             wanted = [name for name in wanted if not name.startswith(self._positions)]

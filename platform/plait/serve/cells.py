@@ -51,20 +51,15 @@ class Parts:
 
 
 class Adapter(Protocol):
-    """An adapter that requests may name.
-
-    Attributes:
-        key: names these very weights; it changes when they do.
-        pooled: whether it is plain LoRA, whose weights go into the pool.
-    """
+    """An adapter that requests may name."""
 
     @property
     def key(self) -> AdapterKey:
-        """See above."""
+        """Names these very weights; it changes when they do."""
 
     @property
     def pooled(self) -> bool:
-        """See above."""
+        """Whether it is plain LoRA, whose weights go into the pool."""
 
     @property
     def rank(self) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor
 from plait.core.errors import InputError, PlaitError
 from plait.models.base import BaseModel
 from plait.models.context import MicrobatchContext
-from plait.serve.cells import MOST_PAGE, Adapter, AdapterSource, CellLayout, CellStore, page_tokens
+from plait.serve.cells import Adapter, AdapterSource, CellLayout, CellStore, page_tokens
 from plait.serve.pages import PagedCache, TokenSizes, pool_memory
 from plait.serve.requests import Completion, GrowingText, Reason, Request, Score, Update
 from plait.serve.sampling import Chosen, choose_tokens, score_rows
@@ -411,13 +411,6 @@ def needed_tokens(request: Request, max_length: int) -> int:
             f"A prompt has at least one token and fewer than {max_length}, the model's limit.",
         )
     return min(prompt + request.sampling.max_new_tokens, max_length) - 1
-
-
-def complete(base: BaseModel, adapters: AdapterSource, requests: Sequence[Request]) -> list[Completion]:
-    """The completions of requests in a pool that has room for all."""
-    tokens = sum(needed_tokens(each, base.max_length) + MOST_PAGE for each in requests)
-    most = max(1, len(requests))
-    return Engine(base, adapters, pool_tokens=max(1, tokens), most=most).complete(requests)
 
 
 def _largest_cell(adapter: Adapter, base: BaseModel) -> int:
