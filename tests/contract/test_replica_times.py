@@ -83,11 +83,11 @@ def test_a_silent_process_is_seen_before_it_counts_as_dead(tmp_path: Path) -> No
     seen: list[ProcessState] = []
     with fleet(2, MODEL, ENGINE, tmp_path) as worker:
         assert [(each.doing, each.silent) for each in worker.states()] == [("", 0.0)] * 2
-        worker.processes.silence = 3.0
+        worker.processes.silence = 2.0
         worker.processes.watch = lambda: seen.extend(worker.states())
         os.kill(worker.states()[1].pid, signal.SIGSTOP)
         with pytest.raises(ProcessError, match="process 1"):
             worker.execute(Attach(JOB))
     silent = [each for each in seen if each.replica == 1 and each.silent > 0]
-    assert {(each.doing, each.limit) for each in silent[1:]} == {("receiving data", 3.0)}
+    assert {(each.doing, each.limit) for each in silent[1:]} == {("receiving data", 2.0)}
     assert max(each.silent for each in silent) > 1.0

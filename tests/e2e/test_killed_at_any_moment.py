@@ -9,6 +9,7 @@ import math
 import os
 import random
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -22,6 +23,7 @@ KILLS = int(os.environ.get("PLAIT_FAULTS", "5"))
 SEED = 20261121
 STEPS = 32
 TRIALS = 8
+FOUR = ("search.trials=4", "train.steps=16", "train.eval_every=4")
 KILLED = -9
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="counts processor time by /proc")
 
@@ -128,34 +130,46 @@ def test_a_first_start_that_is_killed_while_the_store_is_made(tmp_path: Path) ->
 PHASES = {
     "the study is open": "tracked in",
     "a trial trains": "trial-0001 started",
-    "a trial was evaluated": "trial-0000 step 8",
+    "a trial was evaluated": "trial-0000 step 4",
     "a trial is over and may not be told": "trial-0000 finished",
     "the next one starts": "trial-0002 started",
 }
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, empty_store: Path, plait_cache: Path) -> Path:
+    """The folder of a search of four trials that nothing disturbs."""
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "plait-runs").mkdir()
+    shutil.copy(empty_store, folder / "plait-runs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PLAIT_CACHE", str(plait_cache))
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        whole_life(command(*FOUR), folder)
+    return folder
+
+
 @pytest.mark.slow
-def test_kills_in_each_phase(place: Callable[[str], Path]) -> None:
+def test_kills_in_each_phase(place: Callable[[str], Path], whole: Path) -> None:
     """Of a search whose trials wait for nobody, resumed by name alone."""
-    whole, broken = place("whole"), place("broken")
-    arguments = command("search.trials=4")
-    whole_life(arguments, whole)
+    broken, arguments = place("broken"), command(*FOUR)
     for phase, last in PHASES.items():
         search = Forked(arguments, broken)
         if not killed(search, printed(search, last)):  # it had started before the kill that came first
             assert (phase, search.status()) == ("the next one starts", 0), search.output
         arguments = ["resume", "mine"]
     whole_life(["resume", "mine"], broken)
-    assert compare(broken, whole) > 4 * STEPS
+    assert compare(broken, whole) > 4 * 16
 
 
 @pytest.mark.slow
-def test_two_workers_share_the_trials_and_one_adopts_those_of_the_other(place: Callable[[str], Path]) -> None:
+def test_two_workers_share_the_trials_and_one_adopts_those_of_the_other(
+    place: Callable[[str], Path], whole: Path
+) -> None:
     """No trial is trained twice, there is one run for the search, and what the killed one had goes on."""
-    whole, shared = place("whole"), place("shared")
-    whole_life(command(), whole)
-    workers = [Forked(command(), shared, log) for log in ("one", "two")]
-    assert killed(workers[0], printed(workers[0], "step 24: eval loss")), workers[0].output
+    shared = place("shared")
+    workers = [Forked(command(*FOUR), shared, log) for log in ("one", "two")]
+    assert killed(workers[0], printed(workers[0], "step 12: eval loss")), workers[0].output
     status = workers[1].end()
     said = {name: (shared / name).read_text() for name in ("one", "two")}
     assert status == 0, said
@@ -165,7 +179,7 @@ def test_two_workers_share_the_trials_and_one_adopts_those_of_the_other(place: C
     }
     assert len(started["one"]) == 2, said
     assert not started["one"] & started["two"], said
-    assert started["one"] | started["two"] == {f"trial-{number:04d}" for number in range(TRIALS)}
+    assert started["one"] | started["two"] == {f"trial-{number:04d}" for number in range(4)}
     assert [line.split()[0] for line in said["two"].splitlines() if "resumes from step" in line] == sorted(
         started["one"]
     ), said
@@ -185,7 +199,7 @@ def test_hosts_that_share_no_folder_lose_and_double_no_point(
     last."""
     study = new_database()
     whole, hosts = place("whole"), [place("one"), place("other")]
-    short = ("search.trials=4", "train.steps=8")
+    short = (*FOUR, "train.steps=8")
     whole_life(command(*short), whole)
     shared = command(*short, f"search.storage={study}", f"tracking.uri={server.url}")
     one = HeldHostSearch(shared, hosts[0])

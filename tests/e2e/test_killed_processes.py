@@ -39,7 +39,7 @@ def command() -> list[str]:
         "search.name=mine", "engine.checkpoint_steps=3", "engine.threads=1", "tracking.points=100000",
         "search/stopping=successive_halving", "search.stopping.cohort=4", "engine.kernels=grouped",
         f"cluster.pipeline={STAGES}", "cluster.processes=3", "cluster.per_host=3",
-        "cluster.restarts=1000", "cluster.silence_seconds=5",
+        "cluster.restarts=1000", "cluster.silence_seconds=5", "cluster.join_seconds=30",
     ]  # fmt: skip
 
 

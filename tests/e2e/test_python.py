@@ -12,6 +12,8 @@ import openai
 import pytest
 import torch
 from forked import Forked
+from forked_kernel import launch_kernel
+from jupyter_client.provisioning.local_provisioner import LocalProvisioner
 from mlflow import MlflowClient
 from mlflow_server import free_port
 from nbclient import NotebookClient
@@ -225,6 +227,7 @@ def _check_chat(client: openai.OpenAI) -> None:
 
 def test_the_notebook_runs_and_plots_its_search(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("IPYTHONDIR", str(folder / "ipython"))
+    monkeypatch.setattr(LocalProvisioner, "launch_kernel", launch_kernel)
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbformat.validate(notebook)
     place = {"metadata": {"path": str(folder)}}

@@ -34,7 +34,7 @@ from plait.core.jobs import AdapterSpec
 from plait.models.load import inspect_model, named_model
 from plait.models.targets import resolve_targets
 
-SECONDS = float(os.environ.get("PLAIT_SOAK_SECONDS", "6"))
+SECONDS = float(os.environ.get("PLAIT_SOAK_SECONDS", "4"))
 CLIENTS = int(os.environ.get("PLAIT_SOAK_CLIENTS", "24"))
 KEY = "a secret"
 RANKS = {"one": 1, "two": 16, "three": 33}
@@ -197,7 +197,7 @@ class Crowd:
 
 @pytest.mark.timeout(2 * SECONDS + 300)  # a loaded machine drains slowly
 def test_many_clients_for_a_while_leave_no_error_and_no_memory_behind(server: Server) -> None:
-    warm = Crowd(server, time.monotonic() + max(3.0, SECONDS / 10))
+    warm = Crowd(server, time.monotonic() + max(2.0, SECONDS / 10))
     asyncio.run(warm.run())
     server.drained()
     adapters = server.measured()["plait_adapter_host_bytes"]

@@ -13,7 +13,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from plait.cli.main import main
 
-STEPS = 60
+STEPS = 30
 Trials = Callable[..., list[FrozenTrial]]
 
 

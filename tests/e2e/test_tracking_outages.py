@@ -14,7 +14,7 @@ from pathlib import Path
 
 import optuna
 import pytest
-from forked import Forked
+from forked import Forked, ImpatientSearch
 from mlflow import MlflowClient
 from mlflow_server import MlflowServer, free_port
 from postgresql import postgresql_server
@@ -22,9 +22,16 @@ from postgresql import postgresql_server
 from plait.cli.main import main
 from plait.search.storage import open_storage
 from plait.tracking.event_log import free_logs
+from plait.tracking.writer import FIRST_DELAY, Writer
 from plait.utils.addresses import with_driver
 
-STEPS, TRIALS = 40, 4
+STEPS, TRIALS = 20, 4
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, too, a store that does not answer is tried again sooner."""
+    monkeypatch.setitem(Writer.__init__.__kwdefaults__, "first_delay", FIRST_DELAY / 10)
 
 
 @pytest.fixture
@@ -33,7 +40,8 @@ def begin() -> Iterator[Callable[..., Forked]]:
     begun: list[Forked] = []
 
     def make(arguments: Sequence[str], **environment: str) -> Forked:
-        begun.append(Forked(["sweep", *arguments], log=f"sweep-{len(begun)}.log", environment=environment))
+        log = f"sweep-{len(begun)}.log"
+        begun.append(ImpatientSearch(["sweep", *arguments], log=log, environment=environment))
         return begun[-1]
 
     yield make

@@ -96,11 +96,17 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> ModelSettings:
     return ModelSettings(kind="hf", id=str(folder), dtype="bfloat16")
 
 
+@pytest.fixture(scope="module")
+def tensors(settings: ModelSettings, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
+    whole = _without_weights(_find(settings, tmp_path_factory.mktemp("cache"))).to(torch.bfloat16)
+    found = dict(whole.state_dict())
+    assert sum(each.numel() for each in found.values()) == 70_553_706_496
+    return found
+
+
 @pytest.fixture
-def file(settings: ModelSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> File:
-    whole = _without_weights(_find(settings, tmp_path)).to(torch.bfloat16)
-    found = File(dict(whole.state_dict()))
-    assert sum(each.numel() for each in found.tensors.values()) == 70_553_706_496
+def file(tensors: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> File:
+    found = File(dict(tensors))
     monkeypatch.setattr(parts, "_fetched", lambda *_, **__: HF)
     monkeypatch.setattr(parts, "safe_open", lambda *_, **__: found)
     return found

@@ -189,14 +189,14 @@ def test_forty_requests_in_a_pool_for_fewer_are_each_as_alone_and_as_pefts(serve
 
 
 @pytest.fixture
-def by_triton(served: Served) -> Iterator[Served]:
-    """The same with Triton's kernels, in its interpreter."""
+def by_triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Served:
+    """The same with Triton's kernels, in its interpreter; of two layers, as every one is launched alike."""
+    monkeypatch.setitem(FAMILIES, "llama", {"num_hidden_layers": 2})
+    served = Served(tmp_path)
     if not triton_backend.available(served.base.device):
         pytest.skip("Triton runs on a CPU only in its interpreter, which is off where there is a GPU")
-    before = served.base.backend
     served.base.install(backend="triton")
-    yield served
-    served.base.install(backend=before)
+    return served
 
 
 def test_no_request_has_no_completion(served: Served) -> None:

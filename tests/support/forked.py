@@ -271,7 +271,7 @@ def _elsewhere(folder: str) -> None:
     from plait.search import ownership
 
     ownership.this_host = lambda: f"{Path(folder).name} of-this-boot"
-    ownership.BEAT_SECONDS = 1.0
+    ownership.BEAT_SECONDS = 0.5
 
 
 def _hold() -> None:
@@ -293,6 +293,13 @@ def _run_eager(*given: Any) -> None:
     from plait.search import orders
 
     orders.POLL_SECONDS = 0.1
+    _run(*given)
+
+
+def _run_impatient(*given: Any) -> None:
+    from plait.tracking.writer import FIRST_DELAY, Writer
+
+    Writer.__init__.__kwdefaults__["first_delay"] = FIRST_DELAY / 10
     _run(*given)
 
 
@@ -334,6 +341,12 @@ class EagerSearch(Forked):
     """A search that reads its user's orders twenty times as often as others."""
 
     run = staticmethod(_run_eager)
+
+
+class ImpatientSearch(Forked):
+    """A search that tries a store that does not answer again ten times as soon as others."""
+
+    run = staticmethod(_run_impatient)
 
 
 class EndlessSearch(Forked):

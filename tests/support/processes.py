@@ -86,6 +86,7 @@ def _serve(
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(output, 1)
         os.dup2(output, 2)
+    process.BEATS = 0.2  # so that tests of silence need not wait for long
     process.SpanRecorder = partial(SpanRecorder, lambda: time.monotonic() + ahead)  # type: ignore[misc]
     if short_at is not None:
         LocalWorker._forward = _running_short(LocalWorker._forward, short_at)  # type: ignore[method-assign]

@@ -545,7 +545,7 @@ def test_a_process_that_is_killed_or_hangs_is_named_and_ends_the_others(
         first, second = start.running
         fleet.execute(Attach(JOB))
         if number == signal.SIGSTOP:
-            fleet.processes.silence = 2.0
+            fleet.processes.silence = 1.0
         os.kill(second.pid, number)  # type: ignore[attr-defined]
         step = RunSchedule((StepJob("a", 1, 1e-3),))
         with pytest.raises(ProcessError, match=rf"process 1 .*{said}.* while training") as caught:
@@ -576,7 +576,7 @@ def test_a_process_of_another_host_may_be_silent_and_rejoin(
         fleet = together()
         assert len(fleet.processes) == 2
         wait_no_longer(launcher, monkeypatch)
-        fleet.processes.silence = 2.0
+        fleet.processes.silence = 1.0
         os.kill(elsewhere.pid, signal.SIGSTOP)
         with pytest.raises(LostProcessError, match=r"process 1 .*was silent for"):
             fleet.execute(Attach(JOB))

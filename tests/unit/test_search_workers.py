@@ -200,7 +200,7 @@ def test_no_trial_is_taken_while_another_process_locks_the_study(tmp_path: Path,
             other = Other(tmp_path, address)
             waiting = pool.submit(lambda: other.took)
             with pytest.raises(TimeoutError):
-                waiting.result(timeout=1.5)
+                waiting.result(timeout=0.7)
             first = trials._ask(new=True)
         took = waiting.result()
     assert first is not None

@@ -61,12 +61,17 @@ def modules() -> dict[str, ast.Module]:
     }
 
 
+@cache
+def nodes(tree: ast.Module) -> list[ast.AST]:
+    return [*ast.walk(tree)]
+
+
 def literals(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """String literals that are not docstrings, with their lines."""
     documentation = {
-        id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and is_text(node.value)
+        id(node.value) for node in nodes(tree) if isinstance(node, ast.Expr) and is_text(node.value)
     }
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.JoinedStr):
             parts = [part.value for part in node.values if isinstance(part, ast.Constant)]
             yield node.lineno, " … ".join(map(str, parts))
@@ -81,7 +86,7 @@ def is_text(node: ast.AST) -> bool:
 
 def names(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Names that the module gives, with their lines."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield node.lineno, node.name
         elif isinstance(node, ast.arg):
@@ -111,7 +116,7 @@ def found_in(text: str) -> list[str]:
 
 
 def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         if documented and (text := ast.get_docstring(node)):
             yield getattr(node, "lineno", 1), text

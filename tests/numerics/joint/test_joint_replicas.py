@@ -7,7 +7,7 @@ import signal
 import time
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -156,25 +156,24 @@ def test_a_process_that_is_lost_and_comes_late_changes_nothing(
         assert distance(found.end[job.name], alone.end[job.name]) <= WEIGHT_TOLERANCE * update
 
 
-@pytest.mark.parametrize("optimiser", ["repeated", "sharded"])
-def test_interrupted_and_resumed_on_another_number_of_processes(
-    laboratory: Any, tmp_path: Path, optimiser: str
-) -> None:
+def test_interrupted_and_resumed_on_another_number_of_processes(laboratory: Any, tmp_path: Path) -> None:
+    """Whether each of them had, and then has, all moments or a part of them."""
     lab = laboratory("llama")
     jobs = lab.group(dropout=0.1, steps=STEPS)[:4]
     alone = lab.undisturbed(jobs, kernels="grouped")
     parts: list[History] = []
     resume: dict[str, Path] = {}
-    for count, stop in ((2, 2), (3, None)):
-        with fleet(count, TINY, ENGINE, tmp_path / str(count), optimiser=optimiser) as worker:
+    turns = ((2, "repeated", 2), (3, "sharded", 1), (2, "repeated", None))
+    for turn, (count, optimiser, stop) in enumerate(turns):
+        with fleet(count, TINY, ENGINE, tmp_path / str(turn), optimiser=optimiser) as worker:
             cluster = ClusterSettings(processes=count)
             parts.append(
                 lab.run(jobs, worker=worker, resume_from=resume, between=stopping(stop), cluster=cluster)
             )
         resume = parts[-1].checkpoints
-    first, second = parts
-    assert [len(first.losses(job.name)) for job in jobs] == [2] * len(jobs)
-    assert_same(first.before(second), alone, jobs)
+    for job in jobs:
+        assert [len(part.losses(job.name)) for part in parts] == [2, 1, 1]
+    assert_same(reduce(History.before, parts), alone, jobs)
 
 
 @pytest.mark.parametrize("optimiser", ["repeated", "sharded"])

@@ -37,24 +37,17 @@ def test_a_right_backend_passes_and_is_written_down(tmp_path, capsys):
     assert len(json.loads(path.read_text())["findings"]) == 4
 
 
-def test_triton_passes_in_its_interpreter():
+def test_triton_passes_in_its_interpreter_and_no_tiles_are_measured_for_a_pass(monkeypatch):
+    """Measuring takes minutes, and may choose fused products, with which an MLP is not one operation."""
     if not BACKENDS["triton"].runs(torch.device("cpu"), torch.float32):
         pytest.skip("Triton runs on a CPU only in its interpreter, which is off where there is a GPU")
-    device = torch.device("cpu")
+    device, asked = torch.device("cpu"), []
     assert check.examine(SMALL, "triton", device, torch.float32).wrong == ()
+    monkeypatch.setattr(autotuning, "usual", lambda *given: asked.append(given) or check.usual(*given))
     for name in check._PASSES:
         found = check.examine_pass(Shape(37, 1000, (), ()), name, device, torch.float16)
         assert found.errors["dx"] > 0
         assert found.wrong == (), found
-
-
-def test_no_tiles_are_measured_for_a_pass(monkeypatch):
-    """Measuring takes minutes, and may choose fused products, with which an MLP is not one operation."""
-    if not BACKENDS["triton"].runs(torch.device("cpu"), torch.float32):
-        pytest.skip("Triton runs on a CPU only in its interpreter, which is off where there is a GPU")
-    asked = []
-    monkeypatch.setattr(autotuning, "usual", lambda *given: asked.append(given) or check.usual(*given))
-    assert check.examine_pass(Shape(37, 1000, (), ()), "MLP", torch.device("cpu"), torch.float16).wrong == ()
     assert asked == []
 
 
