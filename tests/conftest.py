@@ -51,6 +51,7 @@ def prepare() -> None:
     """Set what must be set before a test module is imported."""
     import hypothesis
     import without_gpu  # noqa: F401
+    from hypothesis.internal.conjecture import providers
     from parsed_once import parse_once
 
     parse_once()
@@ -58,7 +59,10 @@ def prepare() -> None:
     # luck: the examples are the same each time, unless PLAIT_EXPLORE=1 asks for others.
     hypothesis.settings.register_profile("plait", deadline=None, derandomize=True)
     hypothesis.settings.register_profile("explore", deadline=None, print_blob=True)
-    hypothesis.settings.load_profile("explore" if os.environ.get("PLAIT_EXPLORE") else "plait")
+    explores = bool(os.environ.get("PLAIT_EXPLORE"))
+    hypothesis.settings.load_profile("explore" if explores else "plait")
+    if not explores:  # nor depend on which modules were imported: it reads numbers in all, for seconds
+        providers._get_local_constants = lambda: providers._local_constants
 
 
 def pytest_collection_finish() -> None:
