@@ -32,9 +32,10 @@ from plait.core.messages import (
 )
 from plait.core.settings import RunSettings, SearchSettings, TrackingSettings
 from plait.tracking import trained
+from plait.tracking.connection import open_store
 from plait.tracking.facts import DataFacts, SearchFacts
 from plait.tracking.location import locate
-from plait.tracking.results import export, load_search, recorded_text, search_address, search_names
+from plait.tracking.results import export, load_search, recorded_text, search_address
 from plait.tracking.tracker import Tracker
 from plait.tracking.writer import FIRST_DELAY, Writer
 
@@ -342,7 +343,6 @@ class TestWholeSearch:
         with pytest.raises(SearchError, match="Start one with `plait sweep`"):
             load_search(tracking)
         whole_search(tracking)
-        assert search_names(tracking) == ["demo"]
         with pytest.raises(SearchError, match=r"(?s)search 'other' is not in.*Available: demo\."):
             load_search(tracking, "other")
 
@@ -609,4 +609,4 @@ def test_a_search_is_found_by_any_name(sqlite: str, tmp_path: Path, name: str) -
     assert load_search(settings, name).name == name
     with Tracker(settings) as tracker:
         assert tracker.start_search(facts(settings, name)) == load_search(settings, name).run_id
-    assert len(search_names(settings)) == 2
+    assert len(open_store(locate(settings), settings.experiment).searches()) == 2

@@ -144,10 +144,6 @@ def _pair(row: Row, prompt: str, completion: str, separator: str, where: str) ->
     return _conversation(row, head + tail, where, prompt=len(head))
 
 
-def _read_prompt_completion(row: Row, where: str) -> Example:
-    return _pair(row, "prompt", "completion", "", where)
-
-
 def _read_messages(row: Row, where: str) -> Example:
     return _conversation(row, _messages(row["messages"], "messages", where), where)
 
@@ -166,17 +162,13 @@ def _read_alpaca(row: Row, where: str) -> Example:
     return Pair(prompt, _text(row, "output", where), "\n\n")
 
 
-def _read_text(row: Row, where: str) -> Example:
-    return Text(_text(row, "text", where))
-
-
 # The order matters: a row may have more fields than its format needs.
 _FORMATS: tuple[tuple[tuple[str, ...], Callable[[Row, str], Example]], ...] = (
     (("messages",), _read_messages),
     (("conversations",), _read_sharegpt),
-    (("prompt", "completion"), _read_prompt_completion),
+    (("prompt", "completion"), lambda row, where: _pair(row, "prompt", "completion", "", where)),
     (("instruction", "output"), _read_alpaca),
-    (("text",), _read_text),
+    (("text",), lambda row, where: Text(_text(row, "text", where))),
 )
 
 

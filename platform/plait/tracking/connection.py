@@ -105,6 +105,7 @@ class Connection:
     Attributes:
         run_id: id of the run that must exist when the store is opened late; "" while none is known. If the
             store came back without it, everything sent for it would be lost.
+        opened: the store, once it has answered.
     """
 
     def __init__(self, location: Location, experiment: str) -> None:
@@ -112,12 +113,7 @@ class Connection:
         self._location = location
         self._experiment = experiment
         self._lock = threading.Lock()
-        self._store: Store | None = None
-
-    @property
-    def opened(self) -> Store | None:
-        """The store, if it has answered by now."""
-        return self._store
+        self.opened: Store | None = None
 
     def store(self) -> Store:
         """The store; each call tries for some seconds, until it has answered once.
@@ -126,12 +122,12 @@ class Connection:
             StorageError: it does not answer (``AwayError``) or refuses, or the search's run does not exist.
         """
         with self._lock:
-            if self._store is None:
+            if self.opened is None:
                 store = open_store(self._location, self._experiment)
                 if self.run_id:
                     self._check_run(store)
-                self._store = store
-            return self._store
+                self.opened = store
+            return self.opened
 
     def _check_run(self, store: Store) -> None:
         with storage_errors(self._location):

@@ -68,21 +68,6 @@ def opening(name: str, settings: TrackingSettings) -> str:
     return f"plait.open({', '.join(parts)})"
 
 
-def search_names(settings: TrackingSettings) -> list[str]:
-    """Names of all searches, newest first.
-
-    Raises:
-        StorageError: the store cannot be used.
-    """
-    store = store_to_read(settings)
-    return [] if store is None else _names(store)
-
-
-def _names(store: Store) -> list[str]:
-    with storage_errors(store.location):
-        return list(dict.fromkeys(run.data.tags[names.TAG_SEARCH] for run in store.searches()))
-
-
 def load_search(settings: TrackingSettings, name: str | None = None) -> SearchResult:
     """A search with its jobs, by name or run id, also of one of its jobs, or the newest.
 
@@ -324,15 +309,13 @@ def store_to_read(settings: TrackingSettings) -> Store | None:
 
 def _find(settings: TrackingSettings, name: str | None) -> tuple[Store, Run]:
     store = store_to_read(settings)
+    there: list[str] = []
     if store is not None:
         with storage_errors(store.location):
-            runs = store.searches(name)
-            by_id = _run_by_id(store, name) if name and not runs else None
-        if by_id is not None:
-            return store, by_id
-        if runs:
-            return store, runs[0]
-    there = [] if store is None else _names(store)
+            found = next(iter(store.searches(name)), None) or (_run_by_id(store, name) if name else None)
+            if found is not None:
+                return store, found
+            there = list(dict.fromkeys(run.data.tags[names.TAG_SEARCH] for run in store.searches()))
     if name and (whole := begun_name(name, there)) != name:
         return _find(settings, whole)
     where = f"{locate(settings)}, experiment {settings.experiment!r}"
