@@ -16,6 +16,8 @@ from plait.models.context import MicrobatchContext
 from plait.models.elementwise import compiled, rotate_heads_
 from plait.models.fuse import RotaryAttention
 from plait.serve.pages import FEW, PagedCache, pool_memory
+from plait_kernels import triton_backend
+from plait_kernels.attention import WIDEST_HEAD
 
 TOKENS = 4  # of a page
 CASES = [
@@ -202,3 +204,16 @@ assert max(counts[2:]) < 1000 < counts[0], counts
 def test_a_server_keeps_the_memory_that_iterations_free() -> None:
     ran = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.skipif(not triton_backend.available(torch.device("cpu")), reason="Triton's interpreter is off")
+def test_triton_takes_prompts_in_tiles_and_no_wider_heads_than_it_has_room_for() -> None:
+    """Of a request that is no prompt's it looks at the first row alone to see how many keys there are."""
+    pool = [torch.zeros(4, 64)]
+    cache = PagedCache(pool, TOKENS, "triton", head=WIDEST_HEAD)
+    placed = cache.placed([[0], [1, 2]], [3, 0], [1, 5], 1, [True, False])
+    assert [(each.position, each.rows, each.prompt) for each in placed.rows.spans] == [
+        (3, 1, False),
+        (0, 5, True),
+    ]
+    assert not PagedCache(pool, TOKENS, "triton", head=WIDEST_HEAD + 1).by_triton

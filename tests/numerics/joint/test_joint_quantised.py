@@ -79,6 +79,15 @@ def test_bytes_are_known_before_it_is_loaded(lab: Laboratory, tmp_path: Path) ->
     assert 0 <= lab.model.weight_bytes - known.weight_bytes < 1000
     assert known.weight_bytes < 0.5 * dense.weight_bytes
     assert (known.made_bytes, dense.made_bytes) == (max(map(made_peak, lab.model.groups)), 0)
+    cut = ClusterSettings(processes=2, pipeline=2)
+    again = [  # of tied weights, which two stages have
+        sum(each.weight_bytes for each in worker_facts(run, shape, 2**30).parts[0]) - whole.weight_bytes
+        for run, whole in (
+            (RunSettings(model=settings, cluster=cut), known),
+            (RunSettings(model=settings_of("none"), cluster=cut), dense),
+        )
+    ]
+    assert again[0] == pytest.approx(again[1], abs=2)
     facts = LocalWorker(lab.model, DataCatalogue(random_data), EngineSettings()).facts
     assert {facts.shape.made_bytes, facts.parts[0][0].made_bytes} == {known.made_bytes}
 

@@ -89,6 +89,19 @@ def test_values_and_gradients(rule, dtype):
         assert error <= max(allowed, FLOOR[dtype]), name  # false also if it is NaN
 
 
+def test_in_float16_sums_may_be_larger_than_its_numbers():
+    """Of products of outputs and gradients, and of gradients before they are scaled."""
+    rule, lengths = Capped(2, 1, 64, 1e-5, 5.0), (40,)
+    qkv, grad = drawn(lengths, rule, torch.float16)
+    qkv[:, : 2 * 64] *= 600  # queries
+    grad *= 20
+    qkv[:, 3 * 64] = grad[:, 0] = grad[:, 64] = 400  # a feature of all values, and of both heads' gradients
+    found = parts(run(qkv, grad, lengths, rule), rule)
+    for name, truth in parts(by_torch(qkv, grad, lengths, rule, torch.float64), rule).items():
+        error = float((found[name].double() - truth).norm() / truth.norm())
+        assert error <= 2 * FLOOR[torch.float16], name  # false also if it is NaN
+
+
 def test_a_sample_s_bits_do_not_depend_on_what_lies_beside_it():
     rule = Capped(4, 2, 64, 0.125, 20.0, 40)
     qkv, grad = drawn((3, 75, 140), rule, torch.float32)
