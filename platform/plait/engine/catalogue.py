@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from plait.core.errors import ConfigError
 from plait.core.jobs import DataSpec
 from plait.core.messages import Generated
 from plait.core.samples import TokenisedData
@@ -50,14 +49,7 @@ class DataCatalogue:
         return max(int(split.lengths.max(initial=0)) for split in (data.train, data.validation))
 
     def scores(self, spec: DataSpec, data: TokenisedData, answers: Generated) -> Sequence[float]:
-        """The verifier's scores of answers to validation samples.
-
-        Raises:
-            ConfigError: there is no verifier.
-        """
-        if self._score is None:
-            raise ConfigError(
-                f"answers of job {answers.job!r}", "Generated answers need a data source with a verifier."
-            )
+        """The verifier's scores of answers to validation samples."""
+        assert self._score is not None  # else no answers were asked for
         rows = [int(data.validation.rows[sample]) for sample in answers.samples]
         return self._score(spec, rows, answers.texts)
