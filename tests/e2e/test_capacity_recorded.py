@@ -1,5 +1,4 @@
-"""A search continues with the capacity and kernels that it was begun with, whatever would be chosen by
-now."""
+"""A search, and its plan, continue with the capacity and kernels that it was begun with."""
 
 from __future__ import annotations
 
@@ -72,6 +71,9 @@ def test_an_interrupted_search_keeps_its_capacity(
     targets = ("q_proj", "k_proj", "v_proj", "o_proj")
     profile = Profile(keys[-1], "tiny", memory, None, 640, (), targets, "measured", 0.0, None)
     save_profile(profile, cache=cache_dir())
+    capsys.readouterr()
+    assert main(["plan", *command[1:], "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["replicas"][0]["capacity"] == 2048
     assert main(command) == 0
     assert profile_path(keys[-1], cache_dir()).exists()
     assert {name: recorded(folder)[name] for name in ("capacity", "kernels")} == {
