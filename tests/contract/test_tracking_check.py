@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import os
 import shlex
 import shutil
 import socket
@@ -293,8 +294,29 @@ def test_a_folder_that_was_moved_is_refused_until_its_old_place_leads_to_it(
     shutil.rmtree(old)
     old.symlink_to(new)
     check_tracking(moved)
-    own = open_store(locate(moved), "other").client.create_experiment("own", str(new / "big"))
-    assert check_tracking(replace(moved, experiment="own")), own
+
+
+def test_artifacts_may_lie_where_the_user_wants_them(new_store: Callable[[], Path], tmp_path: Path) -> None:
+    settings, large = TrackingSettings(root=new_store()), tmp_path / "large"
+    store = open_store(check_tracking(settings), "plait")
+    large.mkdir()
+    (settings.root / "artifacts").symlink_to(large)
+    check_tracking(settings)
+    for place in (large, large / "artifacts"):
+        store.client.create_experiment(place.name, str(place))
+        place.mkdir(exist_ok=True)
+        check_tracking(replace(settings, experiment=place.name))
+
+
+def test_a_disk_that_is_mounted_at_two_places_was_not_moved(
+    new_store: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, other = new_store(), new_store()
+    check_tracking(TrackingSettings(root=root))
+    shutil.copy(root / "mlflow.db", other)
+    refuse(TrackingSettings(root=other), "moved or copied from")
+    monkeypatch.setattr(os.path, "samestat", lambda *_: True)
+    check_tracking(TrackingSettings(root=other))
 
 
 @pytest.mark.parametrize("name", ["dl%20runs", "my runs?x=1"])

@@ -15,7 +15,7 @@ from mlflow.exceptions import MlflowException
 
 from plait.core.errors import StorageError
 from plait.core.settings import TrackingSettings
-from plait.tracking.location import ARTIFACTS, Location, check_folder, locate, sqlite_in
+from plait.tracking.location import ARTIFACTS, DATABASE, Location, check_folder, locate, sqlite_in
 from plait.tracking.mlflow_store import Store
 from plait.utils.addresses import first_line, foreign_tables, server_refuses, sqlite_fault
 from plait.utils.file_locks import file_lock
@@ -85,10 +85,9 @@ def check_place(store: Store) -> None:
         return
     with storage_errors(store.location):
         artifacts = Path(store.client.get_experiment(store.experiment_id).artifact_location)
-    usual = artifacts.is_absolute() and artifacts.name == ARTIFACTS  # else the user has chosen it
-    if not usual or artifacts.resolve() == root / ARTIFACTS:
-        return
     old = artifacts.parent
+    if _same(old, root) or _same(artifacts, root / ARTIFACTS) or _chosen(artifacts):
+        return
     link = shlex.join(("ln", "-s", str(root), str(old)))
     raise StorageError(
         f"tracking.root={root} was moved or copied from {old}",
@@ -96,6 +95,25 @@ def check_place(store: Store) -> None:
         f"If that folder is still there, use it. If not, move this one back, or make a link: {link}. "
         "Or begin another experiment: tracking.experiment=NAME.",
     )
+
+
+def _same(one: Path, other: Path) -> bool:
+    """Whether both are one folder, under whatever name: of a link, or of a disk that is mounted twice."""
+    try:
+        return one.samefile(other)
+    except OSError:  # one is not there, or in a folder that is closed to this user
+        return False
+
+
+def _chosen(artifacts: Path) -> bool:
+    """Whether the user has chosen this folder: it has another name, or is there without a database beside
+    it."""
+    if not artifacts.is_absolute() or artifacts.name != ARTIFACTS:
+        return True
+    try:
+        return artifacts.is_dir() and not (artifacts.parent / DATABASE).exists()
+    except OSError:
+        return False
 
 
 class Connection:

@@ -20,6 +20,7 @@ VARIABLE = "MLFLOW_TRACKING_URI"
 DATABASE_SCHEMES = ("sqlite", "postgresql", "mysql", "mssql")
 SQLITE_PREFIX = "sqlite:///"
 ARTIFACTS = "artifacts"  # folder in the root
+DATABASE = "mlflow.db"  # file in the root
 LEAST_FREE_BYTES = 64 * 2**20
 
 
@@ -130,7 +131,7 @@ def check_folder(folder: Path, key: str, *, make: bool = True) -> None:
 
 def sqlite_in(root: Path) -> str:
     """The default address: a SQLite file in the folder."""
-    return f"{SQLITE_PREFIX}{root / 'mlflow.db'}"
+    return f"{SQLITE_PREFIX}{root / DATABASE}"
 
 
 def store_elsewhere(settings: TrackingSettings) -> str | None:
