@@ -9,7 +9,7 @@ from statistics import median
 from time import perf_counter, process_time, sleep
 from typing import Annotated
 
-from plait.core.checks import NOT_EMPTY, between
+from plait.core.checks import NOT_EMPTY, Rule, between
 from plait.core.jobs import JobSpec
 from plait.core.samples import Int64
 from plait.core.settings import RunSettings
@@ -41,6 +41,9 @@ from plait_bench.progress import part
 
 SOURCE = "LobRA appendix B.2, Table 5 (70B, 4 tasks)"
 WHOLE_STEP = "whole step (bucketing, search and by replica)"
+BY_NUMBER = Rule(
+    "a mapping by numbers of devices, each at least 1", lambda found: all(count >= 1 for count in found)
+)
 ILP = Limits(nodes=500, gap=0.005, seconds=5.0)
 
 
@@ -61,7 +64,7 @@ class DeploymentOptions:
 
     tasks: tuple[Task, ...]
     assumptions: Annotated[tuple[Assumption, ...], NOT_EMPTY]
-    devices: dict[int, float | None]
+    devices: Annotated[dict[int, float | None], BY_NUMBER]
     kinds: Rows
     steps: Annotated[int, between(1, SAMPLE_STEPS)]
     step_seconds: Annotated[float, between(0, 60)]

@@ -177,7 +177,7 @@ def test_the_tables_say_what_is_unknown(short: Short, capsys: pytest.CaptureFixt
                 *("search.sampler=random", "train.lr=interval(1e-5,1)"),
                 "search.constraints={train.lr: '<= 2e-5'}",
             ),
-            "None of the 100 suggestions satisfies them",
+            "Of 100 suggestions, none satisfies them",
         ),
         (("search.sampler=tpe", "+search.sampler_options.n_startups=3"), "does not take them"),
     ],

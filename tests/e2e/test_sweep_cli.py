@@ -128,17 +128,17 @@ def test_the_verbs_that_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(finished_search[0])
-    out = str(tmp_path / "out")
+    out = str(tmp_path / "my out")
     assert main(["leaderboard", "mine", "--format", "csv", "--sort", "adapter.rank", "--reverse"]) == 0
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert [row["adapter.rank"] for row in rows] == ["2", "1"]
     assert main(["leaderboard", "mine"]) == 0
     assert "mine" in capsys.readouterr().out
     assert main(["export", "mine", "--trial", "1", "--to", out]) == 0
-    assert f"only Plait can make it. `plait serve {out}` can serve the adapter" in capsys.readouterr().err
-    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert f"only Plait can make it. `plait serve '{out}'` can serve the adapter" in capsys.readouterr().err
+    config = json.loads((Path(out) / "adapter_config.json").read_text())
     assert config["r"] == int(next(row["adapter.rank"] for row in rows if row["trial"] == "1"))
-    assert "| adapter.rank |" in (tmp_path / "out" / "README.md").read_text()
+    assert "| adapter.rank |" in (Path(out) / "README.md").read_text()
     merged = str(tmp_path / "merged")
     assert main(["export", "mine", "--trial", "1", "--to", merged, "--form", "merged"]) == 0
     assert (tmp_path / "merged" / "model.safetensors").is_file()

@@ -109,6 +109,7 @@ def test_an_absent_table_is_reported(settings: RunSettings, tmp_path: Path) -> N
         ("lobra/planning_time", planning_time, {"steps": "x"}),
         ("lobra/planning_time", planning_time, {"assumptions": []}),
         ("lobra/planning_time", planning_time, {"devices": {"many": None}}),
+        ("lobra/planning_time", planning_time, {"devices": {0: None}}),
         ("mlora/memory_model", memory_model, {"shapes": {"none": {"hidden_size": 0}}}),
         ("mlora/memory_model", memory_model, {"held_out": 0}),
         ("slora/communication", communication, {"devices": 1}),

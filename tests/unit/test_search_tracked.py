@@ -74,6 +74,8 @@ def test_the_message_names_address_and_folder(tmp_path: Path) -> None:
         ("connection failed: Connection refused", True),
         ("FATAL:  the database system is starting up", True),
         ("FATAL:  sorry, too many clients already", True),
+        ("FATAL:  canceling authentication due to timeout", True),
+        ("FATAL:  server login has been failing, try again later (server_login_retry)", True),
         ('FATAL:  password authentication failed for user "me"', False),
         ('FATAL:  database "plait" does not exist', False),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,9 +44,8 @@ def main(arguments: Sequence[str]) -> int:
         record, folder = export(settings, known.name, known.to, trial=known.trial)
         (folder / "README.md").write_text(_card(record, folder, "peft"), encoding="utf-8")
         if why := not_in_peft(_config(folder)["base_model_name_or_path"]):
-            say(
-                f"{why} `plait serve {known.to}` can serve the adapter; for other programs use --form merged."
-            )
+            serves = f"plait serve {shlex.quote(str(known.to))}"
+            say(f"{why} `{serves}` can serve the adapter; for other programs use --form merged.")
     else:
         free_folder(known.to)
         with tempfile.TemporaryDirectory(prefix="plait-export-") as name:

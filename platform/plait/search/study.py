@@ -69,6 +69,7 @@ from plait.search.suggest import Suggester, keep_space
 from plait.search.trials import SearchCommand, Trial
 from plait.tracking.spans import SPAN_FILES
 from plait.tracking.tables import TABLES
+from plait.utils.counts import counted
 
 
 class StudyTrials:
@@ -448,7 +449,7 @@ def suggest_jobs(command: SearchCommand) -> list[JobSpec]:
     if not jobs:
         raise SearchError(
             f"search.constraints: {' and '.join(map(str, search.limits))}",
-            f"None of the {source.over} suggestions satisfies them.",
+            f"Of {counted(source.over, 'suggestion')}, none satisfies them.",
             "Change the constraints or the search space.",
         )
     return jobs

@@ -45,7 +45,7 @@ IGNORED = ("user", "metadata", "store", "safety_identifier")
 def _number(value: Any) -> Any:
     """Refuse true and false, which pydantic takes for 1 and 0."""
     if isinstance(value, bool):
-        raise ValueError("It is a number.")
+        raise ValueError("It must be a number.")
     return value
 
 

@@ -96,7 +96,10 @@ def sqlite_says(error: BaseException | None, kinds: tuple[str, ...]) -> str:
     return sqlite_says(error.__cause__ or error.__context__, kinds)
 
 
-NOT_NOW = ("the database system is", "too many", "connection slots", "terminating connection")
+NOT_NOW = (  # what PostgreSQL, or a pool of connections before it, says while it may answer later
+    *("the database system is", "too many", "connection slots", "terminating connection"),
+    *("timeout", "cannot connect to server", "try again", "out of memory", "could not fork"),
+)
 
 
 def server_refuses(error: BaseException) -> bool:
