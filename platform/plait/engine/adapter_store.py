@@ -25,7 +25,7 @@ from plait.models.targets import resolve_targets
 from plait_kernels import Bank
 
 BEST = "best."  # prefix of the best weights' names in a checkpoint
-# In float16 nothing is below 6e-8: without it, gradients of large batches are rounded away.
+# Float16 has no numbers below 6e-8: without this factor, gradients of large batches are rounded away.
 HALF_SCALE = 256.0
 
 

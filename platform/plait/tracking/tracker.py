@@ -420,7 +420,7 @@ class Tracker:
             log.points(job, result.step, {names.COMPLETION_SECONDS: result.completion_seconds})
             after = {names.TRAIN_TOKENS: float(result.tokens)} if 0 != tokens != result.tokens else {}
             log.points(job, result.step, after, late=True)
-            # A step after the last, if a kill took it back.
+            # Steps after the result's, which a kill took back, may be recorded.
             last = max(result.step, log.last_step(job, names.DEVICE_SECONDS) or 0)
             log.points(job, last, {names.DEVICE_SECONDS: result.device_seconds}, late=True)
         if result.adapter is not None:
