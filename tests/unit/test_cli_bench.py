@@ -23,6 +23,7 @@ from plait.cli.sweeping import _run
 from plait.config.build import job_of, plain, settings_of
 from plait.config.fields import build
 from plait.config.overrides import read_request
+from plait.core.checks import check
 from plait.core.errors import ConfigError
 from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings
@@ -30,6 +31,7 @@ from plait.data.sources import parse_options
 from plait.utils.benchmarks import GROUP
 from plait.utils.paths import conf_dir, sweeps_dir
 from plait.utils.registry import Registry
+from plait_bench import benchmarks
 from plait_bench.benchmarks import BENCHMARKS
 from plait_bench.figures import Figure, Published, Report
 from plait_bench.register import MODULES
@@ -96,7 +98,7 @@ def composed(name: str) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("name", NAMES)
-def test_every_file_composes_and_says_what_it_is_for(name: str) -> None:
+def test_every_file_composes_and_says_what_it_is_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = composed(name)
     settings = settings_of(config)
     assert config["description"]
@@ -108,7 +110,18 @@ def test_every_file_composes_and_says_what_it_is_for(name: str) -> None:
     published = [build(PublishedEntry, item, "published").published for item in config["published"]]
     assert len({(item["name"], item["unit"]) for item in config["published"]}) == len(published)
     if config["mode"] != "train":
-        assert callable(find_benchmark(config["bench"]["run"], config["mode"]))
+        monkeypatch.setattr(benchmarks, "check", checked)
+        with pytest.raises(CheckedError):
+            find_benchmark(config["bench"]["run"], config["mode"])(settings, (), config["bench"]["options"])
+
+
+class CheckedError(Exception):
+    """The options of a file are those that its benchmark takes, which would begin now."""
+
+
+def checked(asked: object, group: str) -> None:
+    check(asked, group)
+    raise CheckedError
 
 
 def test_the_list_shows_mode_and_description(capsys: pytest.CaptureFixture[str]) -> None:
