@@ -37,7 +37,7 @@ from plait.tracking.facts import DataFacts, SearchFacts
 from plait.tracking.location import locate
 from plait.tracking.results import export, load_search, recorded_text, search_address
 from plait.tracking.tracker import Tracker
-from plait.tracking.writer import FIRST_DELAY, Writer
+from plait.tracking.writer import FIRST_DELAY
 
 STEPS = 12
 
@@ -519,7 +519,7 @@ def test_what_a_moved_folder_lacks_is_explained(tmp_path: Path, new_store: Calla
 def test_a_server_that_restarts_during_a_search_misses_nothing(
     tmp_path: Path, new_store: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(Writer.__init__.__kwdefaults__, "first_delay", FIRST_DELAY / 10)
+    monkeypatch.setattr("plait.tracking.writer.FIRST_DELAY", FIRST_DELAY / 10)
     server = MlflowServer(new_store())
     server.start()
     settings = TrackingSettings(uri=server.url, root=tmp_path, experiment="tests", flush_seconds=0.05)

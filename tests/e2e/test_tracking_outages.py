@@ -22,7 +22,7 @@ from postgresql import postgresql_server
 from plait.cli.main import main
 from plait.search.storage import open_storage
 from plait.tracking.event_log import free_logs
-from plait.tracking.writer import FIRST_DELAY, Writer
+from plait.tracking.writer import FIRST_DELAY
 from plait.utils.addresses import with_driver
 
 STEPS, TRIALS = 20, 4
@@ -31,7 +31,7 @@ STEPS, TRIALS = 20, 4
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, too, a store that does not answer is tried again sooner."""
-    monkeypatch.setitem(Writer.__init__.__kwdefaults__, "first_delay", FIRST_DELAY / 10)
+    monkeypatch.setattr("plait.tracking.writer.FIRST_DELAY", FIRST_DELAY / 10)
 
 
 @pytest.fixture

@@ -297,9 +297,9 @@ def _run_eager(*given: Any) -> None:
 
 
 def _run_impatient(*given: Any) -> None:
-    from plait.tracking.writer import FIRST_DELAY, Writer
+    from plait.tracking import writer
 
-    Writer.__init__.__kwdefaults__["first_delay"] = FIRST_DELAY / 10
+    writer.FIRST_DELAY /= 10
     _run(*given)
 
 
