@@ -16,7 +16,7 @@ from plait.cli.main import main
 from plait.core.jobs import AdapterSpec
 from plait.core.lifecycle import JobState
 from plait.core.settings import ModelSettings
-from plait.models.load import inspect_model, named_model
+from plait.models.load import inspect_model, load_model, named_model
 from plait.models.targets import resolve_targets
 from plait.serve import server
 from plait.tracking import results
@@ -97,9 +97,11 @@ def test_a_chat_begins_with_a_trial_that_has_finished(
     assert "trial-0001 of search 'mine' has not finished" in capsys.readouterr().err
 
 
-def test_a_base_model_is_found_by_the_name_in_a_folder() -> None:
+def test_a_base_model_is_found_by_the_name_in_a_folder(tmp_path: Path) -> None:
     assert named_model("HuggingFaceTB/SmolLM2-135M-Instruct") == ModelSettings()
     assert named_model("tiny-gpt2").family == "gpt2"
+    seeded = ModelSettings(kind="tiny", family="gpt_neox", seed=13, dtype="float32")
+    assert named_model(load_model(seeded, cache=tmp_path).identity.name) == seeded
     assert named_model("a/b", "main") == ModelSettings(kind="hf", id="a/b", revision="main")
     assert named_model("a/b.gguf") == ModelSettings(kind="gguf", path="a/b.gguf")
 

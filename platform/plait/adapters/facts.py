@@ -11,7 +11,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from plait.core.errors import StorageError
-from plait.models.tiny import tiny_family
+from plait.models.tiny import tiny_named
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 GGUF_FILE = "adapter.gguf"
@@ -46,7 +46,7 @@ def model_card(base: str, name: str, rank: int, facts: Mapping[str, object], *, 
 
 def not_in_peft(base: str) -> str:
     """Why PEFT cannot load a base model by its name; "" if it may."""
-    if tiny_family(base) is not None:
+    if tiny_named(base):
         return f"{base} is a small model with random weights, for trials: only Plait can make it."
     if base.endswith(".gguf"):
         return f"{base} is a GGUF file: PEFT cannot load it as a base model."
@@ -60,7 +60,7 @@ def _served(base: str, name: str, rank: int, form: str) -> str:
         return (
             f"{why} For other programs export the whole model: --form merged.\n\n```\nplait serve FOLDER\n```"
         )
-    if tiny_family(base) is not None:
+    if tiny_named(base):
         return why
     fitting = next((each for each in VLLM_RANKS if each >= rank), rank)
     sglang = "python -m sglang.launch_server --model-path"

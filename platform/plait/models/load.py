@@ -31,7 +31,7 @@ from plait.models.parts import Part, PartReader, WeightFiles, cast_weights, lack
 from plait.models.quiet import quiet
 from plait.models.sources import SMOLLM2_NAME, Source, find_source
 from plait.models.targets import LinearInfo, read_together
-from plait.models.tiny import NAMED, byte_tokeniser, check_family, tiny_config, tiny_family
+from plait.models.tiny import byte_tokeniser, check_family, tiny_config, tiny_name, tiny_named
 from plait.utils.progress import say
 from plait_kernels import Quantised
 
@@ -171,8 +171,9 @@ def named_model(name: str, revision: str | None = None, quantise: str = WHOLE) -
     """The settings of a base model by the name that adapters' folders have (``base_model_name_or_path``)."""
     if name == SMOLLM2_NAME:
         return ModelSettings(quantise=quantise)
-    if (family := tiny_family(name)) is not None:
-        return ModelSettings(kind="tiny", family=family, dtype="float32", quantise=quantise)
+    if tiny := tiny_named(name):
+        family, seed = tiny
+        return ModelSettings(kind="tiny", family=family, seed=seed, dtype="float32", quantise=quantise)
     if name.endswith(".gguf"):
         return ModelSettings(kind="gguf", path=name, quantise=quantise)
     return ModelSettings(kind="hf", id=name, revision=revision, quantise=quantise)
@@ -320,7 +321,7 @@ def _find(settings: ModelSettings, cache: Path) -> _Found:
     if settings.kind == "tiny":
         check_family(settings.family)
         config = tiny_config(settings.family, len(byte_tokeniser()))
-        name, version, revision = NAMED.format(settings.family), str(settings.seed), None
+        name, version, revision = tiny_name(settings.family, settings.seed), str(settings.seed), None
     else:
         source = find_source(settings, cache)
         config = _ask(AutoConfig.from_pretrained, source)

@@ -5,6 +5,7 @@ A seam: tests build configurations and tokenisers with it, without loading a mod
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any, cast
 
 from plait.core.errors import ConfigError, choices
@@ -45,7 +46,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {"num_key_value_heads": None},
 }
 MODEL_TYPES = {"gemma3": "gemma3_text"}
-NAMED = "tiny-{}"  # by its family
 
 
 def check_family(family: str) -> None:
@@ -58,9 +58,15 @@ def check_family(family: str) -> None:
         raise ConfigError(f"model.family={family!r}", f"model.family must be one of {choices(FAMILIES)}.")
 
 
-def tiny_family(name: str) -> str | None:
-    """The family of the model with this name; None: it is another model."""
-    return next((family for family in FAMILIES if NAMED.format(family) == name), None)
+def tiny_name(family: str, seed: int) -> str:
+    """The name of the model with these random weights, ``tiny-llama`` or ``tiny-llama-seed3``."""
+    return f"tiny-{family}-seed{seed}" if seed else f"tiny-{family}"
+
+
+def tiny_named(name: str) -> tuple[str, int] | None:
+    """The family and seed of the model with this name; None: it is another model."""
+    found = re.fullmatch(r"tiny-(\w+?)(?:-seed(-?[1-9]\d*))?", name)
+    return (found[1], int(found[2] or 0)) if found and found[1] in FAMILIES else None
 
 
 def tiny_config(family: str, vocabulary: int) -> PreTrainedConfig:
