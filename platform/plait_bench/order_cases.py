@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from plait.core.checks import one_of
-from plait.core.errors import ConfigError
 from plait.core.plans import GlobalBatch, Microbatch
 from plait.cost.time import StageTime
 from plait.planner.instructions import Instruction
@@ -19,12 +18,10 @@ from plait.planner.packing_exact import GREEDY
 from plait.simulate.events import Action, Choose, Pipeline, Run, Work, in_order, simulate
 from plait.simulate.lowering import lower
 from plait.simulate.orders import ORDERS, OrderName, arrange
-from plait_bench.benchmarks import OPTIONS
 from plait_bench.inputs import Count, Counts
 
 Lists = tuple[tuple[Instruction, ...], ...]  # by stage
 SLEEP, MODEL = "sleep", "model"  # what stages do
-WALL, PROCESSOR = "wall", "processor"  # clocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +53,6 @@ class OrderOptions:
 
     Attributes:
         work: what a stage does: it sleeps, or it trains the run's model.
-        clock: by which spans are measured: that of the wall, or the processor seconds of each stage.
         stages: numbers of them; each is measured, over as many processes.
         adapters: numbers of them, each trained for ``steps`` steps.
         orders: by name.
@@ -64,12 +60,10 @@ class OrderOptions:
         microbatches: of each adapter's global batch.
         tokens: of a microbatch.
         width: numbers of a token that sleeping stages send, of 4 bytes.
-        forward, backward: milliseconds of a stage for a microbatch: in which it sleeps, or, where more stages
-            train by the wall's clock than there are cores, at least.
+        forward, backward: milliseconds for which a stage sleeps for a microbatch.
     """
 
     work: Annotated[str, one_of(SLEEP, MODEL)] = SLEEP
-    clock: Annotated[str, one_of(WALL, PROCESSOR)] = WALL
     stages: Counts = (2, 3, 4)
     adapters: Counts = (1, 2, 3, 4)
     orders: tuple[OrderName, ...] = ORDERS
@@ -80,14 +74,6 @@ class OrderOptions:
     width: Count = 512
     forward: float = 40.0
     backward: float = 80.0
-
-    def __post_init__(self) -> None:
-        if self.work == SLEEP and self.clock == PROCESSOR:
-            raise ConfigError(
-                f"{OPTIONS}.clock={PROCESSOR}",
-                "Stages that sleep take no processor seconds.",
-                f"Set {OPTIONS}.work={MODEL}.",
-            )
 
     @property
     def seconds(self) -> Times:

@@ -2,10 +2,9 @@
 
 A stage sleeps instead of computing, so that processes may share a few cores and the measurement is of the
 schedule, the messages and the loop over instructions alone; or it is the engine's, with its part of the run's
-model. Where more stages train than there are cores they would wait for each other's core. There each
-microbatch is padded: the stage sleeps until a fixed time has passed. Or spans are measured by processor
-seconds: a stage's time passes while its thread runs, and where it takes a message, to when that was sent by
-the sender's time. So each stage has a core of its own, whatever else runs; a message is there at once.
+model. Stages that train are measured by processor seconds, since with fewer cores than stages they would wait
+for each other's core: a stage's time passes while its thread runs, and where it takes a message, to when that
+was sent by the sender's time. So each has a core of its own, whatever else runs; a message is there at once.
 """
 
 from __future__ import annotations
@@ -32,16 +31,15 @@ from plait.distributed.links import Links
 from plait.distributed.stage_run import NUMBER, Messages, StageRun
 from plait.distributed.stage_worker import StageWorker
 from plait.engine.catalogue import DataCatalogue
-from plait.engine.devices import Cores
 from plait.engine.replicas import model_time, stage_layers
 from plait.engine.span_recorder import Part as Piece
-from plait.engine.span_recorder import SpanRecorder, Work, work_of
+from plait.engine.span_recorder import SpanRecorder, work_of
 from plait.models.load import inspect_model, load_part
 from plait.models.parts import Part
 from plait.planner.instructions import Key
 from plait.utils.paths import cache_dir
 from plait_bench.gloo_processes import LIMIT, answers, gloo_processes
-from plait_bench.order_cases import MODEL, PROCESSOR, WALL, Case, OrderOptions, Times
+from plait_bench.order_cases import MODEL, Case, OrderOptions
 from plait_bench.progress import part
 
 VOCABULARY = 200  # token ids are drawn below it: any model has so many
@@ -56,21 +54,6 @@ class Setting:
 
     asked: OrderOptions
     run: RunSettings
-
-    @property
-    def work(self) -> str:
-        """What stages do."""
-        return self.asked.work
-
-    def padded(self, case: Case) -> bool:
-        """Whether microbatches of a case are padded: its stages train by the wall's clock, and there are more
-        of them than cores."""
-        cores = Cores.here()
-        return (
-            self.work == MODEL
-            and self.asked.clock == WALL
-            and case.stages > min(len(cores.own), cores.quota or case.stages)
-        )
 
 
 class Stages(Protocol):
@@ -206,24 +189,7 @@ class TimedMessages(Messages):
         return found, rows
 
 
-class PaddedRecorder(SpanRecorder):
-    """Sleeps before a microbatch ends, until it has taken a time.
-
-    Attributes:
-        least: this time, in seconds; None: as long as it takes.
-    """
-
-    least: Times | None = None
-
-    def lap(self, kind: SpanKind, work: Work = (), *, tokens: int = 0) -> None:
-        """What the process did since the last call ends now, or when the time has passed."""
-        if kind == "microbatch" and self.least is not None:
-            least = self.least.backward if tokens else self.least.forward  # as the engine counts them
-            time.sleep(max(0.0, self._last + least - self.clock()))
-        super().lap(kind, work, tokens=tokens)
-
-
-class ProcessorRecorder(PaddedRecorder):
+class ProcessorRecorder(SpanRecorder):
     """Spans by a :class:`ProcessorClock`."""
 
     def __init__(self, clock: ProcessorClock) -> None:
@@ -242,8 +208,8 @@ class Training:
 
     def __init__(self, number: int, setting: Setting) -> None:
         self._number, self._setting = number, setting
-        self._clock = ProcessorClock() if setting.asked.clock == PROCESSOR else None
-        self._recorder = PaddedRecorder() if self._clock is None else ProcessorRecorder(self._clock)
+        self._clock = ProcessorClock()
+        self._recorder = ProcessorRecorder(self._clock)
         self._workers: dict[int, StageWorker] = {}  # by stages
         asked = setting.asked
         self._data = DataCatalogue(lambda spec: drawn(spec, asked))
@@ -258,13 +224,10 @@ class Training:
             worker.execute(Attach(job))
 
         def run() -> Sequence[Span]:
-            if self._clock is not None:
-                self._clock.reset()
+            self._clock.reset()
             self._recorder.lap("other")
             self._recorder.take()
-            self._recorder.least = self._setting.asked.seconds if self._setting.padded(case) else None
             worker.execute(RunSchedule(items(case), order=case.name))
-            self._recorder.least = None
             found = self._recorder.take()
             for job in jobs:
                 worker.execute(Detach(job.name))
@@ -286,8 +249,7 @@ class Training:
             layers=layers,
             recorder=self._recorder,
         )
-        if isinstance(self._recorder, ProcessorRecorder):
-            worker.messages = TimedMessages(base.hidden_size, base.dtype, base.device, self._recorder)
+        worker.messages = TimedMessages(base.hidden_size, base.dtype, base.device, self._recorder)
         return worker
 
 
@@ -334,7 +296,9 @@ def spans_of(cases: Sequence[Case], setting: Setting) -> list[list[ReplicaSpans]
 
 def _serve(number: int, link: Connection, count: int, cases: Sequence[Case], setting: Setting) -> None:
     """One process: the stage of its number in every case that has it."""
-    stages: Stages = Training(number, setting) if setting.work == MODEL else Sleeping(number, count, setting)
+    stages: Stages = (
+        Training(number, setting) if setting.asked.work == MODEL else Sleeping(number, count, setting)
+    )
     for case in cases:
         run = stages.case(case) if number < case.stages else None
         dist.barrier()

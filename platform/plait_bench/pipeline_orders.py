@@ -22,7 +22,6 @@ from plait_bench.benchmarks import benchmark
 from plait_bench.figures import Baseline, Figure, Report
 from plait_bench.inputs import require_processor
 from plait_bench.order_cases import (
-    PROCESSOR,
     SLEEP,
     Case,
     OrderOptions,
@@ -164,7 +163,7 @@ def _sleeping(cases: Sequence[Case], setting: Setting) -> Report:
     }
     before, stalled = (makespan_and_waiting(each)[0] for each in (own, collective))
     figures = (
-        *_figures(found, setting),
+        *_figures(found),
         Figure(
             "longest makespan over the simulator's",
             max(each.longer for each in found.values()),
@@ -193,67 +192,44 @@ def _training(cases: Sequence[Case], setting: Setting) -> Report:
     runs = {case: spans[at :: len(cases)] for at, case in enumerate(cases)}
     times = {case: [times_of(run) for run in own] for case, own in runs.items()}
     found = {case: measured(case, own, times[case]) for case, own in runs.items()}
-    notes = [
+    notes = (
         f"Stages train {setting.run.model.kind}, {asked.tokens} tokens a microbatch, each in a process of "
-        f"its own, {asked.repeats} times in turns; means. The simulator has each stage's of each run."
-    ]
-    if asked.clock == PROCESSOR:
-        notes.append(
-            "By processor seconds: a stage's time passes while it computes, and where it takes a message, up "
-            "to when that was sent. Messages take no time on their way."
-        )
-    if padded := [case for case in cases if setting.padded(case)]:
-        over = [_longer(runs[case], asked.seconds) for case in padded]
-        notes.append(
-            f"Padded: more stages than cores, so a stage sleeps until {asked.forward:g} ms of a forward and "
-            f"{asked.backward:g} ms of a backward have passed. {sum(long for long, _ in over)} of "
-            f"{sum(count for _, count in over)} took longer."
-        )
-    return Report(
-        "Orders of a pipeline that trains", (*_figures(found, setting), *_seconds(times, setting)), (*notes,)
+        f"its own, {asked.repeats} times in turns; means. The simulator has each stage's of each run.",
+        "By processor seconds: a stage's time passes while it computes, and where it takes a message, up "
+        "to when that was sent. Messages take no time on their way.",
     )
+    figures = (*_figures(found), *_seconds(times, asked.stages))
+    return Report("Orders of a pipeline that trains", figures, notes)
 
 
-def _longer(runs: Sequence[Sequence[ReplicaSpans]], least: Times) -> tuple[int, int]:
-    """How many forwards and backwards took at least 1 ms more than they are padded to, of all."""
-    spans = [span for run in runs for each in run for span in each.spans if span.kind == "microbatch"]
-    return (
-        sum(s.seconds > 0.001 + (least.backward if s.tokens else least.forward) for s in spans),
-        len(spans),
-    )
-
-
-def _seconds(times: Mapping[Case, Sequence[Sequence[Times]]], setting: Setting) -> list[Figure]:
+def _seconds(times: Mapping[Case, Sequence[Sequence[Times]]], counts: Sequence[int]) -> list[Figure]:
     """Figures of the seconds of each stage: medians over the runs of all cases."""
     found: list[Figure] = []
-    for stages in setting.asked.stages:
-        own = [(case, run) for case, each in times.items() if case.stages == stages for run in each]
+    for stages in counts:
+        runs = [run for case, each in times.items() if case.stages == stages for run in each]
         for stage in range(stages):
             forward, backward, step = (
-                1000 * median(getattr(each[stage], kind) for _, each in own)
+                1000 * median(getattr(run[stage], kind) for run in runs)
                 for kind in ("forward", "backward", "step")
             )
-            name = f"{stages} stages{_padded(own[0][0], setting)}: stage {stage + 1}, a forward"
+            name = f"{stages} stages: stage {stage + 1}, a forward"
             note = f"a backward {backward:.1f} ms, a step {step:.1f} ms"
             found.append(Figure(name, forward, "ms", "measured", note=note))
     return found
 
 
-def _figures(found: Mapping[Case, Measured], setting: Setting) -> list[Figure]:
-    """A line for each case, then the largest differences, of padded cases by themselves."""
+def _figures(found: Mapping[Case, Measured]) -> list[Figure]:
+    """A line for each case, then the largest differences."""
     most = max(case.stages for case in found)
-    figures = [_figure(case, each, setting, detail=case.stages < most) for case, each in found.items()]
-    for padded in (False, True):
-        these = [each for case, each in found.items() if setting.padded(case) == padded]
-        own = [abs(each.apart) for each in these]
-        if own:
-            label = "largest difference from the simulated share" + (", padded" if padded else "")
-            allowed = Baseline(APART, "most that is allowed", at_most=1.0)
-            note = f"{_off(own)}; of single runs {_off([a for each in these for a in each.each_apart])}"
-            figures.append(Figure(label, max(own), "points", "measured", allowed, note=note))
-            label = label.replace("share", "share with every pass's own seconds")
-            own = [abs(each.replayed_apart) for each in these]
-            figures.append(Figure(label, max(own), "points", "measured", allowed, note=_off(own)))
+    figures = [_figure(case, each, detail=case.stages < most) for case, each in found.items()]
+    allowed = Baseline(APART, "most that is allowed", at_most=1.0)
+    own = [abs(each.apart) for each in found.values()]
+    note = f"{_off(own)}; of single runs {_off([a for each in found.values() for a in each.each_apart])}"
+    label = "largest difference from the simulated share"
+    figures.append(Figure(label, max(own), "points", "measured", allowed, note=note))
+    own = [abs(each.replayed_apart) for each in found.values()]
+    label += " with every pass's own seconds"
+    figures.append(Figure(label, max(own), "points", "measured", allowed, note=_off(own)))
     return figures
 
 
@@ -261,16 +237,13 @@ def _off(apart: Sequence[float]) -> str:
     return f"{sum(abs(each) > APART for each in apart)} of {len(apart)} are more than {APART:g} points off"
 
 
-def _figure(case: Case, found: Measured, setting: Setting, *, detail: bool) -> Figure:
+def _figure(case: Case, found: Measured, *, detail: bool) -> Figure:
     simulated = found.simulated
     note = (
         f"simulated {100 * simulated.waiting:.2f} %; "
         f"makespan {found.makespan:.2f} s, simulated {simulated.makespan:.2f} s"
     )
-    name = f"{case.label}{_padded(case, setting)}: waiting"
     baseline = Baseline(100 * simulated.waiting, "simulated")
-    return Figure(name, 100 * found.waiting, "%", "measured", baseline, note=note, detail=detail)
-
-
-def _padded(case: Case, setting: Setting) -> str:
-    return ", padded" if setting.padded(case) else ""
+    return Figure(
+        f"{case.label}: waiting", 100 * found.waiting, "%", "measured", baseline, note=note, detail=detail
+    )
