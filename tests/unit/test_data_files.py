@@ -1,6 +1,7 @@
 """Files of every format: the same rows give the same samples; what cannot be read is named, and quickly."""
 
 import csv
+import gzip
 import io
 import json
 import shutil
@@ -185,9 +186,13 @@ def parquet(rows=(("text", "abc"),) * 1):
         ("r.jsonl", b'{"text": "\xff"}', ["r.jsonl: byte 10 is not UTF-8"]),
         ("r.csv", b"", ["r.csv is empty"]),
         ("r.csv", b"text\n", ["r.csv is empty"]),
-        ("r.csv", b"a;b\nc;d\n", ["line 2: fields a;b"]),
+        ("r.jsonl", gzip.compress(b'{"text": "a"}'), ["r.jsonl: packed by gzip", "Unpack"]),
+        ("r.jsonl.gz", b"", ["unknown format", "must be unpacked"]),
+        ("r.jsonl", b'{"text": "a', ["Unterminated string starting at column 10"]),
+        ("r.csv", b"prompt;completion\nc;d\n", ["line 1: one field", "by ',', not by ';'"]),
+        ("r.tsv", b"prompt,completion\nc,d\n", ["line 1: one field", "by '\\t', not by ','"]),
         ("r.csv", b"text,text\na,b\n", ["line 1: two fields are called 'text'"]),
-        ("r.csv", b"text,x\na\n", ["line 2: 1 fields", "names 2"]),
+        ("r.csv", b"text,x\na\n", ["line 2: 1 field\n", "names 2"]),
         ("r.csv", b'text\n"a\n', ["line 2: unexpected end of data", "must be quoted"]),
         ("r.csv", b"text\n\xff\n", ["r.csv: byte 5 is not UTF-8"]),
         ("r.csv", b'messages\n"[{]"\n', ["line 2: messages is '[{]'", "list of messages"]),

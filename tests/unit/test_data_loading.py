@@ -245,9 +245,20 @@ def test_too_long_samples_are_truncated_dropped_or_refused(tmp_path, tokeniser):
 def test_data_without_a_usable_row_are_refused_with_the_reasons(tmp_path, tokeniser):
     rows = [{"text": "a" * 40}, {"text": ""}]
     spec = DataSpec.of("file", path=write(tmp_path / "r.jsonl", rows), validation=0, overlong="drop")
-    words = r"none of 2 rows is left: 1 longer than 10 tokens and 1 without.*\n.*shortest of these has 1\."
+    words = (
+        r"no training row of 2 is left: 1 longer than 10 tokens and 1 without.*\n.*shortest of these has 1\."
+    )
     with pytest.raises(DataError, match=words):
         load_data(spec, tokeniser, max_length=10, cache=tmp_path)
+
+
+def test_empty_rows_alone_in_a_split_are_refused_with_the_split_and_not_as_too_long(tmp_path, tokeniser):
+    rows, empty = write(tmp_path / "r.jsonl", [{"text": "abc"}]), write(tmp_path / "e.jsonl", [{"text": ""}])
+    spec = DataSpec.of("file", path=rows, validation_path=empty)
+    with pytest.raises(DataError, match="no validation row of 1 is left: 1 without a token") as caught:
+        load_data(spec, tokeniser, max_length=10, cache=tmp_path)
+    assert "max_length if" not in caught.value.remedy
+    assert "data.validation" in caught.value.remedy
 
 
 def test_rows_that_are_not_trained_on_are_reported(tmp_path, tokeniser):

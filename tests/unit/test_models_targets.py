@@ -50,6 +50,12 @@ def test_targets_that_match_nothing_are_refused_with_the_available_ones(
     assert "down_proj, k_proj, o_proj, q_proj, up_proj" in caught.value.remedy
 
 
+def test_all_linear_in_a_list_is_refused_as_in_peft_with_the_way_to_write_it() -> None:
+    with pytest.raises(ModelError, match="all-linear") as caught:
+        resolve_targets(("all-linear",), LINEARS)
+    assert "all-linear, which is not written in a list" in caught.value.remedy
+
+
 def test_a_broken_expression_is_refused() -> None:
     with pytest.raises(ModelError, match="regular expression"):
         resolve_targets("(q_proj", LINEARS)

@@ -226,6 +226,15 @@ def test_columns_that_do_not_fit_are_hidden_and_named() -> None:
     assert "left out" not in wide
 
 
+def test_a_narrow_terminal_shows_the_trials_of_three_objectives_uncut() -> None:
+    listed = records()
+    listed[0].others, listed[0].on_front, listed[0].accuracy = (0.25, 16.0), True, 0.25
+    shown = table_text(40, listed)
+    assert shown.splitlines()[1].split()[:3] == ["trial", "state", "objective"]
+    assert "…" not in shown
+    assert "pareto" in shown.partition("hidden columns: ")[2]
+
+
 def test_settings_of_added_trials_cut_no_column() -> None:
     """Each column that is shown is whole: what is outside goes first, then the widest setting."""
     listed = records()

@@ -34,6 +34,7 @@ LEAST_NEEDED = (
     "best_eval_loss",
     "device_seconds",
 )
+MOST_NEEDED = ("trial", "state", "objective")  # shown in the narrowest terminal
 
 
 def show(settings: TrackingSettings, name: str | None, form: str, sort: str | None, *, reverse: bool) -> None:
@@ -212,8 +213,8 @@ def _shown(name: str, cells: Mapping[str, Sequence[Cell]], records: Sequence[Job
 
 
 def _too_wide(shown: Mapping[str, Sequence[Cell]], width: int) -> list[str]:
-    """The columns to leave out so that the others fit: the least needed, then the widest settings. Reasons
-    may wrap into a few lines."""
+    """The columns to leave out so that the others fit: the least needed, then the widest settings, then the
+    last ones but those most needed. Reasons may wrap into a few lines."""
     wanted = {
         name: max(len(heading(name)), *(len(_text(cell)) for cell in column))
         for name, column in shown.items()
@@ -222,7 +223,8 @@ def _too_wide(shown: Mapping[str, Sequence[Cell]], width: int) -> list[str]:
         wanted["reason"] = min(wanted["reason"], LEAST_REASON)
     hidden: list[str] = []
     settings = sorted((name for name in wanted if "." in name), key=lambda name: -wanted[name])
-    for name in (*LEAST_NEEDED, *settings):
+    others = [name for name in reversed(wanted) if name not in (*MOST_NEEDED, *LEAST_NEEDED, *settings)]
+    for name in (*LEAST_NEEDED, *settings, *others):
         if sum(wanted.values()) + len(wanted) - 1 <= width:
             break
         if wanted.pop(name, None) is not None:

@@ -139,7 +139,8 @@ def _format(files: Sequence[Path], origin: _Origin) -> str:
         raise DataError(
             f"{origin.key}={origin.path!r}: unknown format",
             f"The format is taken from the file's name: {choices(SUFFIXES)}.",
-            f"Rename the file, or set data.format to one of {choices(PARSERS)}.",
+            f"Rename the file, or set data.format to one of {choices(PARSERS)}. "
+            "A packed file must be unpacked.",
         )
     return kind
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from plait.core.errors import DataError
 from plait.data.examples import Row, csv_row, shortened, shown
+from plait.utils.counts import counted
 
 # Makes rows from a file's content; places and errors contain the file's name.
 Parser = Callable[[bytes, str], Iterator[tuple[str, Row]]]
@@ -53,7 +54,7 @@ def parse_csv(content: bytes, name: str, delimiter: str = ",") -> Iterator[Place
         for fields in filter(None, reader):
             where = f"{name}, line {reader.line_num}"
             if header is None:
-                header = _header(fields, where)
+                header = _header(fields, where, delimiter)
             else:
                 yield where, _csv_row(header, fields, where)
     except csv.Error as error:
@@ -96,6 +97,14 @@ PARSERS: dict[str, Parser] = {
     "tsv": partial(parse_csv, delimiter="\t"),
     "parquet": parse_parquet,
 }
+SEPARATORS = ",;\t|"
+PACKED = {
+    b"\x1f\x8b": "gzip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ": "xz",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"PK\x03\x04": "zip",
+}
 SUFFIXES = {
     ".json": "json",
     ".jsonl": "json",
@@ -107,6 +116,9 @@ SUFFIXES = {
 
 
 def _decode(content: bytes, name: str) -> str:
+    packed = next((kind for start, kind in PACKED.items() if content.startswith(start)), None)
+    if packed is not None:
+        raise DataError(f"{name}: packed by {packed}", "Plait reads unpacked files only.", "Unpack it.")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -123,7 +135,7 @@ def _load(text: str, where: str, *, whole: bool = False) -> Any:
         place = str(error)
         if isinstance(error, json.JSONDecodeError):
             line = f"line {error.lineno}, " if whole else ""  # else ``where`` names it
-            place = f"{error.msg} at {line}column {error.colno}"
+            place = f"{error.msg.removesuffix(' at')} at {line}column {error.colno}"
         raise DataError(
             f"{where}: not JSON ({place})",
             "A JSON file holds one object per line, or one array of objects.",
@@ -154,7 +166,14 @@ def _object(row: object, where: str) -> Placed:
     return where, row
 
 
-def _header(fields: list[str], where: str) -> list[str]:
+def _header(fields: list[str], where: str, delimiter: str) -> list[str]:
+    others = [mark for mark in SEPARATORS if mark != delimiter and mark in fields[0]]
+    if len(fields) == 1 and others:  # no format has such a field
+        raise DataError(
+            f"{where}: one field, called {shown(fields[0])}",
+            f"The fields of this format are separated by {delimiter!r}, not by {others[0]!r}.",
+            "Save it again with that separator, or set data.format (csv: commas, tsv: tabs).",
+        )
     if len(set(fields)) < len(fields):
         (twice, _), *_ = Counter(fields).most_common(1)
         raise DataError(
@@ -168,7 +187,7 @@ def _header(fields: list[str], where: str) -> list[str]:
 def _csv_row(header: list[str], fields: list[str], where: str) -> Row:
     if len(fields) != len(header):
         raise DataError(
-            f"{where}: {len(fields)} fields",
+            f"{where}: {counted(len(fields), 'field')}",
             f"The first line names {len(header)}.",
             "Correct the row; a field with a comma or a line break must be quoted.",
         )

@@ -17,7 +17,7 @@ from plait.core.jobs import DataSpec, JobSpec
 from plait.core.samples import Int64, RowCounts, Sample, Share, Split, TokenisedData
 from plait.data.cache import content_digest, read_cached, write_cached
 from plait.data.examples import Example
-from plait.data.overlong import Candidate, LengthLimit, described, fit
+from plait.data.overlong import Candidate, LengthLimit, Use, described, fit
 from plait.data.scoring import check_scorer
 from plait.data.sources import SOURCES, CommonOptions, Rows, VerifiedOptions, parse_options
 from plait.data.tokenising import Renderer, check_tokeniser, tokenise, tokeniser_digest
@@ -82,8 +82,8 @@ def load_data(
     data = read_cached(path)
     if data is None:
         parts = _read(rows, options)
-        train = _split([train for train, _ in parts], renderer, limit)
-        validation = _split([validation for _, validation in parts], renderer, limit)
+        train = _split([train for train, _ in parts], renderer, limit, "training")
+        validation = _split([validation for _, validation in parts], renderer, limit, "validation")
         data = TokenisedData(content_digest(train, validation), train, validation)
         write_cached(path, data)
     limit.check_capacity(max(int(split.lengths.max(initial=0)) for split in (data.train, data.validation)))
@@ -172,11 +172,11 @@ def _chosen(count: int, wanted: int, seed: int) -> Int64:
     return np.sort(np.random.default_rng(seed).permutation(count)[:wanted]).astype(np.int64)
 
 
-def _split(parts: Sequence[_Part], renderer: Renderer, limit: LengthLimit) -> Split:
+def _split(parts: Sequence[_Part], renderer: Renderer, limit: LengthLimit, use: Use) -> Split:
     samples: list[tuple[Sample, int]] = []
     counts, shares = RowCounts(), list[Share]()
     for part in parts:
-        kept, own = fit(list(_candidates(part, renderer, limit)), renderer.options.overlong, limit)
+        kept, own = fit(list(_candidates(part, renderer, limit)), renderer.options.overlong, limit, use)
         samples += kept
         counts += own
         if part.weight is not None:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from plait.core.errors import DataError
 from plait.core.samples import RowCounts, Sample
 from plait.data.sources import Overlong
+
+Use = Literal["training", "validation"]
 
 # At most so many characters for each token of the limit are tokenised: a text has 3 to 6 per token.
 MOST_CHARACTERS = 64
@@ -70,9 +72,9 @@ class LengthLimit:
 
 
 def fit(
-    candidates: Sequence[Candidate], rule: Overlong, limit: LengthLimit
+    candidates: Sequence[Candidate], rule: Overlong, limit: LengthLimit, use: Use
 ) -> tuple[list[tuple[Sample, int]], RowCounts]:
-    """The samples that are trained on, each with the number of its row, and what became of the others.
+    """The samples that are used, each with the number of its row, and what became of the others.
 
     Raises:
         DataError: with "refuse", a sample is too long or has no labels; otherwise, none is left.
@@ -94,7 +96,7 @@ def fit(
             truncated += long
             kept.append((Sample(tokens[: limit.model], labels[: limit.model]), each.number))
     if candidates and not kept:
-        raise _none_left(candidates, limit, dropped, unlabelled)
+        raise _none_left(candidates, limit, dropped, unlabelled, use)
     return kept, RowCounts(len(candidates), truncated, dropped, unlabelled)
 
 
@@ -136,14 +138,20 @@ def _unlabelled(each: Candidate) -> DataError:
 
 
 def _none_left(
-    candidates: Sequence[Candidate], limit: LengthLimit, dropped: int, unlabelled: int
+    candidates: Sequence[Candidate], limit: LengthLimit, dropped: int, unlabelled: int, use: Use
 ) -> DataError:
     first = candidates[0].where
     reasons = [f"{dropped} longer than {limit.model} tokens"] * bool(dropped)
     reasons += [f"{unlabelled} without a token that counts in the loss"] * bool(unlabelled)
-    shortest = min(len(each.sample.tokens) for each in candidates)
+    value = f"{first} and later: no {use} row of {len(candidates)} is left: {' and '.join(reasons)}"
+    lengths = [len(each.sample.tokens) for each in candidates]
+    shortest, longest = min(lengths), max(lengths)
+    if longest <= limit.model:
+        rule = f"Each has room for {limit.model} tokens (model.max_length), and the longest has {longest}."
+        other = ", or choose other rows for validation (data.validation, data.seed)" * (use == "validation")
+        return DataError(value, rule, f"Remove rows without text or without an answer{other}.")
     return DataError(
-        f"{first} and later: none of {len(candidates)} rows is left: {' and '.join(reasons)}",
+        value,
         f"{_model_rule(limit)} The shortest of these has {shortest}.",
         "Raise model.max_length if the model accepts more, choose a model for longer texts, or shorten the "
         "prompts: `plait data` shows what counts in the loss.",

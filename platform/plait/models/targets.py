@@ -99,6 +99,6 @@ def _nothing(what: str, names: Collection[str]) -> ModelError:
     return ModelError(
         f"adapter.target_modules: {what}",
         "It does not match any linear layer of the model.",
-        f"Choose from {choices(suffixes)} (full names such as {example}), or 'all-linear'. "
-        "Write names as a list, even a single one: [q_proj]; a string is a regular expression.",
+        f"Choose from {choices(suffixes)} (full names such as {example}), or all-linear, which is not "
+        "written in a list. Names are, even a single one: [q_proj]; another string is a regular expression.",
     )
