@@ -25,9 +25,9 @@ from plait_kernels.linear import check_backward, check_rows, checked_backend, no
 from plait_kernels.quantised import Weight, dense
 from plait_kernels.routing import Routing
 from plait_kernels.tables import site_table, tile_table
-from plait_kernels.tiles import Tiles
-from plait_kernels.triton_backend import TRITON, launcher_of
-from plait_kernels.triton_launch import Launcher
+from plait_kernels.tiles import Choice, Tiles
+from plait_kernels.triton_backend import TRITON
+from plait_kernels.triton_launch import Launcher, launcher
 
 _TILES, _EXACT_TILES = Tiles(rows=64, columns=64), Tiles(rows=32, columns=32, stages=2)
 
@@ -70,12 +70,12 @@ def multi_lora_gated_mlp(
     for call, layer in ((first, pair), (second, down)):
         checked_backend(layer.weight, layer.bias, call, backend)
     with no_autocast(x):
-        x, hidden = x.contiguous(), room(x, (len(x), width))
-        tiles = choice(first, x), choice(second, hidden)
-        if tiles[0].fused_forward is not None or tiles[1].fused_backward is not None:
+        x, hidden = x.contiguous(), room(x, (x.shape[0], width))
+        own, after = _Layer(pair, first, choice(first, x)), _Layer(down, second, choice(second, hidden))
+        if own.chosen.fused_forward is not None or after.chosen.fused_backward is not None:
             return None
-        mlp = _Mlp(pair, down, first, second, kind)
-        return cast("Tensor", apply(_GatedMlp, x, bank.anchor, hidden, mlp, trains=True))
+        out: Tensor = apply(_GatedMlp, x, bank.anchor, hidden, own, after, kind, trains=True)
+        return out
 
 
 def _fits(first: LayerCall, second: LayerCall, width: int) -> bool:
@@ -88,20 +88,24 @@ def _fits(first: LayerCall, second: LayerCall, width: int) -> bool:
     return (first.owned or second.owned) and first.layer.kind == sides and len(second.placed) == 1
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Layer:
-    """One of both layers, on its way through forward or backward."""
+    """One of both layers; its weight, which may be made for a product alone, is given to what reads it."""
 
     frozen: Frozen
     call: LayerCall
-    weight: Tensor
-    run: Launcher
+    chosen: Choice
 
-    @classmethod
-    def of(cls, frozen: Frozen, call: LayerCall, x: Tensor) -> _Layer:
-        """The layer, which reads rows like x."""
-        weight = dense(frozen.weight)
-        return cls(frozen, call, weight, launcher_of(call, x, weight))
+    def enter(self, x: Tensor) -> Tensor:
+        """Its weight, in forward, where it finds its launches for rows like x."""
+        weight = dense(self.frozen.weight)
+        self.call.kept = launcher(self.call, x, weight, self.chosen)
+        return weight
+
+    @property
+    def run(self) -> Launcher:
+        """Its launches."""
+        return cast("Launcher", self.call.kept)
 
     def down(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """S, and the bits of what is dropped; of no size without an adapter."""
@@ -109,16 +113,12 @@ class _Layer:
             return self.run.down(self.call, x)
         return room(x, (0,)), room(x, (0,), torch.uint8)
 
-    def product(self, x: Tensor) -> Tensor:
-        """The frozen layer's output."""
-        return product(x, self.weight.T, self.frozen.bias)
-
-    def add_others(self, out: Tensor, x: Tensor) -> list[Tensor]:
+    def add_others(self, out: Tensor, x: Tensor, weight: Tensor) -> list[Tensor]:
         """Add what other variants than plain LoRA make; what their backward needs."""
         call = self.call
         if not call.others:
             return []
-        return reference.add_forward(out, x, self.weight, self.frozen.bias, call, call.others)
+        return reference.add_forward(out, x, weight, self.frozen.bias, call, call.others)
 
     def add_gradients(self, grad: Tensor, x: Tensor, s: Tensor, bits: Tensor) -> Tensor:
         """Add dA and dB to the bank; dS."""
@@ -128,68 +128,63 @@ class _Layer:
         self.run.down_gradient(self.call, x, ds, bits)
         return ds
 
-    def add_others_back(self, dx: Tensor | None, grad: Tensor, x: Tensor, saved: Sequence[Tensor]) -> None:
+    def add_others_back(
+        self, dx: Tensor | None, grad: Tensor, x: Tensor, saved: Sequence[Tensor], weight: Tensor
+    ) -> None:
         """Add the gradients of other variants' tensors to the bank, and theirs of x to ``dx``."""
         if self.call.others:
             call = self.call
-            reference.add_backward(dx, grad, x, list(saved), self.weight, call, call.others)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Mlp:
-    """Both layers and their calls."""
-
-    pair: Frozen
-    down: Frozen
-    first: LayerCall
-    second: LayerCall
-    kind: int
+            reference.add_backward(dx, grad, x, list(saved), weight, call, call.others)
 
 
 class _GatedMlp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, _anchor: Tensor, hidden: Tensor, mlp: _Mlp) -> Tensor:
-        own = _Layer.of(mlp.pair, mlp.first, x)
+    def forward(
+        ctx: Any, x: Tensor, _anchor: Tensor, hidden: Tensor, own: _Layer, after: _Layer, kind: int
+    ) -> Tensor:
+        weight = own.enter(x)
         s, bits = own.down(x)
-        y = own.product(x)
-        others = own.add_others(y, x)
-        del own  # a quantised weight is made for its layer alone
-        after = _Layer.of(mlp.down, mlp.second, hidden)
-        _passes(mlp).forward(y, hidden, s, site_table(mlp.first))
+        y = product(x, weight.T, own.frozen.bias)
+        others = own.add_others(y, x, weight)
+        del weight  # a quantised one is made for its layer alone
+        weight, bias = after.enter(hidden), after.frozen.bias
+        passes = _passes(own, after, kind)
+        passes.forward(y, hidden, s, site_table(own.call))
         after_s, after_bits = after.down(hidden)
-        if mlp.second.owned:
-            bias = None if mlp.down.bias is None else mlp.down.bias.contiguous()
-            out = after.run.up(mlp.second, hidden, after_s, after.weight, bias)
+        if after.call.owned:
+            bias = None if bias is None else bias.contiguous()
+            out = after.run.up(after.call, hidden, after_s, weight, bias)
         else:
-            out = after.product(hidden)
+            out = product(hidden, weight.T, bias)
         ctx.others = len(others)
-        others += after.add_others(out, hidden)
+        others += after.add_others(out, hidden, weight)
         ctx.save_for_backward(x, s, bits, y, hidden, after_s, after_bits, *others)
-        ctx.mlp, ctx.generations = mlp, mlp.first.routing.generations()
+        ctx.layers, ctx.passes, ctx.generations = (own, after), passes, own.call.routing.generations()
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
-        mlp: _Mlp = ctx.mlp
-        check_backward("multi_lora_gated_mlp", ctx.generations, mlp.first, mlp.second)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
+        layers: tuple[_Layer, _Layer] = ctx.layers
+        own, after = layers
+        check_backward("multi_lora_gated_mlp", ctx.generations, own.call, after.call)
         x, s, bits, y, hidden, after_s, after_bits, *others = ctx.saved_tensors
         ctx.maybe_clear_saved_tensors()  # each is let go of as soon as it has been read
         with no_autocast(x):
-            grad, after = grad.contiguous(), _Layer.of(mlp.down, mlp.second, hidden)
+            grad = grad.contiguous()
             ds = after.add_gradients(grad, hidden, after_s, after_bits)
-            back = product(grad, after.weight)
-            after.add_others_back(back, grad, hidden, others[ctx.others :])
-            del after, hidden, after_s, others[ctx.others :]
-            dy, sites = room(y, y.shape), (site_table(mlp.first), site_table(mlp.second))
-            _passes(mlp).backward(back, y, dy, s, sites[0], ds, after_bits, sites[1])
+            weight = dense(after.frozen.weight)
+            back = product(grad, weight)
+            after.add_others_back(back, grad, hidden, others[ctx.others :], weight)
+            del weight, hidden, after_s, others[ctx.others :]
+            dy, sites = room(y, y.shape), (site_table(own.call), site_table(after.call))
+            ctx.passes.backward(back, y, dy, s, sites[0], ds, after_bits, sites[1])
             del back, y, after_bits
-            own = _Layer.of(mlp.pair, mlp.first, x)
-            ds, dx = own.add_gradients(dy, x, s, bits), None
+            ds, dx, weight = own.add_gradients(dy, x, s, bits), None, dense(own.frozen.weight)
             if ctx.needs_input_grad[0]:
-                owned = mlp.first.owned
-                dx = own.run.dx(mlp.first, dy, ds, bits, own.weight) if owned else product(dy, own.weight)
-            own.add_others_back(dx, dy, x, others)
-        return dx, None, None, None
+                owned = own.call.owned
+                dx = own.run.dx(own.call, dy, ds, bits, weight) if owned else product(dy, weight)
+            own.add_others_back(dx, dy, x, others, weight)
+        return dx, None, None, None, None, None
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,14 +195,14 @@ class _Passes:
     backward: Launch
 
 
-def _passes(mlp: _Mlp) -> _Passes:
-    """They, of the launchers that both calls keep from forward on."""
-    own, after, tables = mlp.first.kept, mlp.second.kept, mlp.first.routing.tables
-    key = (_Passes, id(own), id(after), mlp.kind)  # the tables keep both launchers
-    found = tables.get(key)
+def _passes(first: _Layer, second: _Layer, kind: int) -> _Passes:
+    """They, of the launchers that both calls keep."""
+    own, after, routing = first.run, second.run, first.call.routing
+    key = (_Passes, id(own), id(after), kind)  # the tables keep both launchers
+    found: _Passes | None = routing.tables.get(key)
     if found is None:
-        found = tables[key] = _made(mlp, own, after)
-    return cast("_Passes", found)
+        found = routing.tables[key] = _made(own, after, routing, kind)
+    return found
 
 
 @cache
@@ -217,16 +212,16 @@ def _kernels() -> Any:
     return triton_gated
 
 
-def _made(mlp: _Mlp, own: Launcher, after: Launcher) -> _Passes:
+def _made(own: Launcher, after: Launcher, routing: Routing, kind: int) -> _Passes:
     tiles = _EXACT_TILES if own.like.dtype == torch.float32 else _TILES
     table, width = own.table, after.features
-    rows = tile_table(mlp.first.routing, tiles.rows)
+    rows = tile_table(routing, tiles.rows)
     grid = (-(-width // tiles.columns), rows.count)
     shared = (
         *(width, GIVEN, table.packed, table.origin, rows.tiles, table.spans, table.scales, GIVEN),
         *(table.addresses, own.bank_sites),
     )
-    constants = {"KIND": mlp.kind, "BM": tiles.rows, "BN": tiles.columns, **own.all_ranks()}
+    constants = {"KIND": kind, "BM": tiles.rows, "BN": tiles.columns, **own.all_ranks()}
     constants |= own.common(tiles)
     return _Passes(
         Launch(_kernels().gated_up, grid, GIVEN, GIVEN, *shared, **constants),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
 
-from plait_kernels.bank import Bank, Block, Site
+from plait_kernels.bank import Bank, Site
 from plait_kernels.errors import KernelError
 from plait_kernels.routing import Generations, Routing, Span
 
@@ -55,33 +55,27 @@ class LayerCall:
     """A layer, and for each segment the sites where its adapter sits.
 
     Args:
+        owned: whether there are owners.
         alike: the sites, if all segments are plain LoRA at the same ones. A pair for each segment is made
             only when it is asked for: collecting so many costs the host more than a launch.
-        mixed: owners and others, if not.
+        mixed: the owners, if not.
+        others: the segments that go through `reference`.
         kept: what a backend's forward looked up for its backward.
     """
 
     bank: Bank
     routing: Routing
     layer: Layer
+    owned: bool
     alike: tuple[Placed, ...] = ()
-    mixed: tuple[Owners, Owners] = ((), ())
+    mixed: Owners = ()
+    others: Owners = ()
     kept: Any = None
-
-    @property
-    def owned(self) -> bool:
-        """Whether there are owners."""
-        return bool(self.alike or self.mixed[0])
 
     @property
     def owners(self) -> Owners:
         """The segments of plain LoRA, which every backend computes."""
-        return tuple(zip(self.routing.spans, repeat(self.alike))) if self.alike else self.mixed[0]
-
-    @property
-    def others(self) -> Owners:
-        """The segments that go through `reference`."""
-        return self.mixed[1]
+        return tuple(zip(self.routing.spans, repeat(self.alike))) if self.alike else self.mixed
 
     @property
     def placed(self) -> tuple[Placed, ...]:
@@ -90,8 +84,6 @@ class LayerCall:
 
     def changed_since(self, before: Generations) -> list[str]:
         """The adapters here whose weights were refreshed since then."""
-        if before.refreshes == Block.refreshes:
-            return []
         changed = {
             span.block.adapter
             for span, _ in (*self.owners, *self.others)
@@ -141,11 +133,12 @@ def layer_call(bank: Bank, routing: Routing, sites: Sequence[SiteColumns], out_f
     if layer is None:
         layer = bank.layers[key] = Layer(place(bank, sites, out_features), out_features)
     if routing.alike is not None:
-        return LayerCall(bank, routing, layer, alike=layer.own(routing.alike))
+        own = layer.own(routing.alike)
+        return LayerCall(bank, routing, layer, bool(own), alike=own)
     owners: list[Owner] = []
     others: list[Owner] = []
     for span in routing.spans:
         own = layer.own(span.block.targets)
         if own:
             (owners if span.block.variant.fused else others).append((span, own))
-    return LayerCall(bank, routing, layer, mixed=(tuple(owners), tuple(others)))
+    return LayerCall(bank, routing, layer, bool(owners), mixed=tuple(owners), others=tuple(others))

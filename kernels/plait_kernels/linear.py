@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 
 from plait_kernels import reference
 from plait_kernels.backends import BACKENDS, Backend, check_backend
-from plait_kernels.bank import Bank
+from plait_kernels.bank import Bank, Block
 from plait_kernels.chain import apply
 from plait_kernels.errors import KernelError
 from plait_kernels.layer import LayerCall, SiteColumns, layer_call
@@ -74,6 +74,8 @@ def check_backward(name: str, generations: Generations, *calls: LayerCall) -> No
             "the adapters' gradients go to the bank, so there is no graph through them",
             "call backward without create_graph",
         )
+    if generations.refreshes == Block.refreshes:
+        return
     for call in calls:
         changed = call.changed_since(generations)
         if changed:
@@ -144,8 +146,8 @@ def multi_lora_linear(
     with no_autocast(x):
         if not call.owned and not call.others:
             return frozen_linear(x, weight, bias)
-        out = apply(_MultiLora, x, bank.anchor, weight, bias, call, chosen, trains=True)
-        return cast("Tensor", out)
+        out: Tensor = apply(_MultiLora, x, bank.anchor, weight, bias, call, chosen, trains=True)
+        return out
 
 
 def check_rows(x: Tensor, weight: Weight, bank: Bank, routing: Routing) -> None:

@@ -65,7 +65,7 @@ def rms(
     total = x if residual is None else room(x, x.shape)
     if rows:
         shape = (rows, x.shape[-1], eps, offset)
-        sums = (residual, None if residual is None else total)
+        sums = ((), ()) if residual is None else ((residual,), (total,))
         run = _rms(
             (x.device, x.dtype, weight.dtype, None if bias is None else bias.dtype),
             shape,
@@ -73,7 +73,7 @@ def rms(
             biased=bias is not None,
             centred=centred,
         )
-        run(*(each for each in (x, sums[0], weight, bias, out, sums[1], scales) if each is not None))
+        run(x, *sums[0], weight, *(() if bias is None else (bias,)), out, *sums[1], scales)
     return out, scales, total
 
 

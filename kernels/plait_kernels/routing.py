@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
@@ -86,7 +86,7 @@ class Routing:
 
     def generations(self) -> Generations:
         """Generations of its adapters now; looked up again only after weights have been refreshed."""
-        found = cast("Generations | None", self.tables.get("generations"))
+        found: Generations | None = self.tables.get("generations")
         if found is None or found.refreshes != Block.refreshes:
             own = {span.block.adapter: span.block.generation for span in self.spans}
             found = self.tables["generations"] = Generations(Block.refreshes, own)

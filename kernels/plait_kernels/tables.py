@@ -319,7 +319,7 @@ def site_table(call: LayerCall) -> Tensor:
 
     Above the 32 bits of the module: how many times 8 features of the layer come before those here.
     """
-    found = call.layer.tables.get("sites")
+    found: Tensor | None = call.layer.tables.get("sites")
     if found is None:
         rows = [
             (
@@ -329,7 +329,7 @@ def site_table(call: LayerCall) -> Tensor:
             for site, columns in call.placed
         ]
         found = call.layer.tables["sites"] = table(rows, call.bank.device)
-    return cast("Tensor", found)
+    return found
 
 
 def block_table(call: LayerCall, width: int, out_features: int) -> Tensor:

@@ -6,7 +6,6 @@ import importlib.util
 import os
 import warnings
 from functools import cache
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -78,9 +77,10 @@ def backward(
 
 def launcher_of(call: LayerCall, x: Tensor, weight: Tensor) -> Launcher:
     """The launches of the call, of forward and backward."""
-    if call.kept is None:
-        call.kept = launcher(call, x, weight, choice(call, x))
-    return cast("Launcher", call.kept)
+    run: Launcher | None = call.kept
+    if run is None:
+        run = call.kept = launcher(call, x, weight, choice(call, x))
+    return run
 
 
 TRITON = register(

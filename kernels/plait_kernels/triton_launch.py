@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -429,7 +429,7 @@ def launcher(call: LayerCall, x: Tensor, weight: Tensor, chosen: Choice) -> Laun
     """
     stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
     key = (call.layer.kind, x.shape[1], x.stride(0), x.dtype, weight.stride(), id(chosen), stream)
-    found = call.routing.tables.get(key)
+    found: Launcher | None = call.routing.tables.get(key)
     if found is None:  # it keeps `chosen`, so that its number stays its own
         found = call.routing.tables[key] = Launcher(call, x, weight, chosen, stream=stream)
-    return cast("Launcher", found)
+    return found

@@ -88,7 +88,8 @@ class FrozenNorm:
 
         What needs the sum takes it from here, so that both gradients are added in the norm's backward.
         """
-        return cast("tuple[Tensor, Tensor]", apply(SumNorm, x, added, self, backend))
+        found: tuple[Tensor, Tensor] = apply(SumNorm, x, added, self, backend)
+        return found
 
     def forward(self, x: Tensor) -> Sequence[Tensor]:
         """The norm of x without Triton, and what backward needs of each row."""
@@ -266,7 +267,8 @@ def rotated_merged(
         turned: how many heads, of how many.
         position_embeddings: cos and sin of each row, (1, rows, rotated size).
     """
-    return cast("Tensor", apply(_RotatedMerged, qkv, turned, *position_embeddings))
+    out: Tensor = apply(_RotatedMerged, qkv, turned, *position_embeddings)
+    return out
 
 
 class _RotatedMerged(torch.autograd.Function):
@@ -286,9 +288,11 @@ class _RotatedMerged(torch.autograd.Function):
 
 
 def _heads(qkv: Tensor, turned: tuple[int, int]) -> Tensor:
-    """The first of all heads, as a view: (rows, turned, size)."""
+    """The first of all heads, as a view: (rows, turned, size). Each row is contiguous."""
     first, total = turned
-    return qkv.view(qkv.shape[0], total, -1)[:, :first]
+    rows, width = qkv.shape
+    size = width // total
+    return qkv.as_strided((rows, first, size), (qkv.stride(0), size, 1))
 
 
 def causal_softmax_(scores: Tensor, length: int, window: int | None, scale: float) -> bool:

@@ -35,7 +35,8 @@ def attend(
     """
     if passes.by_triton(backend, qkv):
         if takes(qkv, heads, rule):
-            return cast("Tensor", apply(_Flash, qkv, heads, context.ends, context.longest, rule))
+            out: Tensor = apply(_Flash, qkv, heads, context.ends, context.longest, rule)
+            return out
         own = _capped(qkv, heads, rule)
         if own is not None:
             return cast("Tensor", apply(_Capped, qkv, context.ends, context.longest, own))

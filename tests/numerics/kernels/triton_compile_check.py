@@ -37,7 +37,6 @@ from plait_kernels import (
 )
 from plait_kernels.absent import AbsentDevice
 from plait_kernels.attention import Capped
-from plait_kernels.gated_mlp import Frozen
 from plait_kernels.layer import layer_call
 from plait_kernels.plain import GELU, GELU_TANH, SILU
 from plait_kernels.synthetic import Shape, counters_of, even_segments, problem
@@ -170,9 +169,7 @@ def launch_gated(case: dict[str, object]) -> None:
         first = layer_call(bank, routing, ("gate", "up"), 256)
         second = layer_call(bank, routing, ("down",), 64)
         own, after = Launcher(first, x, pair, DEFAULT), Launcher(second, hidden, down, DEFAULT)
-        first.kept, second.kept = own, after
-        layers = Frozen(pair, None, ("gate", "up")), Frozen(down, None, ("down",))
-        found = gated_mlp._passes(gated_mlp._Mlp(*layers, first, second, SILU))
+        found = gated_mlp._made(own, after, routing, SILU)
         s, ds = torch.zeros(own.packed, dtype=dtype), torch.zeros(after.packed, dtype=dtype)
         bits, sites = torch.zeros(after.bits, dtype=torch.uint8), (site_table(first), site_table(second))
         found.forward(y, hidden, s, sites[0])
