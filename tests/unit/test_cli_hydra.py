@@ -220,6 +220,10 @@ def test_a_swept_key_with_quotes_is_still_an_override() -> None:
         ),
         (["sweep", "data.path=x"], ["exists only with data=file.", "`data=file data.path=x`"]),
         (["sweep", "data.path=x,y"], ["exists only with data=file.", "`data=file data.path=x,y`"]),
+        (
+            ["sweep", "data=file,reasoning_gym", "data.path=x"],
+            ["sweeps the group", "data/NAME.yaml with `defaults: [file]`", "--config-dir FOLDER"],
+        ),
         (["sweep", "+data.path=x"], ["unknown key data.path", "data.task"]),
         (["train", "data=file", "data.task_options.a=1"], ["exists only with data=reasoning_gym."]),
         (["sweep", "model.id=a/b"], ["with model.kind=smollm2", "`model=hf model.id=a/b`"]),

@@ -113,6 +113,17 @@ def test_errors_of_the_system_or_a_library_show_no_traceback(
     assert "Traceback" not in printed
 
 
+def test_a_working_directory_that_is_gone_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert main(["sweep", "model=tiny"]) == 2
+    assert "the working directory is gone" in capsys.readouterr().err
+
+
 def test_a_fault_of_the_program_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> int:
         raise RuntimeError("shapes do not match")

@@ -41,6 +41,19 @@ def test_what_looks_like_markup_or_an_emoji_is_printed_as_it_is(
     assert printed.count("[red]") == 2
 
 
+@pytest.mark.parametrize("make", [literal_console, wide_console, SearchConsole])
+def test_a_width_of_0_is_no_reason_to_show_nothing(
+    make: Callable[[], Console], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "0")
+    console = make()
+    console.print("a line")
+    console.print(filled("", ("heading",), [("cell",)]))
+    shown = capsys.readouterr().out
+    assert "a line" in shown
+    assert "cell" in shown
+
+
 def test_a_search_continues_when_its_output_is_closed() -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", SEARCH],

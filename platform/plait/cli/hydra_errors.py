@@ -135,6 +135,11 @@ def _of_another_choice(key: str, arguments: Sequence[str]) -> ConfigError | None
     given = _given(key, arguments)
     owners = [f"{group}={each}" for each in having]
     remedy = f"Write {' or '.join(f'`{owner} {given}`' for owner in owners)}."
+    if swept := next((word for word in arguments if key_of(word) == group and is_sweep(word)), ""):
+        remedy = (
+            f"{swept} sweeps the group, so each choice needs its own file: in a folder, {group}/NAME.yaml "
+            f"with `defaults: [{having[0]}]` and the key. Then add --config-dir FOLDER to {group}=NAME,..."
+        )
     return ConfigError(given, f"This key exists only with {' or '.join(owners)}.", remedy)
 
 

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from io import TextIOWrapper
+from pathlib import Path
 from typing import Any
 
 from plait.cli.verbs import find, verbs
@@ -107,6 +108,12 @@ def refusal(error: Exception) -> PlaitError:
         Exception: ``error`` itself, if it is a fault in the program.
     """
     where = f"{FULL_ERROR}=1 shows where."
+    if isinstance(error, FileNotFoundError) and error.filename is None and _without_folder():
+        return StorageError(
+            "the working directory is gone",
+            "Paths of a command are relative to it, but it was deleted or moved.",
+            "Change to a folder that exists; `cd .` is enough where it was made again.",
+        )
     if isinstance(error, OSError) and error.strerror:
         named = f"{error.filename}: " if error.filename is not None else ""
         return StorageError(f"{named}{error.strerror}", "A file could not be read or written.", where)
@@ -118,6 +125,14 @@ def refusal(error: Exception) -> PlaitError:
         remedy = "Set HOME, or PLAIT_CACHE and PLAIT_KERNELS_CACHE."
         return StorageError(str(error), "Plait's caches are kept in it.", remedy)
     raise error
+
+
+def _without_folder() -> bool:
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def _interrupted(given: Sequence[str], name: str) -> str:

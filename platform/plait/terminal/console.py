@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 LOG_WIDTH = 140  # columns if output is not a terminal
+USUAL_WIDTH = 80  # where the width is said to be 0 (COLUMNS=0), in which nothing can be shown
 OUTPUT_CLOSED = "The output was closed. The search continues without it."
 OUTPUT_FAILED = "The output cannot be written ({}). The search continues without it."
 
@@ -33,7 +34,9 @@ def literal_console(width: int | None = None) -> Console:
     Args:
         width: in characters; None: the terminal's, or 80.
     """
-    return Console(width=width, markup=False, emoji=False)
+    console = Console(width=width, markup=False, emoji=False)
+    console.width = console.width or USUAL_WIDTH
+    return console
 
 
 def wide_console(width: int = LOG_WIDTH) -> Console:
@@ -71,6 +74,8 @@ class SearchConsole(Console):
         # Lines of text in a notebook, too: rich would make a page element of each line.
         output = cast("IO[str]", self._output)
         super().__init__(file=output, force_jupyter=False, markup=False, emoji=False)
+        if not self.width:
+            self.width = USUAL_WIDTH
 
     def on_broken_pipe(self) -> None:
         """Stop writing, and report it once on standard error."""
