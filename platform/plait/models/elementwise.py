@@ -239,8 +239,8 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor, length: int, *, back: bool = Fa
     plain.rotate_(view, cos[:length], sin[:length], back=back)
 
 
-def rotate_heads_(x: Tensor, turned: int, cos: Tensor, sin: Tensor) -> bool:
-    """Rotate the first ``turned`` heads of each row in place; whether it was done, or is left to torch.
+def rotate_heads_(x: Tensor, turned: int, cos: Tensor, sin: Tensor) -> None:
+    """Rotate the first ``turned`` heads of each row in place.
 
     Args:
         x: (rows, heads, size), contiguous.
@@ -248,12 +248,12 @@ def rotate_heads_(x: Tensor, turned: int, cos: Tensor, sin: Tensor) -> bool:
     """
     function = compiled("rotate", x, cos, sin)
     if function is None:
-        return False
+        plain.rotate_(x[:, :turned], cos, sin)
+        return
     rows, heads, size = x.shape
     pointers = (tensor.data_ptr() for tensor in (x, cos, sin))
     half = cos.shape[-1] // 2
     function(*pointers, rows, rows, turned, heads * size, size, half, 1.0, torch.get_num_threads())
-    return True
 
 
 def rotated_merged(

@@ -225,17 +225,10 @@ class RotaryAttention:
         return replace(self, heads=heads)
 
     def rotated(self, qkv: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
-        """Rotate q and k row by row, for rows whose positions do not start from 0; in place if compiled."""
-        cos, sin = (table.view(len(qkv), 1, -1) for table in position_embeddings)
-        size = cos.shape[-1]
-        x = qkv.view(len(qkv), self.heads.total, -1)
-        if rotate_heads_(x, self.heads.turned[0], cos.squeeze(1), sin.squeeze(1)):
-            return qkv
-        turned, values = x[:, : -self.heads.shared], x[:, -self.heads.shared :]
-        moving, still = turned[..., :size], turned[..., size:]
-        swapped = torch.cat((-moving[..., size // 2 :], moving[..., : size // 2]), dim=-1)
-        turned = torch.cat((moving * cos + swapped * sin, still), dim=-1)
-        return torch.cat((turned, values), dim=1).flatten(1)
+        """Rotate q and k row by row, in place, for rows whose positions do not start from 0."""
+        tables = (table.view(len(qkv), -1) for table in position_embeddings)
+        rotate_heads_(qkv.view(len(qkv), self.heads.total, -1), self.heads.turned[0], *tables)
+        return qkv
 
 
 class _Observer:
