@@ -355,7 +355,7 @@ class Stages:
         shape = replace(SHAPE, layers=4)
         held = (HeldPart(range(3), 40_000, 10**9), HeldPart(range(3, 4), 10_000, 10**9))
         linears = tuple(LinearInfo(f"layers.{layer}.q_proj", 8, 8) for layer in range(4))
-        self.facts = replace(facts(), shape=shape, linears=linears, stages=(2,), held=(held,))
+        self.facts = replace(facts(), shape=shape, linears=linears, held=(held,))
         self.folder, self.kept, self.passing = folder, kept, passing
         self.admission = self.admit()
         self.predictions = Predictions(self.facts, self.admission, None, folder)
@@ -456,7 +456,7 @@ def test_slices_of_layers_and_whole_ones_are_different_portions(tmp_path: Path) 
     key = ProfileKey("m", "cpu", "float32", "auto", False, 1)
     profile = Profile(key, "m", model, None, CAPACITY, (), ("q_proj",), "measured", 0.0, None)
     part = HeldPart(range(1), WEIGHTS, 10**9, tensor=2)
-    own = replace(facts(), stages=(2,), held=((part, part),))
+    own = replace(facts(), held=((part, part),))
     admit = Admission(own, RunSettings(engine=EngineSettings(capacity=CAPACITY)), profile)
     sliced = Predictions(own, admit, profile, tmp_path)
     jobs = {"a": live("a", 4, [20, 30], admit)}
@@ -491,7 +491,7 @@ def test_a_whole_model_s_fused_loss_does_not_hold_for_slices(rows: int, kernels:
     )
     two = replace(facts(), shape=replace(SHAPE, layers=2), chosen={"kernels": kernels})
     for part, same in ((first, False), (last, not holds)):
-        own = replace(two, stages=(2,), held=((part, part),))
+        own = replace(two, held=((part, part),))
         settings = RunSettings(engine=EngineSettings(capacity=CAPACITY))
         with_it, without = Admission(own, settings, profile), Admission(own, settings)
         job = [with_it.demand(AdapterSpec(rank=4, target_modules=("q_proj",)), 30)]

@@ -62,7 +62,8 @@ class Pipeline(CurveWorker):
 
     @property
     def facts(self) -> WorkerFacts:
-        return replace(super().facts, stages=(STAGES,))
+        facts = super().facts
+        return replace(facts, held=(facts.whole(facts.memory_bytes) * STAGES,))
 
     def execute(self, command: Command) -> Sequence[WorkerEvent]:
         flying = {job for each in self.late for job in each.jobs}

@@ -48,7 +48,7 @@ def of_four_layers(stages: tuple[int, ...], memory: int, vocabulary: int = 16) -
     shape = replace(facts.shape, layers=4, weight_bytes=10**6, vocabulary=vocabulary)
     part = HeldPart(range(4), 10**6, memory)
     held = tuple((part,) * each for each in stages)
-    return replace(facts, shape=shape, linears=LINEARS, held=held, stages=stages)
+    return replace(facts, shape=shape, linears=LINEARS, held=held)
 
 
 def test_a_job_that_fits_nowhere_changes_the_deployment_at_once() -> None:

@@ -76,7 +76,7 @@ def test_the_fullest_stage_decides_who_is_admitted() -> None:
     settings = RunSettings(
         engine=EngineSettings(capacity=256), cluster=ClusterSettings(processes=2, pipeline=2)
     )
-    known = replace(CurveWorker().facts, stages=(2,), devices=("cpu + cpu",))
+    known = replace(CurveWorker().facts, devices=("cpu + cpu",))
     known = replace(known, held=cut(known, settings, (ReplicaShape(2),), ROOM))
     (held,) = known.parts
     end = SHAPE.vocabulary * SHAPE.hidden * SHAPE.element_bytes
@@ -105,7 +105,7 @@ def deep(schedule: str = "plait") -> tuple[RunSettings, WorkerFacts]:
         engine=EngineSettings(capacity=256, schedule=schedule),  # type: ignore[arg-type]
         cluster=ClusterSettings(processes=2, pipeline=2),
     )
-    known = replace(CurveWorker().facts, stages=(2,), devices=("cpu + cpu",))
+    known = replace(CurveWorker().facts, devices=("cpu + cpu",))
     return settings, replace(known, held=cut(known, settings, (ReplicaShape(2),), ROOM))
 
 

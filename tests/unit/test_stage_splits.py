@@ -45,7 +45,7 @@ def model(layers: int, sizes: list[int], vocabulary: int, memory: int) -> Worker
 def cut_into(facts: WorkerFacts, settings: RunSettings, split: Split, tensor: int = 1) -> WorkerFacts:
     run = replace(settings, cluster=ClusterSettings(pipeline=len(split), layer_split=split))
     held = cut(facts, run, [ReplicaShape(len(split), tensor)], facts.memory_bytes)
-    return replace(facts, held=held, stages=(len(split) * tensor,))
+    return replace(facts, held=held)
 
 
 def splits_of(layers: int, stages: int) -> Iterator[Split]:

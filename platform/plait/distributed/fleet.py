@@ -127,7 +127,6 @@ class Fleet:
             capacities=self._each(cluster.capacities, sum),
             held=held,
             speeds=self._each(cluster.speeds or self._speeds(kinds), min),
-            stages=cluster.stages,
         )
 
     def _each(self, values: Sequence[Value], merged: Callable[[Sequence[Value]], Value]) -> tuple[Value, ...]:

@@ -300,7 +300,6 @@ def worker_facts(settings: RunSettings, shape: ModelShape, memory_bytes: int) ->
         facts = sharded(facts, cluster.processes)
     if not cluster.staged or max(each.pipeline for each in cluster.shapes) > shape.layer_count:
         return facts  # what cannot be is refused elsewhere
-    facts = replace(facts, stages=cluster.stages)
     return replace(
         facts,
         held=cut(facts, settings, cluster.shapes, memory_bytes, _sliced(shape, cluster)),

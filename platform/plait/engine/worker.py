@@ -141,7 +141,6 @@ class WorkerFacts:
         held: what each process of each replica holds; empty: all of the model, with ``memory_bytes``.
         speeds: how fast they are, relative to each other; empty: all alike.
         capacities: most tokens of a microbatch of each, if they are given.
-        stages: how many processes hold each replica together; empty: one.
         inputs: the linears' inputs: names of the linears that read the same one, and its features. Empty:
             none is known to be shared.
     """
@@ -159,12 +158,16 @@ class WorkerFacts:
     speeds: tuple[float, ...] = ()
     model: str = ""
     capacities: tuple[int, ...] = ()
-    stages: tuple[int, ...] = ()
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """How many processes hold each replica together."""
+        return tuple(map(len, self.parts))
 
     @property
     def staged(self) -> bool:
         """Whether a replica is cut into stages."""
-        return max(self.stages, default=1) > 1
+        return max(self.stages) > 1
 
     @property
     def replica_bytes(self) -> tuple[int, ...]:
@@ -190,7 +193,7 @@ class WorkerFacts:
     def of(self, held: tuple[HeldPart, ...]) -> WorkerFacts:
         """The facts if there were one replica, with these parts."""
         least = min(part.memory_bytes for part in held)
-        return replace(self, memory_bytes=least, held=(held,), devices=self.devices[:1], stages=(len(held),))
+        return replace(self, memory_bytes=least, held=(held,), devices=self.devices[:1])
 
     def inputs_read(self, names: Collection[str]) -> float:
         """Share of all input features of the linears that these linears read."""
