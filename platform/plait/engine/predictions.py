@@ -58,9 +58,9 @@ class Expected:
         replicas: by the index of its microbatches: the replica.
         busy_seconds: of each replica by its number; they differ by its microbatches. Empty where nothing is
             known yet.
-        waited_seconds: of each replica: until the slowest is done, and what replicas waited beyond that so
-            far (for the coordinator, for sums, and since equal work takes unequal time).
-        stage_seconds: busy and waited, of each process, where replicas have stages.
+        process_seconds: busy and waited, of each process. A replica without stages waits until the slowest is
+            done, and what replicas waited beyond that so far (for the coordinator, for sums, and since equal
+            work takes unequal time). Empty where nothing is known yet.
     """
 
     seconds: float | None
@@ -71,8 +71,7 @@ class Expected:
     process_bytes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     replicas: Mapping[int, int] = field(default_factory=dict)
     busy_seconds: Mapping[int, float] = field(default_factory=dict)
-    waited_seconds: Mapping[int, float] = field(default_factory=dict)
-    stage_seconds: tuple[tuple[float, float], ...] = ()
+    process_seconds: tuple[tuple[float, float], ...] = ()
 
     def with_predictions(self, times: Sequence[ReplicaTime], outcome: Outcome) -> tuple[ReplicaTime, ...]:
         """The times of an iteration with what was expected of each process, and its peak."""
@@ -85,14 +84,11 @@ class Expected:
                 replace(each, peak_bytes=peaks.get(place), predicted_bytes=expected[place])
                 for place, each in enumerate(found)
             ]
-        seconds = list(self.stage_seconds)
-        if self.busy_seconds and not seconds:
-            seconds = [(self.busy_seconds.get(each, 0.0), own) for each, own in self.waited_seconds.items()]
-        if len(found) != len(seconds):
+        if len(found) != len(self.process_seconds):
             return tuple(found)
         return tuple(
             replace(each, predicted_busy_seconds=busy, predicted_waited_seconds=waited)
-            for each, (busy, waited) in zip(found, seconds, strict=True)
+            for each, (busy, waited) in zip(found, self.process_seconds, strict=True)
         )
 
 
@@ -168,9 +164,13 @@ class Predictions:
         lag, idle = (median(each) for each in zip(*self._beyond, strict=True)) if self._beyond else (0.0, 0.0)
         memory = {each.index: self._memory_shape(each, jobs) for each in microbatches}
         held, by_rule = self._expect_bytes(given, jobs, around or Around())
-        whole = longest * (1.0 + lag)
+        if self._facts.staged:
+            seconds = self._expect_stages(terms, longest * (1.0 + lag))
+        else:
+            each_busy = (known.get(number, 0.0) for number in range(len(self._facts.devices)))
+            seconds = tuple((own, max(0.0, longest * (1.0 + idle) - own)) for own in each_busy)
         return Expected(
-            whole if known else None,
+            longest * (1.0 + lag) if known else None,
             max(size for own in held.values() for size in own),
             terms,
             memory,
@@ -178,11 +178,7 @@ class Predictions:
             process_bytes=held,
             replicas={each.index: each.replica for each in microbatches},
             busy_seconds=known,
-            waited_seconds={
-                number: max(0.0, longest * (1.0 + idle) - known.get(number, 0.0)) if known else 0.0
-                for number in range(len(self._facts.devices))
-            },
-            stage_seconds=self._expect_stages(terms, whole) if known else (),
+            process_seconds=seconds if known else (),
         )
 
     def _expect_stages(
