@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -112,8 +112,13 @@ class JointSide:
         return {site.removeprefix(PREFIX): (a, stored[f"{site}.lora_B.weight"]) for site, a in a_of.items()}
 
 
-def load_joint_side(settings: RunSettings, jobs: Sequence[JobSpec]) -> JointSide:
+def load_joint_side(
+    settings: RunSettings, jobs: Sequence[JobSpec], clock: Callable[[], float] = perf_counter
+) -> JointSide:
     """Tokenise the jobs' data and load the model.
+
+    Args:
+        clock: of the device's seconds.
 
     Raises:
         ConfigError: there are no jobs.
@@ -129,7 +134,7 @@ def load_joint_side(settings: RunSettings, jobs: Sequence[JobSpec]) -> JointSide
     data = open_data(settings, shape.max_length, jobs).catalogue
     part("loading the model")
     model = load_model(settings.model, cache=cache_dir(), device=choose_device(settings.engine.device))
-    return JointSide(settings, data, model, LocalWorker(model, data, settings.engine))
+    return JointSide(settings, data, model, LocalWorker(model, data, settings.engine, clock=clock))
 
 
 @dataclass(slots=True, eq=False)

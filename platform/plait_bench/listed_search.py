@@ -13,7 +13,7 @@ from time import perf_counter
 from plait.core.errors import ConfigError, PlaitError
 from plait.core.jobs import JobSpec
 from plait.core.lifecycle import JobResult, JobState
-from plait.core.messages import Event, JobEvaluated
+from plait.core.messages import NANOSECONDS, Event, JobEvaluated
 from plait.core.settings import RunSettings, SearchSettings
 from plait.core.space import Choice, Dimension, Space, Value
 from plait.engine.coordinator import Coordinator
@@ -171,6 +171,7 @@ class JointSearch:
             export.
         finished: final losses of the finished jobs, by job.
         names: the jobs' names in the search, in the order of the jobs.
+        device_seconds: of all jobs together, with states and adapters.
         ends: how and after which step each job ended.
     """
 
@@ -178,6 +179,7 @@ class JointSearch:
     seconds: float
     finished: dict[str, float]
     names: tuple[str, ...]
+    device_seconds: float = 0.0
     ends: dict[str, tuple[JobState, int]] = field(default_factory=dict)
 
 
@@ -226,5 +228,6 @@ def search_together(
         seconds,
         timeline.finished,
         tuple(Trial(number).name for number in range(len(jobs))),
+        coordinator.device_ns / NANOSECONDS,
         timeline.decided,
     )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -16,22 +16,9 @@ import torch
 from plait.core.errors import ConfigError, PlaitError
 from plait.core.jobs import JobSpec
 from plait.core.lifecycle import JobResult, JobState, PauseReason
-from plait.core.messages import (
-    Command,
-    Evaluate,
-    Generate,
-    Generated,
-    JobEvaluated,
-    JobGenerated,
-    JobProgress,
-    MicrobatchDone,
-    StepDone,
-    WorkerEvent,
-)
+from plait.core.messages import JobEvaluated, JobGenerated, JobProgress
 from plait.core.settings import RunSettings
-from plait.core.spans import ReplicaSpans
 from plait.engine.coordinator import Coordinator
-from plait.engine.worker import Worker, WorkerFacts
 from plait.tracking.facts import git_state, hardware
 from plait_bench.benchmarks import benchmark
 from plait_bench.curves import Curve, Point, RecordedCurves, write_curves
@@ -69,12 +56,12 @@ def record_curves(settings: RunSettings, jobs: Sequence[JobSpec], asked: Options
         ConfigError: no jobs, steps outside of their budgets, or an unknown option.
         PlaitError: a job failed.
     """
-    side = load_joint_side(settings, jobs)
+    clock = process_time if asked.processor_time else perf_counter
+    side = load_joint_side(settings, jobs, clock)
     steps = {job.name: _steps(asked.steps, side.steps(job)) for job in jobs}
     side.warm_up(jobs[0])
-    clock = process_time if asked.processor_time else perf_counter
     with tempfile.TemporaryDirectory() as folder:
-        curves = record(side, jobs, steps, Path(folder), clock)
+        curves = record(side, jobs, steps, Path(folder))
     seconds = "of the processor" if asked.processor_time else "of the clock"
     recorded = RecordedCurves(tuple(curves), facts(settings, jobs) | {"seconds": seconds})
     path = asked.path or settings.tracking.root / "curves.json"
@@ -82,10 +69,9 @@ def record_curves(settings: RunSettings, jobs: Sequence[JobSpec], asked: Options
     figures = _figures(recorded)
     if asked.search and settings.search.stopping.active:
         part(f"the same jobs searched with {settings.search.stopping.kind}")
-        meter = Meter(side.worker, clock)
         with tempfile.TemporaryDirectory() as folder:
-            found = search_together(replace(side, worker=meter), jobs, settings.search, Path(folder))
-        figures += _search_figures(recorded, found, meter.total)
+            found = search_together(side, jobs, settings.search, Path(folder))
+        figures += _search_figures(recorded, found)
     return Report("record_curves", tuple(figures), (f"The curves are in {path}.",))
 
 
@@ -95,61 +81,8 @@ def _steps(asked: Sequence[int], budget: int) -> tuple[int, ...]:
     return tuple(sorted({*(step for step in asked if step < budget), budget}))
 
 
-@dataclass(slots=True)
-class Meter:
-    """A worker whose time is counted by job, for training and for evaluations.
-
-    The time of a command is divided among its jobs by their tokens, that of optimiser steps as the worker
-    reports it.
-
-    Attributes:
-        worker: carries out the commands.
-        clock: seconds, rising.
-        training, evaluation: seconds by job.
-        total: of all commands, with attaching, saving and exporting.
-    """
-
-    worker: Worker
-    clock: Callable[[], float]
-    training: dict[str, float] = field(default_factory=dict)
-    evaluation: dict[str, float] = field(default_factory=dict)
-    total: float = 0.0
-
-    @property
-    def facts(self) -> WorkerFacts:
-        """The worker's facts."""
-        return self.worker.facts
-
-    def execute(self, command: Command) -> Sequence[WorkerEvent]:
-        """Pass a command on, and count its time."""
-        began = self.clock()
-        events = self.worker.execute(command)
-        spent = self.clock() - began
-        self.total += spent
-        weights: dict[str, float] = {}
-        for event in events:
-            if isinstance(event, StepDone | Generated):
-                weights[event.job] = event.seconds
-            elif isinstance(event, MicrobatchDone):
-                for loss in event.losses:
-                    weights[loss.job] = weights.get(loss.job, 0.0) + loss.tokens
-        whole = sum(weights.values()) or 1.0
-        into = self.evaluation if isinstance(command, Evaluate | Generate) else self.training
-        for job, weight in weights.items():
-            into[job] = into.get(job, 0.0) + spent * weight / whole
-        return events
-
-    def take_spans(self) -> Sequence[ReplicaSpans]:
-        """The worker's."""
-        return self.worker.take_spans()
-
-
 def record(
-    side: JointSide,
-    jobs: Sequence[JobSpec],
-    steps: Mapping[str, Sequence[int]],
-    folder: Path,
-    clock: Callable[[], float],
+    side: JointSide, jobs: Sequence[JobSpec], steps: Mapping[str, Sequence[int]], folder: Path
 ) -> list[Curve]:
     """Train ``jobs`` together to their ends; the curve of each, in their order.
 
@@ -158,15 +91,13 @@ def record(
         jobs: of any budgets.
         steps: after which each is evaluated, by name; the last is its budget.
         folder: for adapters.
-        clock: of device time, in seconds.
 
     Raises:
         PlaitError: a job failed.
     """
-    meter = Meter(side.worker, clock)
-    coordinator = Coordinator(meter, side.data, side.settings, folder=folder)
+    coordinator = Coordinator(side.worker, side.data, side.settings, folder=folder)
     points: dict[str, list[Point]] = {job.name: [] for job in jobs}
-    losses: dict[str, float] = {}
+    last: dict[str, JobProgress] = {}
     for job in jobs:
         coordinator.submit(job, rungs=steps[job.name][:-1], measured=True)
     longest = max(steps, key=lambda name: steps[name][-1])
@@ -176,25 +107,21 @@ def record(
         for event in coordinator.advance():
             match event:
                 case JobProgress():
-                    losses[event.job] = event.loss
+                    last[event.job] = event
                 case JobEvaluated():
-                    taken = points[event.job]
-                    before = sum(point.evaluation_seconds for point in taken)
-                    taken.append(
-                        Point(
-                            event.step,
-                            event.loss,
-                            meter.training[event.job],
-                            meter.evaluation[event.job] - before,
-                            losses[event.job],
-                        )
-                    )
+                    taken, before = points[event.job], last[event.job]
+                    trained = before.device_seconds - sum(point.evaluation_seconds for point in taken)
+                    spent = event.device_seconds - before.device_seconds
+                    taken.append(Point(event.step, event.loss, trained, spent, before.loss))
                     if event.step < steps[event.job][-1]:
                         coordinator.resume(event.job, PauseReason.AT_RUNG)
                         if event.job == longest:
                             piece(f"to step {steps[longest][len(taken)]}")
                 case JobGenerated():
-                    points[event.job][-1] = replace(points[event.job][-1], accuracy=event.accuracy)
+                    spent = event.device_seconds - last[event.job].device_seconds
+                    points[event.job][-1] = replace(
+                        points[event.job][-1], accuracy=event.accuracy, evaluation_seconds=spent
+                    )
                 case JobResult() if event.state != JobState.FINISHED:
                     raise PlaitError(
                         f"{event.job} {event.state}: {event.reason}", "Every job of a recording must finish."
@@ -238,10 +165,10 @@ def _figures(recorded: RecordedCurves) -> list[Figure]:
 FULL_GRID = "the full grid, every trial to its end"
 
 
-def _search_figures(recorded: RecordedCurves, found: JointSearch, seconds: float) -> list[Figure]:
+def _search_figures(recorded: RecordedCurves, found: JointSearch) -> list[Figure]:
     name = min(found.finished, key=lambda job: found.finished[job])
     chosen = recorded.curves[found.names.index(name)]
-    share = 100 * seconds / recorded.seconds
+    share = 100 * found.device_seconds / recorded.seconds
     gap = 100 * (chosen.last.loss / recorded.best - 1)
     return [
         Figure(
@@ -255,7 +182,7 @@ def _search_figures(recorded: RecordedCurves, found: JointSearch, seconds: float
         Figure("what it chose, in the full grid: above the best", gap, "%", "measured"),
         Figure(
             "its device time",
-            seconds,
+            found.device_seconds,
             "s",
             "measured",
             Baseline(recorded.seconds, FULL_GRID),

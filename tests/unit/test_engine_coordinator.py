@@ -202,6 +202,8 @@ def test_evaluation_is_joint_at_its_interval_and_at_the_end() -> None:
         (5, 8, 2.0),
     ]
     assert [e.step for e in of(JobEvaluated, events, "b")] == [4]
+    trained = {e.step: e.device_seconds for e in of(JobProgress, events, "a")}
+    assert all(e.device_seconds > trained[e.step] for e in of(JobEvaluated, events, "a"))
     assert of(JobResult, events, "b")[0].eval_loss == 2.0
     joint = [c for c in worker.commands if isinstance(c, Evaluate)][1]
     assert [s.job for s in joint.microbatches[0].segments] == ["a", "b"]

@@ -302,8 +302,7 @@ class JobAdmitted:
 @dataclass(frozen=True, slots=True)
 class JobPaused:
     """A job left its slot with a checkpoint of ``step`` steps; another :class:`JobAdmitted` follows when it
-    resumes. ``tokens`` and ``device_seconds`` are the job's totals so far, since no other event reports the
-    cost of an evaluation at its rung."""
+    resumes. ``tokens`` and ``device_seconds`` are the job's totals so far."""
 
     job: str
     step: int
@@ -342,22 +341,25 @@ class JobProgress:
 
 @dataclass(frozen=True, slots=True)
 class JobEvaluated:
-    """Validation loss after ``step`` optimiser steps: the mean over the labelled tokens of the whole
-    split."""
+    """Validation loss after ``step`` optimiser steps: the mean over the labelled tokens of the whole split.
+    ``device_seconds``: the job's total so far, with this evaluation."""
 
     job: str
     step: int
     loss: float
     tokens: int
+    device_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class JobGenerated:
-    """Mean of the verifier's scores of the generated answers: 1 is right, less is partly right or wrong."""
+    """Mean of the verifier's scores of the generated answers: 1 is right, less is partly right or wrong.
+    ``device_seconds``: the job's total so far, with these answers."""
 
     job: str
     step: int
     accuracy: float
+    device_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

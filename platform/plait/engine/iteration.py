@@ -60,7 +60,8 @@ def evaluate(due: Sequence[LiveJob], send: Send, packer: Packer) -> tuple[list[J
         if job.name not in outcome.failures:
             tally = outcome.tallies[job.name]
             best += [job.name] if job.evaluate(tally.mean) else []
-            measured.append(JobEvaluated(job.name, job.step, tally.mean, tally.tokens))
+            spent = job.cursor.device_seconds
+            measured.append(JobEvaluated(job.name, job.step, tally.mean, tally.tokens, spent))
     if best:
         send(KeepWeights(tuple(best)))
     return measured, outcome.failures
@@ -100,7 +101,8 @@ def answered(
             except PlaitError as error:  # as of a function that the user named
                 failed[job.name] = "; ".join(str(error).splitlines())
             else:
-                found.append(JobGenerated(job.name, job.step, sum(scores) / len(scores)))
+                accuracy, spent = sum(scores) / len(scores), job.cursor.device_seconds
+                found.append(JobGenerated(job.name, job.step, accuracy, spent))
     accuracies = {} if at_end else {each.job: each.accuracy for each in found}
     best = [job.name for job in jobs if job.name in accuracies and job.answer(accuracies[job.name])]
     if best:
@@ -179,7 +181,7 @@ class Finishing:
         asked = [job for job in jobs if known[job.name] is None]
         found, failed = answered(asked, self._send, self._data, at_end=True)
         found += [
-            JobGenerated(job.name, job.step, accuracy)
+            JobGenerated(job.name, job.step, accuracy, job.cursor.device_seconds)
             for job in jobs
             if (accuracy := known[job.name]) is not None
         ]
