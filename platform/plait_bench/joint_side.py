@@ -19,7 +19,6 @@ from plait.core.lifecycle import JobResult, JobState
 from plait.core.messages import (
     Attach,
     Detach,
-    Event,
     Export,
     GroupStep,
     JobProgress,
@@ -144,15 +143,13 @@ class JointRun:
     Attributes:
         steps: optimiser steps of all jobs' budgets.
         losses: losses of each optimiser step, by job.
-        tokens: real tokens processed.
-        seconds: seconds of the iterations: packing, microbatches and optimiser steps.
+        iterations: what each was: packing, microbatches and optimiser steps.
     """
 
     coordinator: Coordinator
     steps: int
     losses: dict[str, list[float]] = field(default_factory=dict)
-    tokens: int = 0
-    seconds: float = 0.0
+    iterations: list[GroupStep] = field(default_factory=list)
 
     @classmethod
     def of(cls, side: JointSide, jobs: Sequence[JobSpec], folder: Path) -> JointRun:
@@ -167,24 +164,34 @@ class JointRun:
         """Optimiser steps done, of all."""
         return sum(map(len, self.losses.values())) / self.steps
 
+    @property
+    def tokens(self) -> int:
+        """Real tokens processed."""
+        return sum(each.tokens for each in self.iterations)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the iterations."""
+        return sum(each.seconds for each in self.iterations)
+
     def advance(self, share: float) -> None:
-        """Train until ``share`` of all optimiser steps are done.
+        """Train until ``share`` of all optimiser steps are done; errors as in :meth:`iterate`."""
+        while not self.coordinator.idle and self.share < share:
+            self.iterate()
+
+    def iterate(self) -> None:
+        """One iteration.
 
         Raises:
             PlaitError: a job failed.
         """
-        while not self.coordinator.idle and self.share < share:
-            for event in self.coordinator.advance():
-                self._book(event)
-
-    def _book(self, event: Event) -> None:
-        match event:
-            case JobProgress():
-                self.losses[event.job].append(event.loss)
-            case GroupStep():
-                self.tokens += event.tokens
-                self.seconds += event.seconds
-            case JobResult() if event.state != JobState.FINISHED:
-                raise PlaitError(
-                    f"{event.job} {event.state}: {event.reason}", "Every job of a benchmark must finish."
-                )
+        for event in self.coordinator.advance():
+            match event:
+                case JobProgress():
+                    self.losses[event.job].append(event.loss)
+                case GroupStep():
+                    self.iterations.append(event)
+                case JobResult() if event.state != JobState.FINISHED:
+                    raise PlaitError(
+                        f"{event.job} {event.state}: {event.reason}", "Every job of a benchmark must finish."
+                    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -12,15 +12,14 @@ from time import perf_counter
 
 from plait.core.errors import ConfigError, PlaitError
 from plait.core.jobs import JobSpec
-from plait.core.messages import GroupStep, JobProgress, RunSchedule
+from plait.core.messages import GroupStep, RunSchedule
 from plait.core.settings import RunSettings
 from plait.distributed.fleet import Fleet
 from plait.distributed.launch import Launcher
-from plait.engine.coordinator import Coordinator
 from plait_bench.benchmarks import OPTIONS, benchmark
 from plait_bench.figures import Baseline, Figure, Report
 from plait_bench.inputs import Count, require_processor
-from plait_bench.joint_side import load_joint_side
+from plait_bench.joint_side import JointRun, load_joint_side
 from plait_bench.progress import part
 
 WARM_UP = 10  # iterations: peaks are observed in the first, and seconds are fitted after eight
@@ -42,35 +41,13 @@ class Options:
     loss_tolerance: float = 0.02
 
 
-@dataclass(slots=True, eq=False)
-class _Side:
-    """A group that trains, an iteration at a time, with what it said."""
-
-    coordinator: Coordinator
-    losses: dict[tuple[str, int], float] = field(default_factory=dict)
-    iterations: list[GroupStep] = field(default_factory=list)
-
-    def advance(self) -> None:
-        """One iteration."""
-        for event in self.coordinator.advance():
-            if isinstance(event, JobProgress):
-                self.losses[event.job, event.step] = event.loss
-            if isinstance(event, GroupStep):
-                self.iterations.append(event)
-
-    @property
-    def measured(self) -> list[GroupStep]:
-        """The iterations after the warm-up."""
-        return self.iterations[WARM_UP:]
-
-
 @benchmark("replicas", Options)
 def replicas(settings: RunSettings, jobs: Sequence[JobSpec], asked: Options) -> Report:
     """Train ``jobs`` in one process and, in turns, in ``cluster.processes``, with as many threads in all.
 
     Raises:
         ConfigError: one process, no jobs, another device than the processor, or a wrong option.
-        PlaitError: the sides' losses differ.
+        PlaitError: a job failed, or the sides' losses differ.
     """
     require_processor(settings)
     count, jobs = settings.cluster.processes, _long_enough(jobs, asked.rounds + WARM_UP)
@@ -85,19 +62,22 @@ def replicas(settings: RunSettings, jobs: Sequence[JobSpec], asked: Options) -> 
         many = replace(settings, engine=own)
         launcher = ending.enter_context(closing(Launcher(many.cluster)))
         fleet = launcher.fleet(Path(folder), many, alone.data)
+        together = replace(alone, settings=many, worker=fleet)
         sides = {
-            1: _Side(Coordinator(alone.worker, alone.data, alone.settings, folder=Path(folder) / "one")),
-            count: _Side(Coordinator(fleet, alone.data, many, folder=Path(folder) / "many")),
+            1: JointRun.of(alone, jobs, Path(folder) / "one"),
+            count: JointRun.of(together, jobs, Path(folder) / "many"),
         }
-        for side in sides.values():
-            for job in jobs:
-                side.coordinator.submit(job)
         _train(sides, asked)
         control = _control_seconds(fleet, asked.commands)
     worst = _check(sides, asked.loss_tolerance)
+    measured = {number: side.iterations[WARM_UP:] for number, side in sides.items()}
     return Report(
         "replicas",
-        (*_speed_figures(sides, count), *_waiting_figures(sides[count]), _control_figure(control, count)),
+        (
+            *_speed_figures(measured, count),
+            *_waiting_figures(measured[count]),
+            _control_figure(control, count),
+        ),
         (
             f"{len(jobs)} adapters, {asked.rounds} iterations of each side in turns, {settings.model.dtype}, "
             f"capacity {own.capacity}, {threads} threads per process. Losses differ by at most {worst:.1e}.",
@@ -109,24 +89,23 @@ def _long_enough(jobs: Sequence[JobSpec], steps: int) -> list[JobSpec]:
     return [replace(job, train=replace(job.train, steps=steps, epochs=None)) for job in jobs]
 
 
-def _train(sides: Mapping[int, _Side], asked: Options) -> None:
+def _train(sides: Mapping[int, JointRun], asked: Options) -> None:
     """In turns, each side first every other time: a neighbour on the machine disturbs both alike."""
     piece = part("iterations of one process and of several", asked.rounds + WARM_UP)
     for number in range(asked.rounds + WARM_UP):
         piece(f"iteration {number + 1}")
         for side in list(sides.values())[:: 1 if number % 2 else -1]:
-            side.advance()
+            side.iterate()
 
 
-def _check(sides: Mapping[int, _Side], tolerance: float) -> float:
+def _check(sides: Mapping[int, JointRun], tolerance: float) -> float:
     """The largest relative difference between the sides' losses.
 
     Raises:
         PlaitError: it is above the tolerance.
     """
     one, many = (side.losses for side in sides.values())
-    alike = one.keys() == many.keys()  # not if a job failed on one side
-    worst = max(abs(many[key] / one[key] - 1.0) for key in one) if alike else float("inf")
+    worst = max(abs(b / a - 1.0) for job in one for a, b in zip(one[job], many[job], strict=True))
     if not worst <= tolerance:
         raise PlaitError(
             f"losses differ by {worst:.2g}",
@@ -145,13 +124,13 @@ def _control_seconds(fleet: Fleet, commands: int) -> float:
     return median(seconds)
 
 
-def _speed_figures(sides: Mapping[int, _Side], count: int) -> list[Figure]:
-    rates = {number: [each.tokens / each.seconds for each in side.measured] for number, side in sides.items()}
+def _speed_figures(measured: Mapping[int, Sequence[GroupStep]], count: int) -> list[Figure]:
+    rates = {number: [each.tokens / each.seconds for each in own] for number, own in measured.items()}
     ratio = median(many / one for one, many in zip(rates[1], rates[count], strict=True))
     baseline = Baseline(median(rates[1]), f"one process with {count} times the threads", ratio)
     known = [
         (each.predicted_seconds, each.seconds)
-        for each in sides[count].measured
+        for each in measured[count]
         if each.predicted_seconds is not None
     ]
     predicted, seconds = (median(values) for values in zip(*known, strict=True))
@@ -164,19 +143,19 @@ def _speed_figures(sides: Mapping[int, _Side], count: int) -> list[Figure]:
     ]
 
 
-def _waiting_figures(side: _Side) -> list[Figure]:
+def _waiting_figures(iterations: Sequence[GroupStep]) -> list[Figure]:
     """How long replicas waited in an iteration, next to the prediction; and how long none worked."""
     waited = [
         100 * sum(own.waited_seconds for own in each.replicas) / len(each.replicas) / each.seconds
-        for each in side.measured
+        for each in iterations
     ]
     expected = [
         100 * sum(own.predicted_waited_seconds or 0.0 for own in each.replicas) / len(each.replicas)
         / (each.predicted_seconds or each.seconds)
-        for each in side.measured
+        for each in iterations
     ]  # fmt: skip
-    idle = [100 * min(own.waited_seconds for own in each.replicas) / each.seconds for each in side.measured]
-    received = median(max(own.received_bytes for own in each.replicas) for each in side.measured)
+    idle = [100 * min(own.waited_seconds for own in each.replicas) / each.seconds for each in iterations]
+    received = median(max(own.received_bytes for own in each.replicas) for each in iterations)
     aim = Baseline(MOST_IDLE, f"the aim: at most {MOST_IDLE:g} %", at_most=1.0)
     return [
         Figure("waiting, mean of the replicas", median(waited), "%", "measured",
