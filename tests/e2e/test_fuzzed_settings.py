@@ -115,7 +115,7 @@ FLAGS = {
 }
 OPTIONS = {  # of the verbs that read a finished search
     "control": words("--json --warm --wait --root"),
-    "leaderboard": words("--format --sort --reverse --uri --root --experiment"),
+    "leaderboard": words("--format --uri --root --experiment"),
     "export": words("--to --trial --form --uri --root --experiment"),
     "generate": words(
         """
@@ -128,7 +128,7 @@ OPTIONS = {  # of the verbs that read a finished search
     ),
     "launch": words("--nodes --tasks-per-node --gpus-per-task --cpus-per-task --time --partition --to"),
 }
-ALONE = words("--json --table --warm --reverse --no-base --chat --plain")  # options without a value
+ALONE = words("--json --table --warm --no-base --chat --plain")  # options without a value
 ORDERS = words("status pause resume stop kill clone add extend priority nonsense")
 BENCHMARKS = words("lorafusion/bubble_ratio mlora/bubble_ratio lobra/worked_example mlora/memory_model")
 REFUSED = words("--port=0 --port=-1 --port=65536 --port=nan --host=0.0.0.0 --queue=0 --pool-tokens=-1 --x")

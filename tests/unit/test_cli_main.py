@@ -489,7 +489,7 @@ def test_ctrl_c_while_torch_is_imported_says_nothing_of_torch(tmp_path: Path) ->
         ("sweep", "tag(log,interval"),
         ("control", "plait control NAME stop TRIAL"),
         ("resume", "plait resume NAME"),
-        ("leaderboard", "--sort COLUMN"),
+        ("leaderboard", "--format {table,csv,json}"),
         ("export", "--to DIR"),
         ("ui", "--port"),
         ("generate", "--validation N"),

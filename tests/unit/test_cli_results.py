@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from plait.cli.leaderboard import print_leaderboard, show, sort_records
+from plait.cli.leaderboard import print_leaderboard, show
 from plait.cli.main import main
 from plait.cli.results import store_parser, store_settings
-from plait.core.errors import ConfigError, StorageError
+from plait.core.errors import StorageError
 from plait.core.lifecycle import JobState, PauseReason
 from plait.core.objectives import Objective
 from plait.core.settings import TrackingSettings
@@ -30,46 +30,19 @@ def test_the_store_may_be_given_as_for_a_sweep() -> None:
     assert store_settings(known) == TrackingSettings(root=Path("my runs"), experiment="e")
 
 
-@pytest.mark.parametrize(
-    ("column", "names"),
-    [
-        ("trial", "abc"),
-        ("-trial", "cba"),
-        ("objective", "cab"),
-        ("-objective", "acb"),
-        ("train.lr", "bac"),
-        ("state", "bac"),
-    ],
-)
-def test_records_are_sorted_by_a_column(column: str, names: str) -> None:
-    assert (
-        "".join(
-            record.name
-            for record in sort_records(RECORDS, column.lstrip("-"), reverse=column.startswith("-"))
-        )
-        == names
-    )
-
-
-def test_an_order_is_reversed_only_with_its_column(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["leaderboard", "--reverse"]) == 2
-    assert "--sort COLUMN --reverse" in capsys.readouterr().err
+def test_a_format_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["leaderboard", "--format", "xml"]) == 2
     assert re.search("xml.*table.*csv.*json", capsys.readouterr().err)
 
 
-def test_the_title_says_how_it_is_sorted() -> None:
+def test_the_title_says_what_comes_first() -> None:
     place = Location("sqlite:///x.db", Path("x"), None)
     result = SearchResult(
         "mine", "finished", (Objective("eval/loss", "maximize"),), "r", "0", place, tuple(RECORDS)
     )
-    titles = {}
-    for order in (None, "by train.lr, smallest first"):
-        text = io.StringIO()
-        print_leaderboard(result, "table", Console(file=text, width=100), order=order)
-        titles[order] = text.getvalue().splitlines()[0].strip()
-    assert titles[None] == "mine (finished), highest eval/loss first"
-    assert titles["by train.lr, smallest first"] == "mine (finished), by train.lr, smallest first"
+    text = io.StringIO()
+    print_leaderboard(result, "table", Console(file=text, width=100))
+    assert text.getvalue().splitlines()[0].strip() == "mine (finished), highest eval/loss first"
 
 
 def test_the_table_shows_values_as_they_are(
@@ -81,7 +54,7 @@ def test_the_table_shows_values_as_they_are(
     other = JobRecord("b", 1, {"adapter.target_modules": "all-linear"}, JobState.FINISHED, objective=1.0)
     found = SearchResult("mine", JobState.FINISHED, (Objective("eval/loss"),), "r", "0", place, (other, odd))
     monkeypatch.setattr("plait.cli.leaderboard.read_search", lambda *_: found)
-    show(TrackingSettings(), "mine", "table", None, reverse=False)
+    show(TrackingSettings(), "mine", "table")
     printed = capsys.readouterr().out
     assert ".*[qv]_proj" in printed
     assert "m:boom: x" in printed
@@ -98,7 +71,7 @@ def test_a_trial_whose_process_was_killed_before_its_run_was_made_is_listed(
     left = JobRecord("trial-0007", 7, {"train.lr": 3e-4}, state=JobState.ORPHANED)
     monkeypatch.setattr("plait.cli.leaderboard.read_search", lambda *_: result())
     monkeypatch.setattr("plait.search.stored.board_of_study", lambda *_: result(left))
-    show(TrackingSettings(), "mine", "table", None, reverse=False)
+    show(TrackingSettings(), "mine", "table")
     shown = capsys.readouterr()
     assert re.search(r"7 +orphaned", shown.out)
     assert "plait resume mine" in shown.err
@@ -121,13 +94,13 @@ def test_a_trial_whose_process_was_killed_is_orphaned_or_paused_whatever_the_sto
     }
     for known, title in titles.items():
         monkeypatch.setattr("plait.search.stored.board_of_study", lambda *_, known=known: result(known))
-        show(TrackingSettings(), "mine", "table", None, reverse=False)
+        show(TrackingSettings(), "mine", "table")
         out, err = capsys.readouterr()
         assert out.startswith(title)
         assert re.search(rf"1 +{known}", out)
         assert ("`plait resume mine` resumes the search" in err) == (known == JobState.ORPHANED)
     monkeypatch.setattr("plait.cli.leaderboard.trains_here", lambda _: True)
-    show(TrackingSettings(), "mine", "table", None, reverse=False)
+    show(TrackingSettings(), "mine", "table")
     assert capsys.readouterr().out.startswith("mine (running)"), "its process has just begun or ended a trial"
 
 
@@ -149,10 +122,10 @@ def test_a_search_that_lives_is_paused_if_the_user_paused_it(
     monkeypatch.setattr("plait.cli.leaderboard.read_search", result)
     monkeypatch.setattr("plait.search.stored.board_of_study", lambda *_: None)
     monkeypatch.setattr("plait.cli.leaderboard.trains_here", asked)
-    show(TrackingSettings(), "mine", "table", None, reverse=False)
+    show(TrackingSettings(), "mine", "table")
     assert capsys.readouterr().out.startswith("mine (running)")
     reason = PauseReason.BY_USER
-    show(TrackingSettings(), "mine", "table", None, reverse=False)
+    show(TrackingSettings(), "mine", "table")
     assert capsys.readouterr().out.startswith("mine (paused)")
 
 
@@ -171,18 +144,5 @@ def test_a_queued_trial_is_shown_though_it_has_no_run_yet(
         monkeypatch.setattr(
             "plait.cli.leaderboard.read_search", lambda *_, state=state: result(state, stored)
         )
-        show(TrackingSettings(), "mine", "table", None, reverse=False)
+        show(TrackingSettings(), "mine", "table")
         assert ("queued" in capsys.readouterr().out) == shown
-
-
-def test_records_are_sorted_by_a_heading_of_the_table() -> None:
-    assert sort_records(RECORDS, "lr") == sort_records(RECORDS, "train.lr")
-    assert sort_records(RECORDS, "device s") == sort_records(RECORDS, "device_seconds")
-
-
-def test_sorting_by_an_unknown_column_is_refused() -> None:
-    with pytest.raises(ConfigError) as caught:
-        sort_records(RECORDS, "colour")
-    with pytest.raises(ConfigError, match=r"Did you mean steps\? Available"):
-        sort_records(RECORDS, "step")
-    assert "objective" in caught.value.remedy

@@ -13,7 +13,7 @@ from dataclasses import replace
 from rich.console import Console
 from rich.table import Table
 
-from plait.core.errors import ConfigError, StorageError, choices
+from plait.core.errors import StorageError
 from plait.core.lifecycle import JobState, PauseReason
 from plait.core.settings import TrackingSettings
 from plait.search.locks import trains_here
@@ -22,7 +22,6 @@ from plait.terminal.console import literal_console
 from plait.tracking.leaderboard import Cell, JobRecord, columns, to_csv, to_json
 from plait.tracking.results import SearchResult
 from plait.utils.paths import search_folder
-from plait.utils.spelling import did_you_mean
 
 LEAST_REASON = 40  # characters of the column of reasons; with fewer, they would break into many lines
 LEAST_NEEDED = (
@@ -37,18 +36,13 @@ LEAST_NEEDED = (
 MOST_NEEDED = ("trial", "state", "objective")  # shown in the narrowest terminal
 
 
-def show(settings: TrackingSettings, name: str | None, form: str, sort: str | None, *, reverse: bool) -> None:
-    """Print a search as "table", "csv" or "json", the best first or sorted by a column.
+def show(settings: TrackingSettings, name: str | None, form: str) -> None:
+    """Print a search as "table", "csv" or "json", the best first.
 
     Raises:
-        ConfigError: the column is unknown.
         SearchError: there is no such search.
     """
-    result, order = _with_study(settings, read_search(settings, name)), None
-    if sort:
-        result = replace(result, records=sort_records(result.records, sort, reverse=reverse))
-        order = f"by {sort}, {'largest' if reverse else 'smallest'} first"
-    print_leaderboard(result, form, literal_console(), order=order)
+    print_leaderboard(_with_study(settings, read_search(settings, name)), form, literal_console())
 
 
 def read_search(settings: TrackingSettings, name: str | None) -> SearchResult:
@@ -116,38 +110,11 @@ def _is_paused(settings: TrackingSettings, result: SearchResult) -> bool:
         return False
 
 
-def sort_records(
-    records: Sequence[JobRecord], column: str, *, reverse: bool = False
-) -> tuple[JobRecord, ...]:
-    """Sort the records by a column, given by its name or its heading; those without a value come last.
-
-    Raises:
-        ConfigError: there is no such column.
-    """
-    names, rows = columns(records)
-    if column not in names:
-        column = next((name for name in names if heading(name) == column), column)
-    if column not in names:
-        meant = did_you_mean(column, names)
-        raise ConfigError(f"--sort {column}", "Unknown column.", f"{meant}Available: {choices(names)}.")
-    at = names.index(column)
-    paired = [(row[at], record) for row, record in zip(rows, records, strict=True)]
-    present = [(value, record) for value, record in paired if value is not None]
-    number = all(isinstance(value, (int, float)) for value, _ in present)
-    present.sort(key=lambda pair: pair[0] if number else str(pair[0]), reverse=reverse)
-    return tuple(record for _, record in [*present, *(pair for pair in paired if pair[0] is None)])
-
-
-def print_leaderboard(result: SearchResult, form: str, console: Console, *, order: str | None = None) -> None:
-    """Print a search's jobs as "table", "csv" or "json", in the order of ``result``.
-
-    Args:
-        order: the order as described in the title; None: best first.
-    """
+def print_leaderboard(result: SearchResult, form: str, console: Console) -> None:
+    """Print a search's jobs as "table", "csv" or "json", best first."""
     if form == "table":
-        if order is None:
-            named = " and ".join(map(str, result.objectives))
-            order = f"Pareto front of {named} first" if result.objectives[1:] else f"{named} first"
+        named = " and ".join(map(str, result.objectives))
+        order = f"Pareto front of {named} first" if result.objectives[1:] else f"{named} first"
         title = f"{result.name} ({result.state}), {order}"
         console.print(to_table(result.records, title, console.width))
         return

@@ -46,19 +46,11 @@ def leaderboard(arguments: Sequence[str]) -> int:
     parser = store_parser("leaderboard", "Print a search's adapters, best first.")
     parser.add_argument("name", nargs="?", help="name or MLflow run id of the search; default: the newest")
     parser.add_argument("--format", choices=("table", "csv", "json"), default="table", help="default: table")
-    parser.add_argument("--sort", metavar="COLUMN", help="sort by a column instead of the objective")
-    parser.add_argument("--reverse", action="store_true", help="with --sort: largest first")
     known = parser.parse_args(arguments)
-    if known.reverse and not known.sort:
-        raise ConfigError(
-            "--reverse without --sort",
-            "It shows the largest values of a column first; without --sort the best trials come first.",
-            "Name the column: --sort COLUMN --reverse.",
-        )
     say(READING)
     from plait.cli.leaderboard import show
 
-    show(store_settings(known), known.name, known.format, known.sort, reverse=known.reverse)
+    show(store_settings(known), known.name, known.format)
     return EXIT_DONE
 
 
