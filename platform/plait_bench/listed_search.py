@@ -119,10 +119,6 @@ class Timeline:
     def commit(self) -> None:
         """Do nothing: records in memory cannot be made durable."""
 
-    def run_id(self, job: str) -> str:
-        """The job's number in the study, because there is no MLflow."""
-        return str(self.started[job])
-
     @property
     def decided(self) -> dict[str, tuple[JobState, int]]:
         """How and after which step each job ended."""

@@ -71,9 +71,6 @@ class Notes:
     def lose(self, job: str) -> None:
         self.lost.append(job)
 
-    def run_id(self, job: str) -> str:
-        return f"run of {job}"
-
     def commit(self) -> None:
         """What is kept here is as durable as it gets."""
 

@@ -117,7 +117,6 @@ class JobResult:
         violations: by how much each constraint is broken, by its text; 0 or less means satisfied.
         trial: its number in the study; -1 outside a search.
         parameters: values of the searched keys.
-        run_id: MLflow's id of the job's run; "" while unknown.
     """
 
     job: str
@@ -134,7 +133,6 @@ class JobResult:
     violations: Mapping[str, float] = field(default_factory=dict)
     trial: int = -1
     parameters: Mapping[str, Any] = field(default_factory=dict)
-    run_id: str = ""
 
     @property
     def objective(self) -> float | None:

@@ -23,7 +23,6 @@ from plait.utils.files import disk_errors, new_folder
 
 STATE = "plait.state"  # trial: its state; Optuna has fewer states
 REASON = "plait.reason"  # trial: why it ended as it did
-RUN_ID = "mlflow.run_id"  # trial: its MLflow run
 TRACKED = "plait.tracked"  # study: its MLflow run, and the address of that store without a password
 CHECKPOINT = "plait.checkpoint"  # trial: where its checkpoints are
 OWNER = "plait.owner"  # trial: who trains it
@@ -81,7 +80,6 @@ def result_of(item: FrozenTrial) -> JobResult:
         violations=item.constraints,
         trial=item.number,
         parameters=values_of(item),
-        run_id=str(item.user_attrs.get(RUN_ID, "")),
     )
 
 

@@ -99,9 +99,6 @@ class Recorder(Protocol):
     def commit(self) -> None:
         """Wait until everything recorded so far would survive a crash."""
 
-    def run_id(self, job: str) -> str:
-        """MLflow's id of the job's run; "" while it is not known."""
-
 
 class View(Protocol):
     """Shows a search while it trains; called after the recorder, whose leaderboard it draws."""
@@ -514,7 +511,7 @@ class SearchLoop:
         study is never trained again, so its records must be complete by then."""
         self._record(replace(result, trial=trial.number, parameters=trial.values))
         self._recorder.commit()
-        self._source.tell(trial, replace(result, run_id=self._recorder.run_id(trial.name)))
+        self._source.tell(trial, result)
 
     # ---- the end -----------------------------------------------------------------------------------------
 

@@ -30,7 +30,6 @@ from plait.search.attributes import (
     PRIORITY_KEY,
     REASON,
     RETRY_OF,
-    RUN_ID,
     STATE,
     TOKEN,
     TRACKED,
@@ -278,7 +277,7 @@ class StudyTrials:
         state, values = result.state, result.values
         if state == JobState.FINISHED and not (values and all(map(math.isfinite, values))):
             state = JobState.FAILED
-        for key, fact in ((STATE, state), (REASON, result.reason), (RUN_ID, result.run_id)):
+        for key, fact in ((STATE, state), (REASON, result.reason)):
             if fact:
                 live.set_user_attr(key, fact)
         for text, amount in result.violations.items():

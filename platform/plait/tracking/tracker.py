@@ -437,10 +437,6 @@ class Tracker:
         log.state(job, result.state, record.reason)
         self._running.run.refresh()
 
-    def run_id(self, job: str) -> str:
-        """MLflow's id of a job's run; "" while the store has not made it."""
-        return self._ids.get(job, "")
-
     @property
     def writer_seconds(self) -> float:
         """CPU seconds that sending in the background took so far."""
