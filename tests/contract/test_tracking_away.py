@@ -24,7 +24,7 @@ from plait.tracking.facts import SearchFacts
 from plait.tracking.location import Location, locate
 from plait.tracking.mlflow_store import Store
 from plait.tracking.results import load_search
-from plait.tracking.search_run import Begun, conclude, left_unsent, send_left
+from plait.tracking.search_run import conclude, left_unsent, send_left
 from plait.tracking.tracker import Peers, Tracker
 
 STEPS = 6
@@ -63,10 +63,12 @@ def settings(settings: TrackingSettings) -> TrackingSettings:
     return replace(settings, flush_seconds=0.01)
 
 
-def start(settings: TrackingSettings, begun: Begun | None = None) -> Tracker:
+def start(settings: TrackingSettings, known: str = "") -> Tracker:
     tracker = Tracker(settings)
     facts = SearchFacts("demo", RunSettings(tracking=settings, search=OBJECTIVES), study="s")
-    tracker.start_search(facts, begun)
+    tracker.start_search(facts, known)
+    for result in over(0) if known else ():  # as the search does, which asks the study
+        tracker.board.take_result(result)
     return tracker
 
 
@@ -189,7 +191,7 @@ def test_a_store_that_never_answers_gets_everything_from_the_next_start(
 ) -> None:
     run_id = before(settings)
     store.away = True
-    tracker = start(settings, Begun(run_id, over(0)))
+    tracker = start(settings, run_id)
     assert tracker.away is not None
     assert tracker.board.jobs["trial-0000"].objective == 1.0
     rest(tracker)
@@ -215,7 +217,7 @@ def test_a_store_that_answers_later_gets_everything_from_this_process(
 ) -> None:
     run_id = before(settings)
     store.away = True
-    tracker = start(settings, Begun(run_id, over(0)))
+    tracker = start(settings, run_id)
     begin(tracker, 1, 2)
     train(tracker, 1, 3)
     assert tracker.board.jobs["trial-0000"].tokens == 0
@@ -238,7 +240,7 @@ def test_a_store_that_answers_later_gets_everything_from_this_process(
 def test_two_workers_begin_without_the_store(settings: TrackingSettings, store: Switch) -> None:
     run_id = interrupted(settings)
     store.away = True
-    first, second = (start(settings, Begun(run_id, over(0))) for _ in range(2))
+    first, second = (start(settings, run_id) for _ in range(2))
     begin(first, 1, 2)
     begin(second, 2)
     train(first, 1, 3)
@@ -275,7 +277,7 @@ def test_a_store_that_becomes_unavailable_during_the_start(
 
     with monkeypatch.context() as patched:
         patched.setattr("plait.tracking.search_run.find_or_make", lost)
-        tracker = start(settings, Begun(run_id, over(0)))
+        tracker = start(settings, run_id)
     assert tracker.away is not None
     rest(tracker)
     finish(tracker, settings, run_id)
@@ -287,7 +289,7 @@ def test_a_store_that_comes_back_without_the_run_gets_nothing(
     """What was sent would be refused there for good, and be lost."""
     run_id = interrupted(settings)
     store.away = True
-    tracker = start(settings, Begun(run_id, over(0)))
+    tracker = start(settings, run_id)
     rest(tracker)
     client = MlflowClient(locate(settings).uri)
     client.delete_run(run_id)
@@ -304,14 +306,14 @@ def test_a_store_that_comes_back_without_the_run_gets_nothing(
     check(settings, run_id)
 
 
-def life(settings: TrackingSettings, begun: Begun, last: int) -> int:
+def life(settings: TrackingSettings, known: str, last: int) -> int:
     """A process that goes on without the store and is killed before its operation ``last`` on the disk; how
     it ended."""
     child = os.fork()
     if child == 0:
         try:
             Operations(last)
-            tracker = start(settings, begun)
+            tracker = start(settings, known)
             begin(tracker, 1, 2)
             train(tracker, 1, 3, 5)
             tracker.commit()
@@ -331,11 +333,11 @@ def test_a_start_without_the_store_that_is_killed_before_each_of_its_operations(
     store.away = True
     statuses: list[int] = []
     while not statuses or statuses[-1] != 0:
-        statuses.append(life(settings, Begun(run_id, over(0)), len(statuses) + 1))
+        statuses.append(life(settings, run_id, len(statuses) + 1))
     assert set(statuses[:-1]) == {-signal.SIGKILL}
     assert len(statuses) > 10  # 20 to 22, as the thread that sends finds more or less to do at once
     store.away = False
-    tracker = start(settings, Begun(run_id, over(0)))
+    tracker = start(settings, run_id)
     assert tracker.away is None
     rest(tracker)
     finish(tracker, settings, run_id)

@@ -54,7 +54,7 @@ from plait.tracking.figures import Figures
 from plait.tracking.leaderboard import Leaderboard, orphan
 from plait.tracking.location import locate, sqlite_in, store_elsewhere
 from plait.tracking.processes import ProcessRow, ProcessWatch
-from plait.tracking.search_run import Begun, conclude, left_unsent, send_left
+from plait.tracking.search_run import conclude, left_unsent, send_left
 from plait.tracking.tracker import Peers, Tracker
 from plait.utils.addresses import redact
 from plait.utils.paths import search_folder, user_path
@@ -333,11 +333,9 @@ class Launch:
 
     def _start(self, tracker: Tracker) -> str:
         """Make the search's run, or resume it, one process at a time; returns MLflow's id of it."""
-        source, begun = self._source, None
-        if self._run_id:
-            begun = Begun(self._run_id, source.finished())
+        source = self._source
         with source.shared.holding("run"):
-            run_id = tracker.start_search(self._facts(), begun)
+            run_id = tracker.start_search(self._facts(), self._run_id)
             source.link(run_id, str(tracker.location))
         if tracker.away is not None and self._away is None:  # since this process began
             self._say(without_store(tracker.away, self._settings, source.name))

@@ -45,19 +45,6 @@ SUMS = (  # over all jobs, including those of earlier processes
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
-    """What is known without the store about a search that was recorded in it before.
-
-    Attributes:
-        run_id: MLflow's id of the search's run.
-        ended: results of its trials that have ended.
-    """
-
-    run_id: str
-    ended: Sequence[JobResult] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class FoundRun:
     """A search's run as the store has it.
 
@@ -78,10 +65,10 @@ class FoundRun:
 
 
 def begin_run(
-    connection: Connection, search: SearchFacts, begun: Begun | None, tags: Mapping[str, str], now: int
+    connection: Connection, search: SearchFacts, known: str, tags: Mapping[str, str], now: int
 ) -> FoundRun:
     """The run of a search that begins or resumes: from the store, after sending what ended processes left,
-    or, if that is unavailable, the one known from before.
+    or, if that is unavailable, the one ``known`` from before, if any.
 
     Raises:
         AwayError: the store is unavailable, and no run is known.
@@ -93,9 +80,9 @@ def begin_run(
         with storage_errors(store.location):
             return replace(find_or_make(store, search, tags, now), notices=notices)
     except AwayError as error:
-        if begun is None:
+        if not known:
             raise
-        return FoundRun(begun.run_id, away=error)
+        return FoundRun(known, away=error)
 
 
 def find_or_make(store: Store, search: SearchFacts, tags: Mapping[str, str], now: int) -> FoundRun:

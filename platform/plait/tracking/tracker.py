@@ -35,7 +35,7 @@ from plait.tracking.leaderboard import JobRecord, Leaderboard, job_of, orphan
 from plait.tracking.location import check_folder, locate
 from plait.tracking.mlflow_store import StoreSender, newest_point
 from plait.tracking.records import Head, LogFolder, OpenRun, SetStatus, UseData
-from plait.tracking.search_run import Begun, FoundRun, SearchClock, SearchRun, begin_run, write_final
+from plait.tracking.search_run import FoundRun, SearchClock, SearchRun, begin_run, write_final
 from plait.tracking.spans import SpanLog
 from plait.tracking.tables import SearchTables
 from plait.tracking.ui import search_page
@@ -132,7 +132,6 @@ class Tracker:
         self._curves: dict[str, Curve] = {}  # of the jobs that train here
         self._data: dict[DataSpec, DataFacts] = {}
         self._own: set[str] = set()  # jobs that this process trains or has trained
-        self._ended: dict[str, JobResult] = {}  # jobs that had already ended if it began without the store
         self._read: Sequence[JobRecord] = ()  # other processes' jobs, as read by the writer's thread
         self._had_others = False  # when it last looked
         self._next_reading = time.monotonic() + READ_PAUSE
@@ -140,11 +139,12 @@ class Tracker:
 
     # ---- the search ------------------------------------------------------------------------------------
 
-    def start_search(self, search: SearchFacts, begun: Begun | None = None) -> str:
+    def start_search(self, search: SearchFacts, known: str = "") -> str:
         """Make the search's run, or resume the existing one; waits for the store while that answers.
 
         Args:
-            begun: given if this store recorded it before; then it can begin while the store is unavailable.
+            known: MLflow's id of the run, if this store recorded it before; then it can begin while the store
+                is unavailable.
 
         Returns:
             MLflow's id of the run.
@@ -162,14 +162,10 @@ class Tracker:
         )
         git = facts.git_state(Path.cwd())
         tags = facts.search_tags(search, git)
-        found = begin_run(self._connection, search, begun, tags, self._now())
+        found = begin_run(self._connection, search, known, tags, self._now())
         self.notices += found.notices
         log, run = self._start(search, found)
-        if found.away is not None and begun is not None:
-            self._ended = {result.job: result for result in begun.ended}
-            run.whole = not self._ended
-            for result in begun.ended:
-                self.board.take_result(result)
+        run.whole = found.away is None
         self._take_others(found.jobs)
         orphan(self.board.jobs.values(), self.peers().orphaned)
         if not found.made:
@@ -289,18 +285,20 @@ class Tracker:
         return records
 
     def _take_others(self, records: Sequence[JobRecord]) -> None:
-        """Put the jobs that this process does not train on the board, as they are in the store."""
+        """Put the jobs that this process does not train on the board, as they are in the store, which may
+        learn later than the study that one has ended."""
         run = self._running.run
         for record in records:
             if record.on_front:
                 run.front.add(record.name)
-            if record.name not in self._own:
+            known = self.board.jobs.get(record.name)
+            if record.name in self._own:
+                if known is not None:
+                    known.recall(record)
+                continue
+            self._ids[record.name] = record.run_id
+            if known is None or record.ended or not known.ended:
                 self.board.add(record)
-                self._ids[record.name] = record.run_id
-                if record.name in self._ended:
-                    self.board.take_result(self._ended[record.name])
-            elif known := self.board.jobs.get(record.name):
-                known.recall(record)
         run.whole |= bool(records)
 
     # ---- jobs ------------------------------------------------------------------------------------------
