@@ -384,6 +384,17 @@ def test_a_template_whose_answers_have_no_header_needs_no_prompt_for_generation(
     assert labelled_text(split[0], tokeniser) == " 4$ 4$"
 
 
+def test_a_call_that_the_template_leaves_out_is_refused(tmp_path):
+    call = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "add_up"}}]}
+    rows = [{"messages": [USER, call, ANSWER]}]
+    without = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    with pytest.raises(DataError, match=r"line 1: message 2 calls the function 'add_up'\n.*leaves"):
+        load_rows(rows, tmp_path, byte_tokeniser(template=without))
+    writing = "{% for m in messages %}{{ m.content }}{{ m.tool_calls | default([]) | tojson }}{% endfor %}"
+    tokeniser = byte_tokeniser(template=writing)
+    assert "add_up" in labelled_text(load_rows(rows, tmp_path, tokeniser)[0], tokeniser)
+
+
 @pytest.mark.parametrize(
     ("row", "named"),
     [

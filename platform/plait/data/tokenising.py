@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from plait.core.errors import ConfigError, DataError
 from plait.core.samples import Sample
-from plait.data.examples import Conversation, Example, Pair, Text, shortened
+from plait.data.examples import Conversation, Example, Pair, Text, shortened, shown
 from plait.data.sources import CommonOptions
 from plait.utils.paths import user_path
 from plait.utils.time_limit import time_limit
@@ -39,6 +39,7 @@ TEMPLATE_SECONDS = 5.0  # of the processor, for one row; a template that takes l
 TEMPLATE_FILES = (".jinja", ".jinja2", ".j2")
 # Written in a template around the text that the model generates, so that only this can be counted.
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+USUAL_NAME = re.compile(r"[A-Za-z0-9_.-]+")  # of a function: written as it is, whatever the template
 WITHOUT_TURNS = (
     "Set data.assistant_only_loss=false, or data.chat_template to a template with {% generation %} around "
     "the assistant's messages."
@@ -174,6 +175,7 @@ class Renderer:
         else:
             text = self._apply(conversation, where)
             spans = self._turns(conversation, text, where)
+        _check_calls(conversation, text, where)
         head = None
         if conversation.prompt is not None and self.options.completion_only_loss is not False:
             head = self._apply(conversation, where, conversation.prompt, generation=True)
@@ -318,6 +320,22 @@ def _check_unicode(text: str, where: str) -> None:
             "The text must be valid Unicode: this is half of a surrogate pair, or a byte that is not UTF-8.",
             "Correct the row, data.separator or data.chat_template.",
         ) from error
+
+
+def _check_calls(conversation: Conversation, text: str, where: str) -> None:
+    """Check that the template writes the calls of functions, with their names; DataError otherwise. Without
+    them the model would learn to answer nothing instead."""
+    for number, message in enumerate(conversation.messages, start=1):
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            called = call.get("function", call) if isinstance(call, dict) else None
+            name = called.get("name") if isinstance(called, dict) else None
+            if isinstance(name, str) and USUAL_NAME.fullmatch(name) and name not in text:
+                raise DataError(
+                    f"{where}: message {number} calls the function {shown(name)}",
+                    "The chat template leaves the call out, so the model would learn a message without it.",
+                    "Set data.chat_template=FILE.jinja to one that writes tool_calls, or remove the row.",
+                )
 
 
 def _check_assistant(example: Example, where: str) -> None:
