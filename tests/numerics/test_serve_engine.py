@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from generation import complete
@@ -33,6 +34,7 @@ from plait.serve.requests import Completion, GrowingText, Request, Sampling, Upd
 from plait.serve.scheduler import Demand
 from plait_kernels import Bank, Site, triton_backend
 from plait_kernels.launching import noted
+from plait_kernels.pooled import AdapterPool, PooledAdapter
 
 LENGTHS = (3, 11, 1, 20)
 NEW = 12
@@ -527,10 +529,21 @@ def test_on_a_cpu_the_system_is_told_which_files_are_needed_soon(
     assert engine.store.bytes == 0
 
 
+def vectors_of(pool: AdapterPool, placed: PooledAdapter) -> list[torch.Tensor]:
+    """A and B of each site, as they lie in the pool."""
+    found = []
+    for number, site in enumerate(pool.sites):
+        for side, size in enumerate((site.in_features, site.out_features)):
+            if site.name in placed.sites:
+                found.append(pool.vectors(number, placed.offsets[number, side], size))
+    return found
+
+
 @pytest.mark.parametrize("form", ["float32", "bfloat16", "float16", "mixed", "unaligned"])
 def test_a_file_of_any_dtype_comes_into_its_pages_as_it_is_packed(
     served: Served, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Directly, as on a CPU, into memory that holds what is not finite, and by packing, as for a GPU."""
     monkeypatch.setattr("plait.adapters.tensor_file.PART_BYTES", 3000)  # some tensors are larger
     folder = shutil.copytree(served.folder / "rank5", tmp_path / "rank5")
     file = folder / "adapter_model.safetensors"
@@ -554,23 +567,74 @@ def test_a_file_of_any_dtype_comes_into_its_pages_as_it_is_packed(
         adapter = adapters.find("rank5")
         in_parts = form in ("float32", "bfloat16")
         assert (adapter.parts() is not None) == in_parts
-        placed = store.place(adapter, range(3, 3 + store.layout.placement(adapter).pages))
-        found.append([storage.clone() for storage in store._sites.storage])
+        for storage in store._sites.storage:
+            storage.fill_(float("nan"))
+        count = store.layout.placement(adapter).pages
+        placed = store.place(adapter, [1, *range(3, 2 + count)])
         assert placed.offsets.shape[2] == 5
-    assert any(each.any() for each in found[0])
-    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+        found.append(vectors_of(store._sites, placed))
+    assert len(found[0]) == 2 * len(adapter.sites)
+    for one, two in zip(*found, strict=True):
+        assert one.isfinite().all()
+        assert one.any()
+        assert torch.equal(one, two)
 
 
-def test_what_one_call_reads_of_a_rank_lies_together() -> None:
+def offsets_of(layout: CellLayout, rank: int, sites: str, pages: Sequence[int], *, joined: bool) -> Any:
+    placement = layout.placement(SimpleNamespace(rank=rank, sites=frozenset(sites)))  # type: ignore[arg-type]
+    assert placement.pages == len(pages)
+    return placement.offsets(pages, layout.elements, joined=joined)
+
+
+def test_what_one_call_reads_lies_together_in_pages_that_follow_each_other() -> None:
     sites = [Site("q", 0, 8, 6), Site("k", 1, 8, 2), Site("o", 2, 6, 8)]
-    layout = CellLayout([sites], 90, {"q": 0, "k": 0, "o": 1})
-    placed = layout.placement(SimpleNamespace(rank=3, sites=frozenset("qko")))  # type: ignore[arg-type]
-    assert placed.page[:, :, 1].tolist() == [[0, 0]] * 3
-    assert placed.inside[:, :, 0].tolist() == [[0, 16], [8, 22], [24, 30]]
-    assert placed.page[:, :, 2].tolist() == [[1, 1]] * 3
-    without = layout.placement(SimpleNamespace(rank=1, sites=frozenset("o")))  # type: ignore[arg-type]
-    assert without.page.flatten().tolist() == [-1, -1, -1, -1, 0, 0]
-    assert without.inside.flatten().tolist() == [-1, -1, -1, -1, 0, 6]
+    layout = CellLayout([sites], 90, {"q": 0, "k": 0, "o": 1})  # a cell has 24 elements of q and k, 14 of o
+    apart = offsets_of(layout, 5, "qko", (7, 4, 5), joined=False)
+    assert apart[:, :, 0].tolist() == [[630, 646], [638, 652], [678, 684]]
+    assert (apart[:, :, 1] - apart[:, :, 0]).tolist() == [[24, 24], [24, 24], [14, 14]]
+    assert (apart[:, :, 2:4] - apart[:, :, :2] == 90 * (4 - 7)).all()
+    assert (apart[:, :, 4] - apart[:, :, 2] == 90).all()
+    joined = offsets_of(layout, 5, "qko", (7, 4, 5), joined=True)
+    assert (joined[:, :, :2] == apart[:, :, :2]).all(), "page 7 stands alone"
+    assert joined[:, :, 2].tolist() == [[360, 376], [368, 382], [456, 462]]
+    assert (np.diff(joined[:, :, 2:]) == [[[24], [24]], [[24], [24]], [[14], [14]]]).all()
+    without = offsets_of(layout, 1, "o", (1,), joined=True)
+    assert without.flatten().tolist() == [-1, -1, -1, -1, 90, 96]
+
+
+@pytest.mark.parametrize("rank", [1, 3, 64])
+@pytest.mark.parametrize("elements", [12, 25, 40, 90, 1000])
+def test_vectors_never_share_an_element_and_stay_in_their_pages(rank: int, elements: int) -> None:
+    sites = [Site("q", 0, 8, 6), Site("k", 1, 8, 2), Site("o", 2, 6, 8), Site("down", 3, 12, 8)]
+    layers = [sites, [Site(f"{site.name}2", 0, site.in_features, site.out_features) for site in sites[1:]]]
+    inputs = {"q": 0, "k": 0, "o": 1, "down": 2, "k2": 3, "o2": 4, "down2": 5}
+    layout = CellLayout(layers, elements, inputs)
+    adapter: Any = SimpleNamespace(rank=rank, sites=frozenset(inputs) - {"o"})
+    placement = layout.placement(adapter)
+    chance = random.Random(rank)
+    scattered = chance.sample(range(3 * placement.pages), placement.pages)
+    begins = chance.sample(range(0, 200 * placement.pages, 100), placement.pages)
+    halves = [page for start in begins for page in range(start, start + 3)][: placement.pages]
+    for pages in (range(5, 5 + placement.pages), scattered, halves):
+        for joined in (False, True):
+            offsets = placement.offsets(pages, elements, joined=joined)
+            number = 0
+            for own in layers:
+                used = [
+                    element
+                    for site in own
+                    for side, size in enumerate((site.in_features, site.out_features))
+                    for begin in offsets[number + own.index(site), side]
+                    if begin >= 0
+                    for element in range(begin, begin + size)
+                ]
+                number += len(own)
+                expected = {site.name for site in own} & adapter.sites
+                assert len(used) == rank * sum(
+                    site.in_features + site.out_features for site in own if site.name in expected
+                )
+                assert len(set(used)) == len(used)
+                assert {element // elements for element in used} <= set(pages)
 
 
 @pytest.mark.parametrize(

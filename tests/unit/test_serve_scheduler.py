@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.serve.driver import Pace
-from plait.serve.scheduler import Demand, Need, PagePool, Scheduler, Shared
+from plait.serve.scheduler import Demand, FreePages, Need, PagePool, Scheduler, Shared
 
 
 def check(scheduler: Scheduler) -> None:
@@ -103,6 +103,22 @@ def test_every_request_runs_in_the_end(sizes: list[tuple[int, int]]) -> None:
         check(scheduler)
     assert ended == list(range(len(sizes)))
     assert scheduler.pool.unused == 5
+
+
+def test_pages_of_one_owner_follow_each_other_as_far_as_there_are_any() -> None:
+    free = FreePages(20)
+    owners = [free.take(count) for count in (4, 2, 5, 3, 6)]
+    assert [page for own in owners for page in own] == list(range(20))
+    for place in (4, 0, 2):
+        free.give(owners[place])
+    assert list(free) == [0, 1, 2, 3, 6, 7, 8, 9, 10, 14, 15, 16, 17, 18, 19]
+    assert free.take(3) == (0, 1, 2), "of the shortest run that has room"
+    assert free.take(1) == (3,)
+    free.give(owners[1])
+    assert free.take(9) == (4, 5, 6, 7, 8, 9, 10, 14, 15), "else of the longest ones"
+    assert list(free) == [16, 17, 18, 19]
+    assert len(free) == 4
+    assert free.take(0) == ()
 
 
 def test_unused_pages_are_counted_while_another_thread_changes_the_pool() -> None:

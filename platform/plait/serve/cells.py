@@ -1,8 +1,9 @@
 """Adapters as cells of the pool's pages: one rank of one layer. What a call reads lies together: of sites
-with one input first their rows of A, then their columns of B.
+with one input, for each rank, first their rows of A, then their columns of B.
 
 A page holds as many whole cells as fit. A cell that is larger than a page is cut into pieces, between two
-sites' vectors, and each piece is laid out like a cell.
+sites' vectors, and each piece is laid out like a cell. On a CPU pages that follow each other are laid out
+like one large page.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from plait.core.errors import InputError, PlaitError, StorageError
+from plait.serve.scheduler import page_runs
 from plait_kernels import Bank, Site
 from plait_kernels.bank import WEIGHTS
 from plait_kernels.pooled import (
@@ -33,6 +35,8 @@ from plait_kernels.uploads import table, upload
 
 LEAST_PAGE, MOST_PAGE = 16, 64  # tokens of a page
 Weights = Mapping[str, tuple[Tensor, ...]]
+Integers = np.ndarray[Any, np.dtype[np.int64]]
+Vector = tuple[int, int, int]  # a site's number, a side (0: A, 1: B), and its features
 AdapterKey = tuple[str, int]  # its name, and a number that changes with its weights
 
 
@@ -169,20 +173,20 @@ class Piece:
     """A part of each of a layer's cells.
 
     Attributes:
-        vectors: sites and sides (0: A, 1: B) with their features, end to end.
+        parts: what calls read of it, each vectors end to end.
         per_page: how many of them a page holds.
         first, pages: its pages among the adapter's.
     """
 
-    vectors: tuple[tuple[int, int, int], ...]
+    parts: tuple[tuple[Vector, ...], ...]
     per_page: int
     first: int
     pages: int
 
     @property
-    def size(self) -> int:
-        """Elements of one."""
-        return sum(size for _, _, size in self.vectors)
+    def sizes(self) -> list[int]:
+        """Elements of each part."""
+        return [sum(size for _, _, size in part) for part in self.parts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,14 +196,41 @@ class Placement:
     Attributes:
         layers: the pieces of each layer.
         pages: pages that an adapter has.
-        page, inside: (sites, 2, rank) int64, the page among the adapter's of each vector, and the element in
-            it; both -1 where there is none.
+        stretches: first, pages and per_page of pieces, each once.
+        kinds: (kinds, 4) int64, of vectors, each once, as layers are mostly alike: the number of its stretch,
+            elements of its piece's parts before its own, of this part, and of the vectors before it there.
+        kind: (sites, 2) int64, that of each site's A and B; -1 where there is none.
     """
 
+    rank: int
     layers: tuple[tuple[Piece, ...], ...]
     pages: int
-    page: Tensor
-    inside: Tensor
+    stretches: tuple[tuple[int, int, int], ...]
+    kinds: Integers
+    kind: Integers
+
+    def offsets(self, pages: Sequence[int], elements: int, *, joined: bool) -> Integers:
+        """(sites, 2, rank) int64: where each vector begins in its layer's pages; -1 where there is none.
+
+        Args:
+            pages: the adapter's.
+            elements: of a page in one layer.
+            joined: whether pages that follow each other are laid out like one.
+        """
+        found = []
+        for first, count, per_page in self.stretches:
+            own = [range(page, page + 1) for page in pages[first : first + count]]
+            runs = page_runs(own) if joined else own
+            cells = np.array([len(run) * per_page for run in runs])
+            earlier = np.cumsum(cells) - cells
+            begins = np.array([run.start for run in runs]) * elements
+            rows = np.stack((begins, cells, earlier)).repeat(cells, axis=1)[:, : self.rank]
+            rows[2] = np.arange(self.rank) - rows[2]
+            found.append(rows)
+        begins, cells, number = np.stack(found, axis=1)[:, self.kinds[:, 0]]
+        before, size, inside = self.kinds.T[1:, :, None]
+        offsets = begins + cells * before + number * size + inside
+        return np.concatenate((offsets, np.full((1, self.rank), -1))).take(self.kind, axis=0)
 
 
 @dataclass(slots=True)
@@ -229,48 +260,52 @@ class CellLayout:
         return self._placements[key]
 
     def _placed(self, rank: int, sites: frozenset[str]) -> Placement:
-        count = sum(map(len, self.layers))
-        page = torch.full((count, 2, rank), -1)
-        inside = torch.full_like(page, -1)
-        ranks = torch.arange(rank)
+        kind = np.full((sum(map(len, self.layers)), 2), -1)
+        stretches, kinds = dict[tuple[int, int, int], int](), dict[tuple[int, int, int, int], int]()
         layers, number = [], 0
         for own in self.layers:
             numbered = [(number + index, site) for index, site in enumerate(own) if site.name in sites]
             number += len(own)
             pieces = self._pieces(numbered, rank)
             for piece in pieces:
-                start = 0
-                for site, side, size in piece.vectors:
-                    page[site, side] = piece.first + ranks // piece.per_page
-                    inside[site, side] = ranks % piece.per_page * piece.size + start
-                    start += size
+                key = piece.first, piece.pages, piece.per_page
+                stretch = stretches.setdefault(key, len(stretches))
+                before = 0
+                for part, size in zip(piece.parts, piece.sizes, strict=True):
+                    inside = 0
+                    for site, side, features in part:
+                        kind[site, side] = kinds.setdefault((stretch, before, size, inside), len(kinds))
+                        inside += features
+                    before += size
             layers.append(pieces)
         pages = max((sum(piece.pages for piece in pieces) for pieces in layers), default=0)
-        return Placement(tuple(layers), pages, page, inside)
+        return Placement(rank, tuple(layers), pages, tuple(stretches), np.array(list(kinds)), kind)
 
     def _pieces(self, sites: Sequence[tuple[int, Site]], rank: int) -> tuple[Piece, ...]:
-        vectors: list[tuple[int, int, int]] = []
+        groups: list[list[list[Vector]]] = []  # the parts of each piece
+        room = 0
         for _, together in groupby(sites, lambda each: self.inputs[each[1].name]):
             own = list(together)
-            vectors += [(number, 0, site.in_features) for number, site in own]
+            vectors = [(number, 0, site.in_features) for number, site in own]
             vectors += [(number, 1, site.out_features) for number, site in own]
-        groups: list[list[tuple[int, int, int]]] = []
-        room = 0
-        for vector in vectors:
-            if vector[2] > self.elements:
-                raise InputError(
-                    f"a layer of {vector[2]} features",
-                    f"A page has {self.elements} elements in a layer, and holds whole rows of A and B.",
-                )
-            if vector[2] > room:
-                groups.append([])
-                room = self.elements
-            groups[-1].append(vector)
-            room -= vector[2]
+            if groups:
+                groups[-1].append([])
+            for vector in vectors:
+                if vector[2] > self.elements:
+                    raise InputError(
+                        f"a layer of {vector[2]} features",
+                        f"A page has {self.elements} elements in a layer, and holds whole rows of A and B.",
+                    )
+                if vector[2] > room:
+                    groups.append([[]])
+                    room = self.elements
+                groups[-1][-1].append(vector)
+                room -= vector[2]
         pieces, first = [], 0
         for group in groups:
-            per_page = self.elements // sum(size for _, _, size in group)
-            pieces.append(Piece(tuple(group), per_page, first, -(-rank // per_page)))
+            parts = tuple(tuple(part) for part in group if part)
+            per_page = self.elements // sum(size for part in parts for _, _, size in part)
+            pieces.append(Piece(parts, per_page, first, -(-rank // per_page)))
             first += pieces[-1].pages
         return tuple(pieces)
 
@@ -279,12 +314,14 @@ class CellLayout:
         sites = [site for own in self.layers for site in own]
         packed = []
         for piece in (piece for pieces in self.placement(adapter).layers for piece in pieces):
-            sides = [weights[sites[site].name][side] for site, side, _ in piece.vectors]
-            rows = [b.T if side else b for b, (_, side, _) in zip(sides, piece.vectors, strict=True)]
-            cells = torch.cat([row.to(like.dtype) for row in rows], dim=1)
+            vectors = [vector for part in piece.parts for vector in part]
+            sides = [(weights[sites[site].name][side], side) for site, side, _ in vectors]
+            cells = torch.cat([(each.T if side else each).to(like.dtype) for each, side in sides], dim=1)
             missing = piece.pages * piece.per_page - adapter.rank
             padded = torch.nn.functional.pad(cells, (0, 0, 0, missing)) if missing else cells
-            packed.append(padded.reshape(piece.pages, -1))
+            whole = padded.view(piece.pages, piece.per_page, -1)
+            parts = torch.split(whole, piece.sizes, dim=2)
+            packed.append(torch.cat([part.flatten(1) for part in parts], dim=1))
         return packed
 
 
@@ -382,9 +419,8 @@ class CellStore:
             StorageError: its weights cannot be read.
         """
         placement = self.layout.placement(adapter)
-        firsts = np.array([*pages, 0]) * self.layout.elements  # the last one where there is no vector
-        offsets = torch.from_numpy(firsts.take(placement.page.numpy()) + placement.inside.numpy())
-        offsets = upload(offsets, self._pool[0].device)
+        found = placement.offsets(pages, self.layout.elements, joined=self._direct)
+        offsets = upload(torch.from_numpy(found), self._pool[0].device)
         placed = PooledAdapter(adapter.rank, adapter.scale, adapter.sites, offsets)
         if self._direct:
             self._place_directly(adapter, placed)
