@@ -18,6 +18,7 @@ from plait.core.messages import (
     Command,
     Evaluate,
     Event,
+    Export,
     GroupStep,
     JobAdmitted,
     JobEvaluated,
@@ -28,11 +29,12 @@ from plait.core.messages import (
     SaveCheckpoint,
     WorkerEvent,
 )
-from plait.core.settings import EngineSettings, PlannerSettings, RunSettings
+from plait.core.settings import EngineSettings, PlannerSettings, RunSettings, SearchSettings
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.checkpoints import RETRY_SECONDS
 from plait.engine.coordinator import Coordinator
 from plait.engine.ledger import nanoseconds
+from plait.search.objective import Observed
 
 
 def falling(job: JobSpec, step: int) -> float:
@@ -454,3 +456,29 @@ def test_a_job_that_must_end_is_not_saved_again(tmp_path: Path) -> None:
         if not interrupted:
             made.cancel("b", "")
             made.advance()
+
+
+class Unwritable(CurveWorker):
+    """Whose adapters cannot be written."""
+
+    def execute(self, command: Command) -> Sequence[WorkerEvent]:
+        if isinstance(command, Export):
+            raise StorageError("no space left")
+        return super().execute(command)
+
+
+def test_a_job_that_resumes_after_its_last_step_has_that_step_s_loss(make: Any, tmp_path: Path) -> None:
+    run = RunSettings(engine=EngineSettings(capacity=16))
+    made = Coordinator(Unwritable(falling), DataCatalogue(load_lengths), run, folder=tmp_path)
+    made.submit(job("a", steps=2))
+    events = [event for _ in range(3) for event in made.advance()]
+    (last,) = (each.loss for each in events if isinstance(each, JobProgress) and each.step == 2)
+    made.stop()
+    made.advance()
+    again, _ = make()
+    again.submit(job("a", steps=2), resume_from=tmp_path / "checkpoints" / "a")
+    observed = Observed()
+    for event in drain(again):
+        assert not isinstance(event, JobProgress)
+        observed.handle(event)
+    assert observed.score("a", SearchSettings(metric="train/loss")).values == (last,)

@@ -294,3 +294,21 @@ def test_the_account_names_what_checkpoints_and_restarts_have_cost() -> None:
     )
     restarts.another()
     assert "; 2 restarts after lost processes took" in restarts.account(0, 0.0)
+
+
+def test_a_plan_names_the_processes_that_the_search_began_with(tmp_path: Path) -> None:
+    """It resumes with all of them."""
+    workers = [Mortal(falling), Mortal(falling)]
+    workers[0].last, workers[0].capacities = 6, (16, 16)
+    run = RunSettings(engine=EngineSettings(capacity=16))
+    left = iter(workers)
+    coordinator = Coordinator(
+        next(left), DataCatalogue(load_lengths), run, folder=tmp_path, renew=lambda: next(left)
+    )
+    coordinator.submit(job(1))
+    begun = coordinator.plan()
+    while not coordinator.idle:
+        coordinator.advance()
+    assert len(coordinator.plan().replicas) == 1
+    assert coordinator.plan().choices == begun.choices
+    assert begun.choices["processes"] == 2

@@ -1,5 +1,6 @@
 """What the views learn before an iteration."""
 
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -8,7 +9,7 @@ from job_results import ended
 from studies import space_of, study_of
 
 from plait.core.lifecycle import JobState
-from plait.core.settings import SearchSettings
+from plait.core.settings import RunSettings, SearchSettings
 from plait.search.launch import Attend, Launch
 from plait.search.orders import Orders
 from plait.search.ownership import DeadWorker, Owner
@@ -109,8 +110,13 @@ def test_a_search_is_finished_unless_a_trial_came_while_its_results_were_written
         trials.enqueue({"adapter.rank": 2})
     remember = Mock()
     monkeypatch.setattr("plait.search.launch._remember", remember)
-    launch = Mock(_source=trials)
+    monkeypatch.setattr("plait.search.launch.write_result", Mock())
+    monkeypatch.setattr("plait.search.launch.catch_up", lambda *_: ([], True))
+    launch = Mock(_source=trials, _settings=RunSettings())
     launch._command_on = lambda verb, *_: f"plait {verb} s"
-    Launch._finish(launch, True)
+    launch._finish = partial(Launch._finish, launch)
+    Launch._nothing_to_train(launch, SearchEnd(tuple(trials.finished())))
     assert remember.called != added
-    assert ("`plait resume s` trains it" in str(launch._say.call_args)) == added
+    said = str(launch._say.call_args_list)
+    assert ("`plait resume s` trains it" in said) == added
+    assert ("s is finished" in said) != added

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import optuna
@@ -21,14 +22,15 @@ from plait.config.overrides import read_request
 from plait.core.errors import ConfigError, SearchError
 from plait.core.jobs import DataSpec, JobSpec, TrainSpec
 from plait.core.objectives import MORE_IS_BETTER, Constraint, Objective, pareto_front
-from plait.core.settings import RunSettings, SearchSettings
+from plait.core.settings import RunSettings, SearchSettings, TrackingSettings
 from plait.search.identity import identify
 from plait.search.objective import check_measured, check_objectives
 from plait.search.prior import describe_prior
 from plait.search.results import SearchEnd, describe_result, short, write_result
 from plait.search.rungs import RUNG_METRICS
 from plait.search.samplers import SAMPLERS
-from plait.search.study import StudyTrials
+from plait.search.storage import open_storage
+from plait.search.study import StudyTrials, suggest_jobs
 from plait.search.trials import Trial
 from plait.tracking.leaderboard import JobRecord, Leaderboard
 
@@ -409,6 +411,25 @@ def test_known_trials_stay_the_same_when_the_earlier_study_changes() -> None:
         return found
 
     assert drawn(False) == drawn(True)
+
+
+def test_a_plan_of_a_search_that_has_begun_needs_the_earlier_study_no_more(tmp_path: Path) -> None:
+    storage = open_storage(None, tmp_path)
+    earlier(storage)
+    space, search = space_of(*NUMBERS), SearchSettings(name="new", trials=3, prior="earlier")
+    run = RunSettings(search=search, tracking=TrackingSettings(root=tmp_path))
+    study_of(space, search, storage, run=run)
+
+    def make_job(trial: Trial) -> JobSpec:
+        return JobSpec(str(trial.values))
+
+    command: Any = SimpleNamespace(settings=run, space=space, base=JobSpec("base"), make_job=make_job)
+    before = suggest_jobs(command)
+    optuna.delete_study(study_name="earlier", storage=storage)
+    assert suggest_jobs(command) == before
+    command.settings = replace(run, search=replace(search, name="another"))
+    with pytest.raises(SearchError, match=r"search\.prior=earlier"):
+        suggest_jobs(command)
 
 
 def test_a_trial_whose_process_died_while_it_drew_gets_the_values_that_it_would_have_had() -> None:

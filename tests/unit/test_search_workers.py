@@ -35,7 +35,7 @@ from study_process import opened
 
 from plait.core.errors import SearchError, StorageError
 from plait.core.settings import SearchSettings
-from plait.search.locks import LifeLock, holder_lives, living
+from plait.search.locks import WORKERS, LifeLock, holder_lives, living
 from plait.search.ownership import (
     BEAT_SECONDS,
     BEATS,
@@ -698,3 +698,17 @@ def test_an_invalid_request_is_not_repeated() -> None:
     assert not passes(PendingRollbackError("after a flush that failed"))
     wrapped.__cause__ = refused
     assert not passes(wrapped)
+
+
+def test_a_study_that_cannot_be_opened_leaves_no_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process may live on, as a notebook's does: others would wait for its trials."""
+
+    def full(*_: object) -> None:
+        raise StorageError("no space left")
+
+    monkeypatch.setattr("plait.search.study.keep_space", full)
+    with pytest.raises(StorageError, match="no space left"):
+        study_of(space_of("adapter.rank=4,8"), SearchSettings(name="s"), folder=lambda _: tmp_path)
+    assert living(tmp_path / WORKERS) == []

@@ -122,6 +122,7 @@ class Cursor:
         best_step, best_loss, best_accuracy: those of the evaluation whose weights are kept; None if none are.
             The last only where accuracies decide.
         completion_seconds: in a checkpoint: time since the job's submission, in this and earlier processes.
+        loss: of the last step; None before it, and in checkpoints of earlier releases.
     """
 
     step: int = 0
@@ -131,6 +132,7 @@ class Cursor:
     best_loss: float | None = None
     best_accuracy: float | None = None
     completion_seconds: float = 0.0
+    loss: float | None = None
 
     @property
     def device_seconds(self) -> float:
@@ -291,12 +293,13 @@ WorkerEvent = (
 
 @dataclass(frozen=True, slots=True)
 class JobAdmitted:
-    """A job left the queue and trains from ``step`` (0: fresh)."""
+    """A job left the queue and trains from ``step`` (0: fresh); ``loss``: of that step, if it is known."""
 
     job: JobSpec
     step: int
     steps: int
     group: str
+    loss: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,7 +105,11 @@ class Coordinator:
         self._ended = clock()  # when the last step was done
         self._stopping = False
         self._joined: list[str] = []
-        self._chosen = dict(worker.facts.chosen)
+        self._chosen: Choices = {  # as the search resumes with them, whichever processes are lost meanwhile
+            **worker.facts.chosen,
+            "processes": self._processes,
+            "speeds": " ".join(str(each.speed) for each in self._replicas),
+        }
 
     def _use(self, worker: Worker) -> None:
         """Send commands to this worker from now on.
@@ -217,8 +221,6 @@ class Coordinator:
         choices: Choices = {
             **self._chosen,
             "capacity": self._packer.capacity,
-            "processes": self._processes,
-            "speeds": " ".join(str(each.speed) for each in self._replicas),
             "packing repeats": self._packer.repeats,
         }
         return Plan(self._replicas, (group,), choices=choices)
@@ -422,7 +424,7 @@ class Coordinator:
         if job.name not in self._joined:
             self._joined.append(job.name)
         notices = [Notice(f"{job.name}: {text}") for text in attached.notices]
-        return [*notices, JobAdmitted(job.spec, job.step, job.order.steps, GROUP)]
+        return [*notices, JobAdmitted(job.spec, job.step, job.order.steps, GROUP, job.cursor.loss)]
 
     def _turn_away(self, job: LiveJob, detail: str) -> list[Event]:
         """Handle a job whose attaching ran out of memory: it waits until fewer train; if none trains, it
@@ -560,7 +562,7 @@ class Coordinator:
         for name, job in jobs.items():
             if name in run.steps:
                 tally = run.tallies[name]
-                job.advance(tally.tokens)
+                job.advance(tally.tokens, tally.mean)
                 events.append(progress(job, tally, run.steps[name].grad_norm, seconds))
         number = next(self._iterations)
         spans = on_one_clock(self._worker.take_spans())

@@ -197,9 +197,9 @@ class LiveJob:
         """Add device time."""
         self.cursor = replace(self.cursor, device_ns=self.cursor.device_ns + device_ns)
 
-    def advance(self, tokens: int) -> None:
+    def advance(self, tokens: int, loss: float) -> None:
         """Count one optimiser step over ``tokens`` real tokens."""
-        self.cursor = replace(self.cursor, step=self.step + 1, tokens=self.cursor.tokens + tokens)
+        self.cursor = replace(self.cursor, step=self.step + 1, tokens=self.cursor.tokens + tokens, loss=loss)
         self.reach()
 
     def evaluate(self, loss: float) -> bool:

@@ -238,10 +238,11 @@ class Launch:
         if done.why:
             _remember(self._command, source.name, concluded=concluded)
             said = [describe_given_up(done.why, source.name)]
-        else:
-            self._finish(concluded)
+        elif self._finish(concluded):
             shows = self._command_on("leaderboard")
             said = describe_result(done, search, source.name, shows, exhausted=source.exhausted)
+        else:
+            said = []
         write_result(done, search, self._command.directory)
         self._say(*said)
         return done
@@ -265,14 +266,16 @@ class Launch:
             self._finish(concluded)
         return result
 
-    def _finish(self, concluded: bool) -> None:
-        """Store that the search is finished, unless a trial was added while its results were written."""
+    def _finish(self, concluded: bool) -> bool:
+        """Store that the search is finished, and return True, unless a trial was added while its results were
+        written."""
         source = self._source
         if source.over < source.total:
             self._say(f"A trial was added at the end: `{self._command_on('resume')}` trains it.")
-            return
+            return False
         _remember(self._command, source.name, finished=True, concluded=concluded)
         source.withdraw_orders()  # those that came as late
+        return True
 
     def _run(self, prepared: Prepared, stopper: Stopper | None) -> tuple[SearchEnd, bool]:
         """Train, record and report; also returns whether the search's run is complete now."""

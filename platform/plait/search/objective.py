@@ -203,7 +203,8 @@ class Observed:
         """Learn from an event."""
         match event:
             case JobAdmitted():
-                self._learn(event.job.name, numbers(event.job))
+                known = {} if event.loss is None else {names.TRAIN_LOSS: event.loss}
+                self._learn(event.job.name, numbers(event.job) | known)  # it may have no steps left
             case JobProgress():
                 self._learn(event.job, step_values(event))
             case JobEvaluated():

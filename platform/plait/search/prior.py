@@ -31,21 +31,31 @@ COMPARED_BY = ("search.metric", "search.direction", "search.constraints")  # key
 def check_prior(name: str, settings: SearchSettings, space: Space, storage: BaseStorage | None) -> None:
     """Check that the earlier study, if one is given, suits the search called ``name``, unless that has stored
     its trials; errors as for :func:`earlier_trials`."""
-    if settings.prior is None:
-        return
+    if settings.prior is not None:
+        _known(name, settings, space, storage)
+
+
+def _known(
+    name: str, settings: SearchSettings, space: Space, storage: BaseStorage | None
+) -> list[dict[str, Any]]:
+    """The trials that the search called ``name`` has stored; if none, as :func:`_read`."""
     if storage is not None and not settings.fresh and name in optuna.get_all_study_names(storage):
         kept = _kept(optuna.load_study(study_name=name, storage=storage))
         if kept.get("name") == settings.prior:
-            return
-    read_prior(name, settings, space, storage)
+            trials: list[dict[str, Any]] = kept["trials"]
+            return trials
+    return _read(name, settings, space, storage)
 
 
 def earlier_trials(
-    study: Study, settings: SearchSettings, space: Space, storage: BaseStorage
+    study: Study, settings: SearchSettings, space: Space, storage: BaseStorage | None
 ) -> list[FrozenTrial]:
-    """The trials of the earlier study, which is in ``storage``, in this search's space; none if none is
-    given. The first call stores them with this study, so that all suggestions of a search use the same ones
-    even if the earlier study changes.
+    """The trials of the earlier study in this search's space; none if none is given. The first call stores
+    them with this study, so that all suggestions of a search use the same ones even if the earlier study
+    changes.
+
+    Args:
+        storage: has the earlier study or, if this study is a copy, the search with what it has stored.
 
     Raises:
         SearchError: the study is missing, or its trials have no meaning in this search.
@@ -54,7 +64,7 @@ def earlier_trials(
         return []
     kept = _kept(study)
     if kept.get("name") != settings.prior:
-        kept = {"name": settings.prior, "trials": read_prior(study.study_name, settings, space, storage)}
+        kept = {"name": settings.prior, "trials": _known(study.study_name, settings, space, storage)}
         study.set_user_attr(PRIOR, json.dumps(kept))
     here = distributions(space)
     return [create_trial(distributions=here, **facts) for facts in kept["trials"]]
@@ -79,7 +89,7 @@ def describe_prior(settings: SearchSettings, known: int) -> str:
     )
 
 
-def read_prior(
+def _read(
     name: str, settings: SearchSettings, space: Space, storage: BaseStorage | None
 ) -> list[dict[str, Any]]:
     """Points, objectives and constraints of the earlier study's complete trials in the space of the search

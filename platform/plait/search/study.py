@@ -53,7 +53,7 @@ from plait.search.points import (
     read_enqueued,
     values_of,
 )
-from plait.search.prior import check_prior, earlier_trials, read_prior
+from plait.search.prior import check_prior, earlier_trials
 from plait.search.samplers import check_sampler
 from plait.search.stopper import StudyRungs
 from plait.search.storage import (
@@ -115,18 +115,27 @@ class StudyTrials:
         self._folder = None if folder is None else folder(name)
         self._usual_priority = int(identity.problem.get(PRIORITY_KEY, 0))
         self._study = patience(lambda: open_study(name, settings, space, identity, storage, self._folder))
-        self._workers = None if self._folder is None else Workers(self._folder / WORKERS, self._beat)
         self.shared = SharedStudy(self._study, patience)
         self.token = str(patience(lambda: self._study.user_attrs[TOKEN]))
+        self._workers = None if self._folder is None else Workers(self._folder / WORKERS, self._beat)
         self._paused: set[int] = set()  # numbers of its trials that the study calls paused
         self._kept = Kept(self._folder, self.token)
         self.claims = Claims(self.shared, self._workers, self._kept.resume_from)
         self.checkpoints_folder = self._kept.states
-        self.shared.patience(lambda: keep_space(self._study, space))
         self.orders = StudyOrders(self.shared)
         self.rungs = StudyRungs(self.shared, settings, self.claims)
+        try:
+            self._begin(points)
+        except BaseException:  # a notebook's process lives on, and would count as one that trains
+            if self._workers is not None:
+                self._workers.close()
+            raise
+
+    def _begin(self, points: Mapping[str, Mapping[str, Value]]) -> None:
+        """Complete the study, and be one of its workers from now on."""
+        self.shared.patience(lambda: keep_space(self._study, self._space))
         self.prior = self.shared.patience(self._earlier_trials)
-        self._suggester = Suggester(self._study, settings, space, self.prior)
+        self._suggester = Suggester(self._study, self._settings, self._space, self.prior)
         self.shared.patience(self._tidy_up)
         if points:
             self.shared.locked(lambda: self._enqueue_all(points))
@@ -433,9 +442,8 @@ def suggest_jobs(command: SearchCommand) -> list[JobSpec]:
     memory = in_memory()
     if search.prior is not None:
         there = existing_storage(search.storage, command.settings.tracking.root)
-        read_prior(search.name or identity.name, search, command.space, there)  # says what is wrong with it
-        assert there is not None
-        optuna.copy_study(from_study_name=search.prior, from_storage=there, to_storage=memory)
+        study = create(search.name or identity.name, search.objectives, identity, memory)
+        earlier_trials(study, command.settings.search, command.space, there)  # which it stores
     source = StudyTrials(search, command.space, identity, memory)
     jobs = []
     while (trial := source.ask()) is not None:
