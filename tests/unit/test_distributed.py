@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import psutil
 import pytest
 import torch
 from forked import FORKS
@@ -78,7 +79,7 @@ from plait.distributed.channel import (
     connect,
     limit_links,
 )
-from plait.distributed.exchange import Exchange
+from plait.distributed.exchange import Exchange, over_link
 from plait.distributed.fleet import Fleet
 from plait.distributed.launch import Launcher, _given_up, _remaining, fitted
 from plait.distributed.layout import Layout, Piece, Position
@@ -1065,3 +1066,23 @@ def test_a_process_that_cannot_do_its_part_ends_all_who_wait_for_it(
     with pytest.raises(type(error), match=r"^process 1 .*: no such file"):
         processes.ask_all(request_)
     assert not processes.live
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])
+def test_memory_that_runs_out_in_a_sum_is_no_broken_link(error: Exception) -> None:
+    """A smaller group follows; after a link that broke, the same one."""
+
+    def raising() -> None:
+        raise error
+
+    with pytest.raises(ShortStageError, match="no memory for what the other processes send") as caught:
+        over_link(raising, "the other processes", "A rule.")
+    assert "engine.capacity" in caught.value.remedy
+
+
+def test_a_system_that_lists_no_links_has_no_limit_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(*_: object) -> None:
+        raise psutil.AccessDenied
+
+    monkeypatch.setattr(psutil.Process, "net_connections", denied)
+    limit_links(12.0)

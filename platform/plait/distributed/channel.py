@@ -226,7 +226,10 @@ def limit_links(seconds: float) -> None:
     torch.distributed sets no such limit on its own links: what is sent into a broken network is repeated for
     15 minutes, and who only receives waits for ever.
     """
-    for each in psutil.Process().net_connections("tcp"):
+    links = []
+    with suppress(psutil.Error):  # a system that does not list them sets no limit either
+        links = psutil.Process().net_connections("tcp")
+    for each in links:
         with suppress(OSError), socket.socket(fileno=os.dup(each.fd)) as link:  # it may be closed by now
             _limit(link, seconds)
 

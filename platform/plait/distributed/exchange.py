@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from plait.core.errors import LostProcessError
+from plait.core.errors import LostProcessError, ShortStageError
+from plait.engine.memory import ran_out
 from plait.engine.span_recorder import SpanRecorder, Work
 
 # Longest wait in an exchange: a replica may compute for long while the others wait. If one
@@ -266,12 +267,16 @@ def over_link(action: Callable[[], Result], to: str, rule: str) -> Result:
     """What an action returns that needs other processes.
 
     Raises:
+        ShortStageError: memory ran out meanwhile.
         LostProcessError: the link to them broke.
     """
     try:
         return action()
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, MemoryError) as error:
         said = str(error).partition("\n")[0]
+        if ran_out(error):
+            remedy = "Lower engine.capacity or planner.max_jobs, or set engine.checkpointing."
+            raise ShortStageError(f"no memory for what {to} send: {said}", rule, remedy) from error
         remedy = "The same command resumes the search."
         raise LostProcessError(f"the link to {to} broke: {said}", rule, remedy) from error
 
