@@ -459,9 +459,9 @@ def test_the_cache_is_used_rebuilt_when_damaged_and_never_stale(tmp_path, tokeni
     first = load()
     (file,) = cache.iterdir()
     whole = file.read_bytes()
-    stamp = file.stat().st_mtime_ns
+    written = file.stat().st_ino
     assert load().digest == first.digest
-    assert file.stat().st_mtime_ns == stamp
+    assert file.stat().st_ino == written
     for damaged in (whole[: len(whole) // 2], b"", whole.replace(b"PK", b"QK")):
         file.write_bytes(damaged)
         again = load()
@@ -688,3 +688,20 @@ def test_a_named_function_scores_the_answers_to_a_file_s_rows(
     ):
         with pytest.raises(ConfigError, match=said):
             check_data(spec(**wrong))
+
+
+def test_samples_that_no_search_has_used_for_a_month_leave_the_cache(tmp_path: Path, tokeniser: Any) -> None:
+    cache = tmp_path / "cache"
+
+    def load(number: int) -> Path:
+        before = {*cache.glob("*")}
+        load_rows([{"text": "ab" * number}], tmp_path, tokeniser)
+        return next(iter({*cache.glob("*")} - before), cache)
+
+    old, used = load(1), load(2)
+    (other := cache / "profile.json").write_text("{}")
+    for file in (old, used, other):
+        os.utime(file, (0, 0))
+    load(2)
+    new = load(3)
+    assert {*cache.iterdir()} == {used, new, other}

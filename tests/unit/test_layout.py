@@ -1,7 +1,11 @@
 """The rules that keep the tree readable: where packages are, who imports whom, how long things get."""
 
 import ast
+import re
+import sys
+import tomllib
 from functools import cache
+from importlib.metadata import packages_distributions
 
 import pytest
 from count_code import (
@@ -196,3 +200,19 @@ def test_no_modules_import_each_other() -> None:
 
 def test_a_module_with_one_importer_says_why_it_is_a_seam() -> None:
     assert single_importers(code(), import_graph(code())) == {}
+
+
+def test_what_is_imported_is_declared() -> None:
+    """Another package may stop bringing it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [
+        *project["dependencies"],
+        *(each for some in project["optional-dependencies"].values() for each in some),
+    ]
+    declared = {re.split(r"[^\w.-]", each)[0].lower().replace("_", "-") for each in wanted}
+    tops = {name.split(".")[0] for tree in modules().values() for name in imports(tree)}
+    found = packages_distributions()
+    others = tops & found.keys() - {*sys.stdlib_module_names, "plait", "plait_bench", "plait_dashboards"}
+    others -= {"plait_kernels", "hydra_plugins", "count_code"}
+    named = {top: {each.lower().replace("_", "-") for each in found[top]} for top in others}
+    assert {top for top, names in named.items() if not names & declared} == set()

@@ -108,6 +108,8 @@ def test_a_name_of_another_module_is_refused() -> None:
     made.remove("mine")
     exec('made.add("mine", 4)', module)
     assert made.get("mine") == 4
+    exec('made.add("of no module", 5)', {"made": made})
+    assert made.get("of no module") == 5
 
 
 def test_what_is_added_later_is_known_before_its_module_is_imported(

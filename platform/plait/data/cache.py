@@ -6,8 +6,11 @@ A seam: only this module knows the format on disk and how to tell whether a file
 from __future__ import annotations
 
 import hashlib
+import os
+import time
 import zipfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ import numpy as np
 from plait.core.samples import RowCounts, Share, Split, TokenisedData
 from plait.utils.files import disk_errors, new_file
 
+UNUSED_SECONDS = 30 * 86_400.0  # after which a file is removed
 _FIELDS = ("tokens", "labels", "offsets", "rows")  # the arrays of a split
 
 
@@ -43,11 +47,14 @@ def read_cached(path: Path) -> TokenisedData | None:
         return None
     if digest != content_digest(train, validation):
         return None
+    with suppress(OSError):  # it may be another user's
+        os.utime(path)  # it was used just now
     return TokenisedData(digest, train, validation)
 
 
 def write_cached(path: Path, data: TokenisedData) -> None:
-    """Write ``data`` to ``path``, completely or not at all.
+    """Write ``data`` to ``path``, completely or not at all, and remove files beside it that were not used for
+    ``UNUSED_SECONDS``.
 
     Raises:
         StorageError: the folder cannot be written, or the disk is full.
@@ -58,6 +65,10 @@ def write_cached(path: Path, data: TokenisedData) -> None:
     remedy = "Make the folder writable, free space on its disk, or choose another folder with PLAIT_CACHE."
     with disk_errors(path.parent, rule, remedy), new_file(path) as file:
         np.savez(file, digest=np.array(data.digest), **arrays)
+    for each in path.parent.glob(f"*{path.suffix}"):
+        with suppress(OSError):  # another process may have removed it
+            if each.stat().st_mtime < time.time() - UNUSED_SECONDS:
+                each.unlink()
 
 
 def _arrays(split: Split) -> dict[str, Any]:

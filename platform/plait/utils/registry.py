@@ -133,4 +133,4 @@ class Registry(Generic[T]):
 def _caller() -> str:
     """The module that calls the registry: an entry does not say whose it is, as its class may come from
     anywhere."""
-    return str(sys._getframe(2).f_globals["__name__"])
+    return str(sys._getframe(2).f_globals.get("__name__", "__main__"))  # none in code run by exec
