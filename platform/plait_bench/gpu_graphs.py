@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from plait.core.checks import check
 from plait.core.errors import ConfigError
 from plait.core.jobs import JobSpec
 from plait.core.plans import Microbatch, Segment
@@ -43,6 +44,7 @@ class GraphOptions(JointOptions):
     sizes: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        check(self, OPTIONS)
         most = self.adapters * self.length
         if wrong := [size for size in self.sizes if not 0 < size <= most or size % self.adapters]:
             raise ConfigError(

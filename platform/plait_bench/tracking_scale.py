@@ -18,6 +18,7 @@ from typing import Literal
 
 import psutil
 
+from plait.core.checks import check
 from plait.core.errors import ConfigError, StorageError
 from plait.core.jobs import JobSpec
 from plait.core.lifecycle import JobResult, JobState
@@ -37,7 +38,7 @@ from plait.tracking.names import EVAL_LOSS, OBJECTIVE, TRAIN_LOSS
 from plait.tracking.tracker import Tracker
 from plait.tracking.ui import serving, ui_command
 from plait.utils.durations import duration
-from plait_bench.benchmarks import benchmark
+from plait_bench.benchmarks import OPTIONS, benchmark
 from plait_bench.figures import Baseline, Figure, Report
 from plait_bench.inputs import Count
 from plait_bench.joint_side import load_joint_side
@@ -188,6 +189,7 @@ class Options:
     step_seconds: float | None = None
 
     def __post_init__(self) -> None:
+        check(self, OPTIONS)
         if 2 * self.edge > self.adapters:
             raise ConfigError(
                 f"bench.options.edge={self.edge}, adapters={self.adapters}",

@@ -513,6 +513,11 @@ def test_what_a_moved_folder_lacks_is_explained(tmp_path: Path, new_store: Calla
         export(moved, "demo", tmp_path / "out", trial=0)
     with pytest.raises(StorageError, match="moved or copied from"):
         recorded_text(load_search(moved, "demo"), moved, "config.yaml")
+    said: list[str] = []
+    assert search_address(moved, "demo", "http://here", said.append).startswith("http://here/#/")
+    (words,) = said
+    assert "moved or copied from" in words
+    assert "ln -s" in words
 
 
 @pytest.mark.slow

@@ -119,3 +119,5 @@ def test_sizes_that_no_samples_give_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"bench\.options\.sizes=\[2, 50, 123\]") as refused:
         subject.GraphOptions(**SIZES, repeats=1, sizes=(2, 48, 50, 123))
     assert "Choose multiples of 3 up to 120." in str(refused.value)
+    with pytest.raises(ConfigError, match="adapters must be at least 1"):
+        subject.GraphOptions(**{**SIZES, "adapters": 0}, repeats=1, sizes=(48,))

@@ -49,7 +49,11 @@ def test_a_server_that_never_answers_is_reported(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(
     ("options", "told"),
-    [({"edge": 3}, "edge=3"), ({"stores": ["file"]}, "server, sqlite"), ({"adapters": 0}, "adapters=0")],
+    [
+        ({"edge": 3}, "edge=3"),
+        ({"stores": ["file"]}, "server, sqlite"),
+        ({"adapters": 0}, "adapters must be at least 1"),
+    ],
 )
 def test_bad_options_are_refused(options: dict[str, object], told: str) -> None:
     with pytest.raises(ConfigError, match=told):

@@ -32,6 +32,7 @@ from plait.core.lifecycle import JobState
 from plait.core.settings import RunSettings, SearchSettings
 from plait.search.control import SearchControl
 from plait.search.identity import identify
+from plait.search.locks import WORKERS, LifeLock
 from plait.search.orders import ORDERS, POLL_SECONDS, Mode, Orders, StudyOrders
 from plait.search.ownership import Owner
 from plait.search.recorded import FILE, RecordedCommand, write_command
@@ -581,3 +582,10 @@ def test_a_command_for_a_search_loads_only_what_reads_its_study(words: list[str]
 def test_a_wait_is_a_time(text: str, rule: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["control", "mine", "pause", f"--wait={text}"]) == 2
     assert rule in capsys.readouterr().err
+
+
+def test_the_searches_that_run_are_listed_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lock = LifeLock(search_folder(tmp_path, "mine") / WORKERS / "1-a")
+    assert main(["control", "--json", "--root", str(tmp_path)]) == 0
+    assert json.loads(capsys.readouterr().out) == {"mine": "starting"}
+    lock.release()

@@ -60,7 +60,7 @@ def _served(base: str, name: str, rank: int, form: str) -> str:
         return (
             f"{why} For other programs export the whole model: --form merged.\n\n```\nplait serve FOLDER\n```"
         )
-    if tiny_named(base):
+    if tiny_named(base) and form == "gguf":  # there is no such base in GGUF
         return why
     fitting = next((each for each in VLLM_RANKS if each >= rank), rank)
     sglang = "python -m sglang.launch_server --model-path"

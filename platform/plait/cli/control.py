@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from plait.search.control import SearchControl
 
 USAGE = """\
-plait control                                 the searches that run on this machine
+plait control [--json]                        the searches that run on this machine
        plait control NAME [status] [--json]          its trials, their states and the best so far
        plait control NAME pause | resume             pause all trials; resume them
        plait control NAME stop | cancel              start no further trials; end all trials
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     given = _parser().parse_intermixed_args(arguments)
     check_least(given, wait=0)
     if given.name is None:
-        print(listing(given.root))
+        print(json.dumps(_modes(given.root), indent=2) if given.json else listing(given.root))
         return EXIT_DONE
     if given.name not in VERBS:
         given.name = begun_name(given.name, search_names(given.root))
@@ -118,12 +118,18 @@ def running(root: Path) -> list[str]:
 
 def listing(root: Path) -> str:
     """The searches that run on this machine, each with its mode, or what to do if there is none."""
-    names = running(root)
-    if not names:
+    modes = _modes(root)
+    if not modes:
         lists = command_on(root, "resume")
         return f"No search in {root} is running; `{lists}` lists those that can be resumed."
-    lines = [f"{name}\t{_mode(root, name)}" for name in names]
-    return "\n".join([*lines, f"`{command_on(root, 'control', names[0], 'status')}` shows its status."])
+    lines = [f"{name}\t{mode}" for name, mode in modes.items()]
+    shows = command_on(root, "control", next(iter(modes)), "status")
+    return "\n".join([*lines, f"`{shows}` shows its status."])
+
+
+def _modes(root: Path) -> dict[str, str]:
+    """The searches that run on this machine, each with its mode."""
+    return {name: _mode(root, name) for name in running(root)}
 
 
 def _mode(root: Path, name: str) -> str:
@@ -207,7 +213,7 @@ def _parser() -> Parser:
     parser.add_argument("name", nargs="?", help="name of the search, as `plait sweep` prints it")
     parser.add_argument("verb", nargs="?", help=f"{', '.join(VERBS)}; default: status")
     parser.add_argument("rest", nargs="*", metavar="TRIAL | KEY=VALUE")
-    parser.add_argument("--json", action="store_true", help="with status: print JSON")
+    parser.add_argument("--json", action="store_true", help="with status, or without NAME: print JSON")
     parser.add_argument("--warm", action="store_true", help="with clone: start from the trial's weights")
     parser.add_argument(
         "--wait",

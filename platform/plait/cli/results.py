@@ -33,7 +33,7 @@ def ui(arguments: Sequence[str]) -> int:
     settings = store_settings(known)
     command = ui_command(settings, rest)
     check_port(command)
-    shown = f"MLflow: {search_address(settings, name, command.url)}"
+    shown = f"MLflow: {search_address(settings, name, command.url, say)}"
     if not command.command:
         print(shown)
         return EXIT_DONE

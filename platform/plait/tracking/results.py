@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,9 +78,11 @@ def load_search(settings: TrackingSettings, name: str | None = None) -> SearchRe
     return _result(*_find(settings, name))
 
 
-def search_address(settings: TrackingSettings, name: str | None, address: str) -> str:
+def search_address(
+    settings: TrackingSettings, name: str | None, address: str, say: Callable[[str], None] = print
+) -> str:
     """The address of a search in MLflow's pages at ``address``, by name or run id, or the newest; ``address``
-    if there is no search yet.
+    if there is no search yet. ``say`` tells the user where the pages have no artifacts, and what helps.
 
     Raises:
         SearchError: there is none with that name.
@@ -92,6 +94,10 @@ def search_address(settings: TrackingSettings, name: str | None, address: str) -
         if name is not None:
             raise
         return address
+    try:
+        check_place(store)
+    except StorageError as error:  # losses are in the database
+        say(str(error))
     run_id = run.data.tags.get(names.TAG_PARENT, run.info.run_id)
     return search_page(address, store.experiment_id, run_id)
 
