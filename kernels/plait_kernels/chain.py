@@ -6,8 +6,7 @@ functions have nodes of their own where something else stands between them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -75,7 +74,7 @@ class Step:
 
 class Chain:
     """Steps each of which takes what the last one returned; those before the first that has a gradient are
-    left out.
+    left out. Within the context that it is, functions that are applied are its steps.
 
     Args:
         start: what the first one takes.
@@ -91,6 +90,13 @@ class Chain:
         self.steps: list[Step] = []
         self.last: Tensor | None = start
         self._needs = needs
+
+    def __enter__(self) -> Chain:
+        self._before = _recording.set(self)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        _recording.reset(self._before)
 
     def run(self, function: Any, arguments: tuple[Any, ...], trains: bool) -> Any:
         """What the function returns."""
@@ -139,14 +145,3 @@ class Chain:
         for step in self.steps:
             step.saved_tensors = tensors[start : start + step.saves]
             start += step.saves
-
-
-@contextmanager
-def recorded(start: Tensor, *, needs: bool) -> Iterator[Chain]:
-    """A chain of the functions that are applied within the context."""
-    chain = Chain(start, needs=needs)
-    token = _recording.set(chain)
-    try:
-        yield chain
-    finally:
-        _recording.reset(token)

@@ -8,9 +8,9 @@ added by the vendor's product, as a single layer does it, it is written once and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,17 +95,13 @@ class _Layer:
     frozen: Frozen
     call: LayerCall
     chosen: Choice
+    run: Launcher = field(init=False)
 
     def enter(self, x: Tensor) -> Tensor:
         """Its weight, in forward, where it finds its launches for rows like x."""
         weight = dense(self.frozen.weight)
-        self.call.kept = launcher(self.call, x, weight, self.chosen)
+        self.run = launcher(self.call, x, weight, self.chosen)
         return weight
-
-    @property
-    def run(self) -> Launcher:
-        """Its launches."""
-        return cast("Launcher", self.call.kept)
 
     def down(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """S, and the bits of what is dropped; of no size without an adapter."""

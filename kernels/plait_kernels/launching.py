@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -103,18 +104,24 @@ class Launch:
 _STREAM, _BEFORE = 3, 9  # where the stream is among what a binary is called with; how many are not its own
 
 
+@cache
+def _triton() -> tuple[Any, Any]:
+    """Triton's settings of launches, and its driver."""
+    from triton import knobs
+    from triton.runtime import driver
+
+    return knobs.runtime, driver
+
+
 class _Binary:
     """What launches a binary as Triton itself does; with a profiler's hooks Triton is to do it."""
 
     __slots__ = ("compiled", "device", "hooks", "run", "stream")
 
     def __init__(self, compiled: Any) -> None:
-        from triton import knobs
-        from triton.runtime import driver
-
         self.compiled = compiled  # which unloads the binary when it is let go
         self.run = compiled.run
-        self.hooks = knobs.runtime
+        self.hooks, driver = _triton()
         active = driver.active
         self.device, self.stream = active.get_current_device, active.get_current_stream
 

@@ -29,7 +29,7 @@ from plait.models.elementwise import (
 from plait.models.flash import attend
 from plait.models.lora import Binding, GroupedLinear, LinearGroup
 from plait_kernels import KernelError, Routing, passes
-from plait_kernels.chain import recorded
+from plait_kernels.chain import Chain
 from plait_kernels.plain import GELU, GELU_TANH, SILU, activation
 
 # ‖replacement − module‖ / ‖module‖ on random input from rounding alone; a real difference is far larger.
@@ -328,7 +328,7 @@ class _Layer(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, _anchor: Tensor | None, layer: Residual, options: dict[str, Any]
     ) -> Tensor:
-        with recorded(x, needs=ctx.needs_input_grad[0]) as chain:
+        with Chain(x, needs=ctx.needs_input_grad[0]) as chain:
             total, added = layer.terms(x, options)
         chain.end(added)
         out = total + added

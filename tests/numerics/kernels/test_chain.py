@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from plait_kernels import KernelError, frozen_linear
-from plait_kernels.chain import apply, recorded
+from plait_kernels.chain import Chain, apply
 
 
 class Cube(torch.autograd.Function):
@@ -43,7 +43,7 @@ class Chained(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, _anchor: Tensor | None, trained: int) -> Tensor:
-        with recorded(x, needs=ctx.needs_input_grad[0]) as chain:
+        with Chain(x, needs=ctx.needs_input_grad[0]) as chain:
             out = x
             for index in range(3):
                 out = apply(Cube, out, 3, trains=index == trained)
@@ -136,9 +136,9 @@ def test_a_second_derivative_is_refused() -> None:
 
 def test_nothing_may_stand_between_steps() -> None:
     x = start()
-    with recorded(x, needs=True), pytest.raises(KernelError, match="follow each other"):
+    with Chain(x, needs=True), pytest.raises(KernelError, match="follow each other"):
         apply(Cube, apply(Cube, x, 3) + 0.0, 3)
-    with recorded(x, needs=True) as chain, pytest.raises(KernelError, match="follow each other"):
+    with Chain(x, needs=True) as chain, pytest.raises(KernelError, match="follow each other"):
         chain.end(apply(Cube, x, 3) + 0.0)
 
 
@@ -157,10 +157,10 @@ class Sum(torch.autograd.Function):
 
 
 def test_what_a_step_calls_is_no_step() -> None:
-    with recorded(start(), needs=True) as chain:
+    with Chain(start(), needs=True) as chain:
         apply(Sum, chain.last)
     assert [step.function for step in chain.steps] == [Sum]
-    with pytest.raises(ZeroDivisionError), recorded(start(), needs=True) as chain:
+    with pytest.raises(ZeroDivisionError), Chain(start(), needs=True) as chain:
         apply(Fails, chain.last)
     assert apply(Cube, start(), 3).grad_fn is not None
 
@@ -172,6 +172,6 @@ class Fails(torch.autograd.Function):
 
 
 def test_an_error_leaves_no_chain_behind() -> None:
-    with pytest.raises(ZeroDivisionError), recorded(start(), needs=True):
+    with pytest.raises(ZeroDivisionError), Chain(start(), needs=True):
         raise ZeroDivisionError
     assert apply(Cube, start(), 3).grad_fn is not None
