@@ -54,12 +54,11 @@ class Launch:
             always be the same, and so must the device.
     """
 
-    __slots__ = ("_arguments", "_constants", "_filled", "_grid", "_kernel", "_places", "_ready", "_run")
+    __slots__ = ("_arguments", "_constants", "_grid", "_kernel", "_places", "_ready", "_run")
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], *arguments: object, **constants: object) -> None:
         self._kernel, self._grid, self._arguments, self._constants = kernel, grid, arguments, constants
-        self._places = [place for place, each in enumerate(arguments) if each is GIVEN]
-        self._filled = [_BEFORE + place for place in self._places]
+        self._places = [place for place, each in enumerate(arguments, _BEFORE) if each is GIVEN]
         self._ready: list[Any] = []  # what the binary is called with
         self._run: _Binary | None = None
 
@@ -71,7 +70,7 @@ class Launch:
             return
         arguments, joined = self._ready.copy(), 0
         # As many as the first time, when they were counted: to count them takes a fifth of a launch.
-        for place, tensor in zip(self._filled, given):  # noqa: B905
+        for place, tensor in zip(self._places, given):  # noqa: B905
             arguments[place] = address = tensor.data_ptr()
             joined |= address
         first, device = given[0], binary.device()
@@ -87,7 +86,7 @@ class Launch:
             return
         arguments = list(self._arguments)
         for place, tensor in zip(self._places, given, strict=True):
-            arguments[place] = tensor
+            arguments[place - _BEFORE] = tensor
         compiled = launch(self._kernel, self._grid, *arguments, **self._constants)
         # The interpreter compiles nothing; elsewhere than on CUDA binaries differ by more than alignment.
         if self._run is not None or compiled is None or compiled.metadata.target.backend != "cuda":
