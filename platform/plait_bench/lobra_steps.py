@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
 
@@ -122,6 +122,8 @@ class EndToEndOptions:
         fused: Task-Fused's deployment.
         deployment: LobRA's.
         sequential: Task-Sequential's, by task.
+        sequential_devices: of each task in LobRA-Sequential, if several tasks train side by side; this is
+            tried beside all devices for each.
         steps: drawn, over which is averaged.
         tried: of these, the first ones over which LobRA-Sequential is averaged beside what is compared: its
             sequences are dispatched task by task, which takes most of the time.
@@ -140,6 +142,7 @@ class EndToEndOptions:
     gap: float = GAP
     lacking: tuple[Shape, ...] = ()
     plans: tuple[Assumption, ...] = ()
+    sequential_devices: Count | None = None
 
     def __post_init__(self) -> None:
         if lost := {task.name for task in self.tasks} ^ set(self.sequential):
@@ -186,6 +189,8 @@ def end_to_end(settings: RunSettings, _jobs: Sequence[JobSpec], asked: EndToEndO
             faster, ours = (float(np.mean(alone)) / float(np.mean(each[own][: len(alone)])) for own in OWN)
             name = f"LobRA over LobRA-Sequential{how}{label}"
             figures.append(Figure(name, faster, "×", "simulated", note=f"{len(alone)} steps", plait=ours))
+        if asked.sequential_devices and not label:
+            figures.append(_side_by_side(profile, asked, asked.sequential_devices, seconds["LobRA"]))
     for assumption in asked.plans:
         known = drawn_steps(asked.tasks, assumption, SAMPLE_STEPS)
         label = f"; {assumption}"
@@ -238,6 +243,26 @@ def _systems(
             total += [lobra_seconds(profile, rows, batch, size, boundaries=each) for batch in some]
     found["Task-Sequential"] = alone
     return found | {f"LobRA-Sequential{how}": each for how, each in several.items()}
+
+
+def _side_by_side(profile: ClusterProfile, asked: EndToEndOptions, devices: int, joint: float) -> Figure:
+    """LobRA's step of ``joint`` seconds over LobRA-Sequential in device-seconds, if each task has ``devices``
+    and the others train others at the same time."""
+    part_of_it = replace(profile, devices=replace(profile.devices, count=devices))
+    assumption, seconds = asked.assumptions[0], 0.0
+    for task in asked.tasks:
+        rows = planned(part_of_it, drawn_steps([task], assumption, SAMPLE_STEPS), gap=asked.gap)
+        batches = loaded_steps([task], assumption, asked.steps)
+        seconds += float(
+            np.mean([lobra_seconds(part_of_it, rows, each, [task.batch_size]) for each in batches])
+        )
+    return Figure(
+        f"LobRA over LobRA-Sequential, each task on {devices} devices",
+        seconds * devices / (joint * profile.devices.count),
+        "×",
+        "simulated",
+        note=f"{asked.steps} steps; several tasks train side by side",
+    )
 
 
 def _seen(profile: ClusterProfile, known: Int64) -> tuple[int, ...]:

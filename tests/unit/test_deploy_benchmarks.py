@@ -16,7 +16,7 @@ from plait_bench.figures import Benchmark
 from plait_bench.inputs import read_profile
 from plait_bench.lobra import ablation, deployment, fit_by_degree, read_layer_times, time_model
 from plait_bench.lobra_plans import plan_figures
-from plait_bench.lobra_steps import bucket_numbers
+from plait_bench.lobra_steps import bucket_numbers, end_to_end
 from plait_bench.mlora import memory_model
 from plait_bench.planning_time import planning_time
 from plait_bench.slora import communication, pool
@@ -80,6 +80,16 @@ def test_a_plan_without_a_configuration_is_compared_beside_the_best(settings: Ru
     assert unlike.ours >= 2
     assert (best[2].ours, ratio.name) == (1, "case without ⟨2,1⟩: published plan over Plait's")
     assert ratio.ours < 1
+
+
+def test_a_task_that_shares_the_devices_with_nothing_takes_what_it_takes_alone(settings: RunSettings) -> None:
+    options = _options("lobra/end_to_end_7b")
+    (task,) = (each for each in options["tasks"] if each["name"] == "CommitPackFT")
+    options |= {"tasks": [task], "sequential": {"CommitPackFT": [[4, 1, 4]]}, "steps": 2, "gap": 0.5}
+    options |= {"assumptions": [{"family": "lognormal"}], "sequential_devices": 16}
+    figures = {each.name: each.ours for each in end_to_end(settings, [], options).figures}
+    alone = figures["LobRA over LobRA-Sequential"]
+    assert figures["LobRA over LobRA-Sequential, each task on 16 devices"] == pytest.approx(alone)
 
 
 def test_the_time_model_is_tested_on_held_out_rows(settings: RunSettings) -> None:
