@@ -13,7 +13,7 @@ from curve_worker import ADAPTER, CurveWorker, lengths_data, load_lengths
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.core.errors import GatheringInterruptedError, LostProcessError, ProcessError
+from plait.core.errors import GatheringInterruptedError, LostProcessError, ProcessError, ShortStageError
 from plait.core.jobs import JobSpec, TrainSpec
 from plait.core.lifecycle import JobResult, JobState, PauseReason
 from plait.core.messages import (
@@ -272,6 +272,23 @@ def test_too_many_lost_processes_within_an_hour_end_the_run(tmp_path: Path) -> N
     with pytest.raises(ProcessError, match="process 1 died"):
         trained(coordinator, rungs=False)
     assert coordinator.restarts.count == 3
+
+
+def test_memory_that_is_short_where_no_job_trains_is_a_loss_like_others(tmp_path: Path) -> None:
+    """No smaller group follows, so it would be short for ever."""
+    coordinator = made(tmp_path, [(9, False)], restarts=2, checkpoint_steps=1)
+    coordinator.submit(job(1))
+    while coordinator.restarts.count == 0:
+        coordinator.advance()
+
+    def short() -> Mortal:
+        raise ShortStageError("no memory for what the other processes send")
+
+    coordinator._renew = short
+    coordinator.advance()
+    assert coordinator.restarts.count == 2
+    with pytest.raises(ShortStageError):
+        coordinator.advance()
 
 
 def test_restarts_are_counted_by_the_hour() -> None:

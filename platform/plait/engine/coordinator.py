@@ -307,7 +307,8 @@ class Coordinator:
         if isinstance(self._lost, GatheringInterruptedError):
             return found  # the search stops at this boundary
         if self._lost is not None and before is None:
-            short = isinstance(self._lost, ShortStageError)  # a smaller group follows, which may be repeated
+            # A smaller group follows, which may be repeated; where none trains, none is smaller.
+            short = isinstance(self._lost, ShortStageError) and bool(self._live)
             if self._renew is None or not (short or self.restarts.another()):
                 raise self._lost
             found += self._shrink_and_resume(self._lost.value) if short else self._fall_back()
