@@ -125,6 +125,11 @@ def test_an_empty_cell_of_a_csv_file_is_absent_where_there_is_no_text(tmp_path):
     check_data(DataSpec.of("file", path=str(tmp_path / "a.csv"), validation=0))
 
 
+def test_a_text_file_that_begins_like_a_packed_one_is_read(tmp_path):
+    (tmp_path / "a.csv").write_text("BZh,text\n1,a\n")
+    check_data(DataSpec.of("file", path=str(tmp_path / "a.csv"), validation=0))
+
+
 def test_a_folder_may_have_a_file_state_json_and_hidden_files(tmp_path):
     (tmp_path / "state.json").write_text('{"text": "a"}')
     (tmp_path / "._state.json").write_bytes(b"\x00\xff")

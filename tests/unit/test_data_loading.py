@@ -699,9 +699,11 @@ def test_samples_that_no_search_has_used_for_a_month_leave_the_cache(tmp_path: P
         return next(iter({*cache.glob("*")} - before), cache)
 
     old, used = load(1), load(2)
-    (other := cache / "profile.json").write_text("{}")
-    for file in (old, used, other):
+    others = cache / "profile.json", cache / "measured.npz"  # the second is a file of the user's own
+    for file in others:
+        file.touch()
+    for file in (old, used, *others):
         os.utime(file, (0, 0))
     load(2)
     new = load(3)
-    assert {*cache.iterdir()} == {used, new, other}
+    assert {*cache.iterdir()} == {used, new, *others}

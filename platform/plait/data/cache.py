@@ -65,7 +65,7 @@ def write_cached(path: Path, data: TokenisedData) -> None:
     remedy = "Make the folder writable, free space on its disk, or choose another folder with PLAIT_CACHE."
     with disk_errors(path.parent, rule, remedy), new_file(path) as file:
         np.savez(file, digest=np.array(data.digest), **arrays)
-    for each in path.parent.glob(f"*{path.suffix}"):
+    for each in path.parent.glob("[0-9a-f]" * len(path.stem) + path.suffix):  # no file of the user's own
         with suppress(OSError):  # another process may have removed it
             if each.stat().st_mtime < time.time() - UNUSED_SECONDS:
                 each.unlink()

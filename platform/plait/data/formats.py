@@ -116,12 +116,13 @@ SUFFIXES = {
 
 
 def _decode(content: bytes, name: str) -> str:
-    packed = next((kind for start, kind in PACKED.items() if content.startswith(start)), None)
-    if packed is not None:
-        raise DataError(f"{name}: packed by {packed}", "Plait reads unpacked files only.", "Unpack it.")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
+        packed = next((kind for start, kind in PACKED.items() if content.startswith(start)), None)
+        if packed is not None:
+            rule = "Plait reads unpacked files only."
+            raise DataError(f"{name}: packed by {packed}", rule, "Unpack it.") from error
         raise DataError(
             f"{name}: byte {error.start} is not UTF-8", "A text file must be UTF-8.", "Convert the file."
         ) from error
