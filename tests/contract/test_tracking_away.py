@@ -21,6 +21,7 @@ from plait.core.messages import GroupStep, JobAdmitted, JobEvaluated, JobProgres
 from plait.core.settings import RunSettings, SearchSettings, TrackingSettings
 from plait.tracking.connection import AwayError, open_store
 from plait.tracking.facts import SearchFacts
+from plait.tracking.leaderboard import JobRecord
 from plait.tracking.location import Location, locate
 from plait.tracking.mlflow_store import Store
 from plait.tracking.results import load_search
@@ -265,6 +266,21 @@ def test_without_an_earlier_start_the_store_must_answer(settings: TrackingSettin
     store.away = True
     with pytest.raises(AwayError):
         start(settings)
+
+
+def test_a_trial_that_the_study_says_has_ended_keeps_what_the_store_has_of_it(
+    settings: TrackingSettings,
+) -> None:
+    """The process that trained it is on another host, and was killed before it had sent its end."""
+    tracker = start(settings)
+    tracker.board.take_result(over(0)[0])
+    stored = JobRecord("trial-0000", 0, {"adapter.rank": 1, "train.lr": 1e-4}, JobState.RUNNING)
+    stored.tokens, stored.run_id = 300, "r"
+    tracker._take_others([stored])
+    shown = tracker.board.jobs["trial-0000"]
+    assert (shown.state, shown.values, shown.tokens) == (JobState.FINISHED, VALUES[0], 300)
+    assert shown.parameters["train.lr"] == 1e-4
+    tracker.close()
 
 
 def test_a_store_that_becomes_unavailable_during_the_start(

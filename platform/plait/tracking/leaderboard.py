@@ -126,6 +126,11 @@ class JobRecord:
         """Whether it will not train again."""
         return self.state.ended
 
+    def end_as(self, known: JobRecord) -> None:
+        """Adopt how it ended from another record of it."""
+        self.state, self.reason, self.feasible = known.state, known.reason, known.feasible
+        self.objective, self.others = known.objective, known.others
+
     def recall(self, earlier: JobRecord) -> None:
         """Adopt the best evaluation of an earlier record, if that was better."""
         loss = earlier.best_eval_loss

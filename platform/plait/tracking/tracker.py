@@ -286,7 +286,7 @@ class Tracker:
 
     def _take_others(self, records: Sequence[JobRecord]) -> None:
         """Put the jobs that this process does not train on the board, as they are in the store, which may
-        learn later than the study that one has ended."""
+        learn later than the study that one has ended, and how."""
         run = self._running.run
         for record in records:
             if record.on_front:
@@ -297,8 +297,9 @@ class Tracker:
                     known.recall(record)
                 continue
             self._ids[record.name] = record.run_id
-            if known is None or record.ended or not known.ended:
-                self.board.add(record)
+            if known is not None and known.ended and not record.ended:
+                record.end_as(known)
+            self.board.add(record)
         run.whole |= bool(records)
 
     # ---- jobs ------------------------------------------------------------------------------------------
