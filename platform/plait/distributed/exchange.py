@@ -273,7 +273,7 @@ def over_link(action: Callable[[], Result], to: str, rule: str) -> Result:
     try:
         return action()
     except (RuntimeError, ValueError, MemoryError) as error:
-        said = str(error).partition("\n")[0]
+        said = str(error).partition("\n")[0] or type(error).__name__
         if ran_out(error):
             remedy = "Lower engine.capacity or planner.max_jobs, or set engine.checkpointing."
             raise ShortStageError(f"no memory for what {to} send: {said}", rule, remedy) from error
