@@ -122,8 +122,8 @@ class EndToEndOptions:
         fused: Task-Fused's deployment.
         deployment: LobRA's.
         sequential: Task-Sequential's, by task.
-        sequential_devices: of each task in LobRA-Sequential, if several tasks train side by side; this is
-            tried beside all devices for each.
+        sequential_devices: of each task in LobRA-Sequential, if only these count; this is tried beside all
+            devices for each.
         steps: drawn, over which is averaged.
         tried: of these, the first ones over which LobRA-Sequential is averaged beside what is compared: its
             sequences are dispatched task by task, which takes most of the time.
@@ -190,7 +190,7 @@ def end_to_end(settings: RunSettings, _jobs: Sequence[JobSpec], asked: EndToEndO
             name = f"LobRA over LobRA-Sequential{how}{label}"
             figures.append(Figure(name, faster, "×", "simulated", note=f"{len(alone)} steps", plait=ours))
         if asked.sequential_devices and not label:
-            figures.append(_side_by_side(profile, asked, asked.sequential_devices, seconds["LobRA"]))
+            figures.append(_on_fewer(profile, asked, asked.sequential_devices, seconds["LobRA"]))
     for assumption in asked.plans:
         known = drawn_steps(asked.tasks, assumption, SAMPLE_STEPS)
         label = f"; {assumption}"
@@ -245,9 +245,9 @@ def _systems(
     return found | {f"LobRA-Sequential{how}": each for how, each in several.items()}
 
 
-def _side_by_side(profile: ClusterProfile, asked: EndToEndOptions, devices: int, joint: float) -> Figure:
+def _on_fewer(profile: ClusterProfile, asked: EndToEndOptions, devices: int, joint: float) -> Figure:
     """LobRA's step of ``joint`` seconds over LobRA-Sequential in device-seconds, if each task has ``devices``
-    and the others train others at the same time."""
+    and the others, idle or with another task, are not counted."""
     part_of_it = replace(profile, devices=replace(profile.devices, count=devices))
     assumption, seconds = asked.assumptions[0], 0.0
     for task in asked.tasks:
@@ -261,7 +261,7 @@ def _side_by_side(profile: ClusterProfile, asked: EndToEndOptions, devices: int,
         seconds * devices / (joint * profile.devices.count),
         "×",
         "simulated",
-        note=f"{asked.steps} steps; several tasks train side by side",
+        note=f"{asked.steps} steps; other devices are not counted",
     )
 
 
