@@ -25,7 +25,7 @@ from plait.data.tokenising import Renderer, check_tokeniser, tokenise, tokeniser
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SAMPLES_VERSION = 3  # raise it when the same rows and options give other samples than before
+SAMPLES_VERSION = 4  # raise it when the same rows and options give other samples than before, or an error
 
 
 def check_data(spec: DataSpec) -> None:
