@@ -257,7 +257,7 @@ def _on_fewer(profile: ClusterProfile, asked: EndToEndOptions, devices: int, joi
             np.mean([lobra_seconds(part_of_it, rows, each, [task.batch_size]) for each in batches])
         )
     return Figure(
-        f"LobRA over LobRA-Sequential, each task on {devices} devices",
+        f"each task on {devices} devices: LobRA over LobRA-Sequential",
         seconds * devices / (joint * profile.devices.count),
         "×",
         "simulated",

@@ -89,7 +89,7 @@ def test_a_task_that_shares_the_devices_with_nothing_takes_what_it_takes_alone(s
     options |= {"assumptions": [{"family": "lognormal"}], "sequential_devices": 16}
     figures = {each.name: each.ours for each in end_to_end(settings, [], options).figures}
     alone = figures["LobRA over LobRA-Sequential"]
-    assert figures["LobRA over LobRA-Sequential, each task on 16 devices"] == pytest.approx(alone)
+    assert figures["each task on 16 devices: LobRA over LobRA-Sequential"] == pytest.approx(alone)
 
 
 def test_the_time_model_is_tested_on_held_out_rows(settings: RunSettings) -> None:

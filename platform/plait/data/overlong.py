@@ -146,7 +146,7 @@ def _none_left(
     value = f"{first} and later: no {use} row of {len(candidates)} is left: {' and '.join(reasons)}"
     lengths = [len(each.sample.tokens) for each in candidates]
     shortest, longest = min(lengths), max(lengths)
-    if longest <= limit.model:
+    if longest <= limit.model and not dropped:
         rule = f"Each has room for {limit.model} tokens (model.max_length), and the longest has {longest}."
         other = ", or choose other rows for validation (data.validation, data.seed)" * (use == "validation")
         return DataError(value, rule, f"Remove rows without text or without an answer{other}.")
