@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import chain
 from typing import Any
 
+import torch
+
 from plait.config.build import Config
 from plait.config.fields import build, unknown_key
 from plait.core.errors import ConfigError, choices
 from plait.engine.build import settle_dtype
+from plait.engine.devices import usual_threads
 from plait.search.study import suggest_jobs
 from plait.search.trials import SearchCommand
 from plait.terminal.console import wide_console
@@ -73,11 +77,25 @@ def compared(command: SearchCommand, composed: Config) -> tuple[Report, list[str
     name = section.get("run")
     benchmark = find_benchmark(name, str(composed["mode"]))
     options = dict(section.get("options") or {})
-    with shown(name):
+    with shown(name), _threads(command.settings.engine.threads):
         report = benchmark(settle_dtype(command.settings), suggest_jobs(command), options)
     report, unmatched = beside_published(report, _published(composed))
     assumed = tuple(f"The paper leaves open: {each}" for each in paper.leaves_open)
     return replace(report, assumptions=(*report.assumptions, *assumed)), unmatched
+
+
+@contextmanager
+def _threads(asked: int | None) -> Iterator[None]:
+    """Give torch the threads that ``engine.threads`` asks for, and afterwards as many as before.
+
+    A worker does so by itself; not every benchmark has one.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(asked or usual_threads())
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def find_benchmark(name: Any, mode: str) -> Benchmark:

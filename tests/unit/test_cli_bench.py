@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf, open_dict
 
@@ -84,7 +85,7 @@ def added() -> Iterator[str]:
 
 def ranks(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
     figures = tuple(Figure(job.name, job.adapter.rank, "rank", "computed") for job in jobs)
-    return Report(f"{settings.model.kind} {options['word']}", figures)
+    return Report(f"{settings.model.kind} {options['word']}{torch.get_num_threads()}", figures)
 
 
 def composed(name: str) -> dict[str, Any]:
@@ -196,16 +197,19 @@ def test_a_benchmark_gets_settings_jobs_and_options(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], added: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    torch.set_num_threads(2)
     arguments = [
         "mode=bench",
         f"bench.run={added}",
         "+bench.options.word=hello",
         "model=tiny",
+        "engine.threads=1",
     ]
     arguments += ["adapter.rank=3,5,7", "search.sampler=grid"]
     assert main(["sweep", *arguments]) == 0
     out = capsys.readouterr().out
-    assert "tiny hello" in out
+    assert "tiny hello1" in out
+    assert torch.get_num_threads() == 2
     shown = [line.split() for line in out.splitlines() if line.startswith("trial-")]
     assert [name for name, *_ in shown] == ["trial-0000", "trial-0001", "trial-0002"]
     assert sorted(rank for _, rank, _ in shown) == ["3", "5", "7"]

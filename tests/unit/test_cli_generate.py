@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from plait.cli import generate
 from plait.cli.main import main
@@ -14,6 +15,8 @@ from plait.cli.serve import _bound
 from plait.core.errors import ConfigError, SearchError, StorageError
 from plait.core.lifecycle import JobState
 from plait.core.objectives import Objective
+from plait.core.settings import ModelSettings
+from plait.engine import devices
 from plait.tracking.results import SearchResult, leading
 
 
@@ -199,3 +202,10 @@ def test_an_empty_text_says_why(
     row = {"prompt": "4 + 3 =", "trial": None, "text": text, "reason": "stop", "tokens": tokens}
     generate._show([row], as_json=False)
     assert capsys.readouterr().out.splitlines() == ["prompt: 4 + 3 =", said, ""]
+
+
+def test_answers_use_the_cores_that_the_container_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(2)
+    monkeypatch.setattr(devices, "allowed_cores", lambda: 1)
+    generate.load_base(ModelSettings("tiny"), {})
+    assert torch.get_num_threads() == 1

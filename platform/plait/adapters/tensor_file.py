@@ -11,6 +11,7 @@ import functools
 import json
 import os
 import weakref
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ Bounds = np.ndarray[Any, np.dtype[np.int64]]
 _Entry = tuple[str, torch.dtype, tuple[int, ...], tuple[int, ...], int, int]
 SPARE_BYTES = 128 << 20  # of memory that is kept for the next files
 CACHED_BYTES = 256 << 10  # of a header that is kept; that of hundreds of sites has half of it
-PART_BYTES = 1 << 20  # of a file that are read at once, so that they are still in a core's cache when used
+PART_BYTES = 3 << 19  # of a file that are read at once, so that they are still in a core's cache when used
 
 
 def read_tensors(path: Path, *, values: bool = True) -> dict[str, Tensor]:
@@ -110,17 +111,17 @@ def read_parts(path: Path, bounds: Bounds) -> Iterator[tuple[slice, int]]:
         OSError: the file cannot be read.
         ValueError: it is shorter than it was.
     """
-    firsts, ends = bounds.T
-    memory = MEMORY.take(max(PART_BYTES, int((ends - firsts).max())))
+    firsts, ends = bounds.T.tolist()
+    room = max(PART_BYTES, int((bounds[:, 1] - bounds[:, 0]).max()))
+    memory = MEMORY.take(room)
     into: Any = memory.numpy()
     view, address = memoryview(into), memory.data_ptr()
     with path.open("rb", buffering=0) as file:
         start = 0
-        while start < len(bounds):
-            begin = int(firsts[start])
-            stop = int(np.searchsorted(ends, begin + len(memory), "right"))
-            size = int(ends[stop - 1]) - begin
-            _read_exactly(file.fileno(), view[:size], begin)
+        while start < len(ends):
+            begin = firsts[start]
+            stop = bisect_right(ends, begin + room)
+            _read_exactly(file.fileno(), view[: ends[stop - 1] - begin], begin)
             yield slice(start, stop), address - begin
             start = stop
 

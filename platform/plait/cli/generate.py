@@ -188,12 +188,15 @@ def load_base(
         PlaitError: none can be used.
     """
     say("Loading torch and the base model ...")
+    import torch
+
     from plait.core.settings import AUTO
-    from plait.engine.devices import choose_device, choose_dtype, choose_kernels
+    from plait.engine.devices import choose_device, choose_dtype, choose_kernels, usual_threads
     from plait.models.load import load_model
     from plait.serve.folders import FolderAdapters
     from plait.utils.paths import cache_dir
 
+    torch.set_num_threads(usual_threads())  # torch does not know a container's limit
     device = choose_device("auto")
     model = replace(model, dtype=choose_dtype(device)) if model.dtype == AUTO else model
     base = load_model(model, cache=cache_dir(), device=device)
