@@ -18,7 +18,7 @@ from omegaconf import OmegaConf, open_dict
 
 import plait_bench
 from plait.cli import bench
-from plait.cli.bench import named_sweeps, run_benchmark
+from plait.cli.bench import named_sweeps, run_benchmark, sweep_arguments
 from plait.cli.main import main
 from plait.cli.sweeping import _run
 from plait.config.build import job_of, plain, settings_of
@@ -143,6 +143,11 @@ def test_a_beginning_lists_all_benchmarks_that_have_it(capsys: pytest.CaptureFix
     assert (
         "Available: dropout_cost, gpu/counts, gpu/graphs (GPU), gpu/step (GPU), " in capsys.readouterr().err
     )
+
+
+def test_a_file_of_ones_own_is_run_by_its_name() -> None:
+    arguments = ["mine", "--config-dir", "conf", "search.trials=2"]
+    assert sweep_arguments(arguments) == ["+sweeps=mine", *arguments[1:]]
 
 
 def test_an_unknown_option_is_refused_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:

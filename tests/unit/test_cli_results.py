@@ -35,6 +35,11 @@ def test_a_format_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[s
     assert re.search("xml.*table.*csv.*json", capsys.readouterr().err)
 
 
+def test_a_mistyped_option_is_answered_with_the_likely_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["leaderboard", "--fromat", "csv"]) == 2
+    assert "Did you mean --format? " in capsys.readouterr().err
+
+
 def test_the_title_says_what_comes_first() -> None:
     place = Location("sqlite:///x.db", Path("x"), None)
     result = SearchResult(

@@ -273,13 +273,13 @@ def test_described_clusters_load_and_name_their_source(path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"time": None}, "cluster.options.time=None"),
+        ({"time": None}, "cluster.options.time=null"),
         ({"time": {"layers": 32, "layer": [{"tp": 1, "fixed": -1.0, "token": 1e-6}]}}, "at least 0"),
         ({"time": {"layers": 32, "layer": [{"tp": 1, "fixed": "slow", "token": 1e-6}]}}, "must be a number"),
         ({"time": {"layers": 32, "layer": [{"fixed": 1.0, "token": 1e-6}]}}, r"layer\[0\].tp is not set"),
         ({"time": {"layers": 32, "layer": [LAYER | {"speed": 1e-6}]}}, "layer.0..speed"),
         ({"max_tokens_tables": {"appendix": [[1, 1]]}}, r"appendix\[0\] must be a list of 3"),
-        ({"max_tokens_tables": {"appendix": [[1, 1, None]]}}, r"appendix\[0\]\[2\]=None"),
+        ({"max_tokens_tables": {"appendix": [[1, 1, None]]}}, r"appendix\[0\]\[2\]=null"),
         ({"max_tokens_tables": {"appendix": [[1, 1, -2048]]}}, "max_tokens=-2048"),
         ({"shape": {"hidden_size": 64}}, "shape has no intermediate_size"),
         ({"shape": [1]}, "shape=.1."),

@@ -646,6 +646,12 @@ def test_a_faulty_module_of_a_scorer_is_named_with_its_line(
     assert "python -c 'import faulty_scorer'" in caught.value.remedy
 
 
+def test_a_scorer_with_a_dot_for_the_colon_is_answered_with_the_colon() -> None:
+    with pytest.raises(ConfigError) as caught:
+        named_function("my_package.scorers.last_number")
+    assert "data.scorer=my_package.scorers:last_number" in caught.value.remedy
+
+
 def test_a_named_function_scores_the_answers_to_a_file_s_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,10 +68,10 @@ def test_the_config_group_has_every_option_with_the_codes_default(source):
         pytest.param(DataSpec.of("reasoning_gym", seed=-1), ["data.seed=-1", "between 0"], id="seed"),
         pytest.param(DataSpec.of("reasoning_gym", difficulty=-1), ["data.difficulty=-1"], id="difficulty"),
         pytest.param(
-            DataSpec.of("reasoning_gym", size=None), ["data.size=None", "a whole number"], id="no-size"
+            DataSpec.of("reasoning_gym", size=None), ["data.size=null", "a whole number"], id="no-size"
         ),
         pytest.param(
-            DataSpec.of("file", path="x", prompt_field="q"), ["completion_field=None"], id="one-field"
+            DataSpec.of("file", path="x", prompt_field="q"), ["completion_field=null"], id="one-field"
         ),
         pytest.param(DataSpec.of("reasoning_gym", task_options={"seed": 1}), ["data.seed"], id="task-seed"),
         pytest.param(

@@ -11,7 +11,7 @@ import pytest
 
 from plait.cli.main import main
 from plait.core.checks import at_least
-from plait.core.errors import ConfigError, DataError
+from plait.core.errors import ConfigError, DataError, ModelError
 from plait.core.jobs import DataSpec
 from plait.core.settings import ModelSettings
 from plait.data.examples import Pair
@@ -52,6 +52,12 @@ def registered() -> Iterator[None]:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PLAIT_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
+
+
+def test_a_model_without_a_tokeniser_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ModelError, match="the folder has no tokeniser"):
+        load_tokeniser(ModelSettings(kind="hf", id=str(tmp_path)), cache=tmp_path)
 
 
 def test_its_rows_become_samples_and_its_verifier_scores_answers(cache: Path) -> None:

@@ -86,6 +86,16 @@ def test_a_module_that_cannot_be_imported_is_not_silently_left_out(modules: Path
             made.names()
 
 
+def test_what_a_package_adds_and_cannot_be_imported_is_named(
+    modules: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (modules / "shapes_of_theirs.py").write_text("import nothing_of_this_name\n")
+    point = EntryPoint("theirs", "shapes_of_theirs", "shapes")
+    monkeypatch.setattr(registry, "entry_points", lambda **_: [point])
+    with pytest.raises(ConfigError, match=r"shapes_of_theirs: ModuleNotFoundError: .*nothing_of_this_name"):
+        Registry[int]("shape", key="shape", group="shapes").names()
+
+
 def test_a_name_of_another_module_is_refused() -> None:
     """Also where the entry does not say whose it is, as one that is no function or class."""
     made: Registry[int] = Registry("shape", key="shape")

@@ -22,7 +22,7 @@ from plait.config.overrides import read_request
 from plait.core.errors import ConfigError, SearchError
 from plait.core.jobs import DataSpec, JobSpec, TrainSpec
 from plait.core.objectives import MORE_IS_BETTER, Constraint, Objective, pareto_front
-from plait.core.settings import RunSettings, SearchSettings, TrackingSettings
+from plait.core.settings import RunSettings, SearchSettings, StoppingSettings, TrackingSettings
 from plait.search.identity import identify
 from plait.search.objective import check_measured, check_objectives
 from plait.search.prior import describe_prior
@@ -195,6 +195,21 @@ def test_what_accuracy_needs_depends_on_the_data(spec: DataSpec, remedy: str) ->
     with pytest.raises(ConfigError) as caught:
         check_measured(SearchSettings(metric="eval/accuracy", direction="maximize"), [spec])
     assert caught.value.remedy == remedy
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"stopping": StoppingSettings(kind="median", metric="eval/accuracy")}, "search.stopping.metric="),
+        ({"constraints": {"eval/accuracy": ">= 0.5"}}, "search.constraints="),
+    ],
+)
+def test_accuracy_that_is_not_measured_is_said_with_the_setting_that_names_it(
+    given: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_measured(SearchSettings(**given), [DataSpec.of("reasoning_gym")])
+    assert caught.value.value.startswith(named)
 
 
 @pytest.mark.parametrize(

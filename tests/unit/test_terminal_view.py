@@ -528,7 +528,13 @@ def test_fractions_of_a_second_are_written_without_an_exponent() -> None:
 
 
 def test_settings_are_short() -> None:
-    assert [setting(value) for value in (2e-4, 16, ["q", "v"], None)] == ["0.0002", "16", "[q,v]", "None"]
+    assert [setting(value) for value in (2e-4, 16, ["q", "v"], None, True)] == [
+        "0.0002",
+        "16",
+        "[q,v]",
+        "null",
+        "true",
+    ]
 
 
 def test_a_priority_is_shown_for_trials_that_have_one() -> None:

@@ -20,6 +20,7 @@ from plait.utils.spelling import did_you_mean
 GPU = "GPU"  # as `takes` of a file
 DETAILS, JSON, ALL_PAPERS = "--details", "--json", "--papers"
 ROOT, USUAL_ROOT = "tracking.root=", "plait-runs"
+OWN_FILES = ("--config-dir", "-cd")  # of a folder that has a file of that name in sweeps/
 FLAGS = {DETAILS: False, JSON: False}  # flag: whether a value follows
 FOOTER = (
     "Times are rough, on two otherwise idle cores; GPU: it needs one, and its time is not known.",
@@ -74,6 +75,8 @@ def sweep_arguments(arguments: Sequence[str]) -> list[str]:
             f"{did_you_mean(name, options)}Its options are {choices(options)}; "
             "without a name it lists the benchmarks.",
         )
+    if any(word.partition("=")[0] in OWN_FILES for word in rest):
+        return [f"+sweeps={name}", *rest, *flags]
     marked = {each.name: " (GPU)" * (each.takes == GPU) for each in named_sweeps(sweeps_dir())}
     if name not in marked:
         begun = [each for each in marked if each.startswith(f"{name.rstrip('/')}/")]
@@ -81,7 +84,8 @@ def sweep_arguments(arguments: Sequence[str]) -> list[str]:
             f"plait bench {name}",
             "There is no such search or benchmark.",
             f"{'' if begun else did_you_mean(name, marked)}Available"
-            f"{' there' * bool(begun)}: {choices([f'{each}{marked[each]}' for each in begun or marked])}.",
+            f"{' there' * bool(begun)}: {choices([f'{each}{marked[each]}' for each in begun or marked])}. "
+            "Your own file is FOLDER/sweeps/NAME.yaml: add --config-dir FOLDER.",
         )
     if set(rest) & set(HELP):
         print((sweeps_dir() / f"{name}.yaml").read_text(encoding="utf-8"), end="")

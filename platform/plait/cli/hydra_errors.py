@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from plait.cli.hydra_globals import own_hydra
 from plait.config.build import JOB_GROUPS, RUN_GROUPS, key_of
-from plait.config.fields import likely, unknown_key
+from plait.config.fields import likely, meant_by, unknown_key
 from plait.config.overrides import is_sweep
 from plait.core.errors import ConfigError, choices
 from plait.data.sources import SOURCES
@@ -33,8 +33,17 @@ SPACES = {  # an example of each function of a search space
     "interval": "train.lr=interval(1e-5,1e-3)",
     "tag": "train.lr=tag(log,interval(1e-5,1e-3))",
 }
+ELSEWHERE = {  # functions of other libraries, and Hydra's way to write them
+    "log": "tag(log,{})",
+    "loguniform": "tag(log,interval({}))",
+    "log_uniform": "tag(log,interval({}))",
+    "uniform": "interval({})",
+    "randint": "range({})",
+}
 _UNKNOWN_KEY = re.compile(r"Could not override '([^']+)'")
-_CALL = re.compile(r"[^=]+=([A-Za-z_]\w*)\(")
+_CALL = re.compile(r"([^=]+)=([A-Za-z_]\w*)\((.*)")
+_IN_BRACES = re.compile(r"\{([^{}:]+,[^{}:]+)\}")
+_LIMIT = re.compile(r"([\w./]+)\s*:?\s*(<=?|>=?)\s*([-+.\w]+)")
 _SPACE_WITHIN = re.compile(rf"=choice\(.*\b(?:{'|'.join(SPACES)})\(")
 _LEXER = "LexerNoViableAltException: "  # before the override in Hydra's error, with a ^ in the next line
 _NOT_QUOTED = set("'\"$`\\!")  # what quotes of Hydra's grammar and a shell's would not keep as it is
@@ -49,7 +58,8 @@ def explain(error: HydraException, arguments: Sequence[str]) -> ConfigError:
             return unknown
         if "=" not in str(error.override):
             rule = "This setting has no value."
-            return ConfigError(str(error.override), rule, f"Write {error.override}=VALUE.")
+            key, _, value = str(error.override).partition(":")
+            return ConfigError(str(error.override), rule, f"Write {key}={value or 'VALUE'}.")
         return _unread(str(error.override), text)
     if isinstance(error, MissingConfigException) and error.options is not None:
         return _unknown_choice(error)
@@ -67,9 +77,13 @@ def explain(error: HydraException, arguments: Sequence[str]) -> ConfigError:
             return ConfigError(
                 given, "The configuration of this data source does not define this key.", f"Add it: +{given}"
             )
+        known, dotted = _all_keys(key, arguments), key.replace("/", ".")
+        if "/" in key and dotted in known:
+            given = _given(key, arguments)
+            remedy = f"Write {given.replace('/', '.', key.count('/'))}."
+            return ConfigError(given, "A dot comes between a group and its key.", remedy)
         if elsewhere := _of_another_choice(key, arguments):
             return elsewhere
-        known = _all_keys(key, arguments)
         unknown = unknown_key(key, there, known) if "." in key else _no_group(key, known)
         added = _MISSING_PLUS.search(text)
         extra = f" To add your own group, use a plus: {added[1]}" if added else ""
@@ -115,8 +129,7 @@ def _unread(override: str, text: str) -> ConfigError:
     key, _, value = override.partition("=")
     if _SPACE_WITHIN.search(override):
         rule = "A choice holds single values, not intervals or ranges."
-    if (called := _CALL.match(override)) and called[1] in SPACES:
-        remedy = f"Write KEY=VALUE with {called[1]}(...) as in `{SPACES[called[1]]}`."
+    if remedy := " ".join(filter(None, (_way_to_call(override), _way_to_write(key, value)))):
         return ConfigError(f"{override!r} cannot be read", rule, remedy)
     here = "" if _CALL.match(override) or set(value) & _NOT_QUOTED else f" Here: \"{key}='{value}'\""
     example = here or " For example key=\"'a,b'\"."
@@ -125,6 +138,26 @@ def _unread(override: str, text: str) -> ConfigError:
         rule,
         f"Write KEY=VALUE; quote values with special characters.{example}",
     )
+
+
+def _way_to_write(key: str, value: str) -> str:
+    """How to write a value that Hydra's grammar does not read, if it is plain what was meant; else ""."""
+    if sum(map(value.count, "([{")) > sum(map(value.count, ")]}")):
+        return f"A bracket is not closed. A setting with a blank must be in quotes as a whole: '{key}=...'."
+    if key == "search.constraints" and (limits := _LIMIT.findall(value)):
+        listed = ", ".join(f"{name}: '{sign[0]}= {limit}'" for name, sign, limit in limits)
+        return f'Write {key}="{{{listed}}}".'
+    if key.partition(".")[0] in JOB_GROUPS and (several := _IN_BRACES.fullmatch(value)):
+        return f"To try several values, leave out the braces: {key}={several[1].replace(' ', '')}"
+    return ""
+
+
+def _way_to_call(override: str) -> str:
+    """An example, if the value is a call of a function of search spaces; else ""."""
+    called = _CALL.match(override)
+    if called is None or called[2] not in SPACES:
+        return ""
+    return f"Write KEY=VALUE with {called[2]}(...) as in `{SPACES[called[2]]}`."
 
 
 def _of_another_choice(key: str, arguments: Sequence[str]) -> ConfigError | None:
@@ -166,8 +199,7 @@ def _has(file: Path, name: str) -> bool:
 
 def _no_group(key: str, known: Sequence[str]) -> ConfigError:
     """The error for a key outside every group."""
-    near = likely(key, known)
-    meant = f"Did you mean {' or '.join(near)}? " if near else ""
+    meant = meant_by(key, known)
     groups = choices([*JOB_GROUPS, *RUN_GROUPS])
     listed = f"Settings are GROUP.KEY=VALUE, in {groups}; `plait sweep --help` lists them."
     return ConfigError(f"unknown key {key}", "There is no such key.", f"{meant}{listed}")
@@ -198,11 +230,13 @@ def _unknown_function(override: str) -> ConfigError | None:
     form."""
     known = sorted(OverridesParser.create().functions.functions)
     called = _CALL.match(override)
-    if called is None or called[1] in known:
+    if called is None or called[2] in known:
         return None
-    meant = did_you_mean(called[1], known)
+    meant = did_you_mean(called[2], known)
+    if (way := ELSEWHERE.get(called[2])) and called[3].endswith(")"):
+        meant = f"Did you mean {called[1]}={way.format(called[3][:-1])}? "
     remedy = f"{meant}Available: {choices(known)}. Quote a value that is not a function call: KEY=\"'a(b)'\"."
-    return ConfigError(override, f"There is no function {called[1]}.", remedy)
+    return ConfigError(override, f"There is no function {called[2]}.", remedy)
 
 
 def _unknown_choice(error: MissingConfigException) -> ConfigError:

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from plait.core.errors import ConfigError
 from plait.core.settings import TrackingSettings
 from plait.utils.paths import as_path
+from plait.utils.spelling import did_you_mean
 
 STORE_KEY = re.compile(r"^tracking\.(uri|root|experiment)=")
 
@@ -54,7 +55,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise it, with the usage as the rule."""
-        raise ConfigError(message, self.format_usage().strip(), f"`{self.prog} --help` explains them.")
+        words = message.rpartition(":")[2].split() if message.startswith("unrecognized") else []
+        meant = "".join(did_you_mean(word, self._option_string_actions) for word in words[:1])
+        raise ConfigError(message, self.format_usage().strip(), f"{meant}`{self.prog} --help` explains them.")
 
 
 def check_least(known: argparse.Namespace, **least: int) -> None:

@@ -156,7 +156,12 @@ def _search(section: dict[str, Any]) -> dict[str, Any]:
     for key in ("params", "default_params", "constraints"):
         given = section.get(key) or {}
         if not isinstance(given, Mapping):
-            raise ConfigError(f"search.{key}={given!r}", f"search.{key} must be a mapping: KEY: VALUE.")
+            example = "'<= 32'" if key == "constraints" else "'choice(8,16)'"
+            raise ConfigError(
+                f"search.{key}={given!r}",
+                f"search.{key} must be a mapping: KEY: VALUE.",
+                f'For example search.{key}="{{adapter.rank: {example}}}".',
+            )
         flat[key] = flat_params(given)
     points = section.get("enqueue") or []
     if isinstance(points, (list, tuple)):

@@ -14,6 +14,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from plait.core.errors import ConfigError, choices
+from plait.core.space import as_given, as_written
 from plait.utils.spelling import ALIKE, alike
 
 T = TypeVar("T")
@@ -52,10 +53,17 @@ NAMED_ELSEWHERE = {
     "search.name": "study_name",
 }
 ELSEWHERE = {name: key for key, names in NAMED_ELSEWHERE.items() for name in names.split()}
+# Keys of other libraries for which Plait has none, and what to say.
+WITHOUT_KEY = dict.fromkeys(
+    ("optimiser", "optimizer", "optim"),
+    "Plait trains with AdamW, whose settings are train.lr, train.betas, train.eps and train.weight_decay.",
+)
+SEARCHED = ("adapter.", "train.", "data.")  # keys that may have several values
 WRITTEN = {  # how values of a kind are written
     "a whole number": "Write it in digits, such as 8.",
     "a number": "Write it in digits, such as 0.5 or 1e-4.",
     "a list": "Write it in brackets, such as [1,2].",
+    "a mapping": "Write it in braces, such as {KEY: VALUE}.",
 }
 MOST = 1e300  # whole numbers above it cannot be converted to floats
 
@@ -87,9 +95,16 @@ def _is_required(field: Field[Any]) -> bool:
 def unknown_key(key: str, known: Sequence[str], elsewhere: Sequence[str] = ()) -> ConfigError:
     """The error for a key that does not exist, with the nearest right one first. Keys in
     ``elsewhere`` may be meant, too, but are not listed."""
-    near = likely(key, [*known, *elsewhere])
-    meant = f"Did you mean {' or '.join(near)}? " if near else ""
+    meant = meant_by(key, [*known, *elsewhere])
     return ConfigError(f"unknown key {key}", "There is no such key.", f"{meant}Available: {choices(known)}.")
+
+
+def meant_by(key: str, known: Iterable[str]) -> str:
+    """A sentence about what an unknown key most likely means, and a blank; "" if nothing is like it."""
+    if said := WITHOUT_KEY.get(key.rpartition(".")[2]):
+        return f"{said} "
+    near = likely(key, known)
+    return f"Did you mean {' or '.join(near)}? " if near else ""
 
 
 def likely(key: str, known: Iterable[str], *, cutoff: float = ALIKE) -> list[str]:
@@ -113,7 +128,7 @@ def convert(hint: Any, value: object, key: str) -> Any:
         return _union(get_args(hint), value, key)
     if origin is Literal:
         if value not in get_args(hint):
-            raise ConfigError(f"{key}={value!r}", f"{key} must be one of {choices(get_args(hint))}.")
+            raise ConfigError(f"{key}={as_given(value)}", f"{key} must be one of {choices(get_args(hint))}.")
         return value
     if origin is tuple:
         return _tuple(get_args(hint), value, key)
@@ -124,7 +139,9 @@ def convert(hint: Any, value: object, key: str) -> Any:
             named = "kind" in (field.name for field in fields(hint))
             meant = f"Did you mean {key}.kind={value}? " if named and isinstance(value, str) else ""
             raise ConfigError(
-                f"{key}={value!r}", f"{key} is a group of keys.", f"{meant}Change one: {key}.KEY=VALUE."
+                f"{key}={as_given(value)}",
+                f"{key} is a group of keys.",
+                f"{meant}Change one: {key}.KEY=VALUE.",
             )
         return build(hint, {str(name): item for name, item in value.items()}, key)
     return _scalar(hint, value, key)
@@ -188,7 +205,9 @@ def _describe(hint: Any) -> str:
 
 def _wrong(key: str, value: object, wanted: str) -> ConfigError:
     remedy = WRITTEN.get(wanted, "")
+    if isinstance(value, (list, tuple)) and len(value) > 1 and key.startswith(SEARCHED):
+        remedy = f"To try several values, leave out the brackets: {key}={as_written(value)[1:-1]}"
     if wanted == "text" and isinstance(value, (int, float)):
         written = str(value).lower() if isinstance(value, bool) else value
         remedy = f"Quote it: {key}=\"'{written}'\""
-    return ConfigError(f"{key}={value!r}", f"{key} must be {wanted}.", remedy)
+    return ConfigError(f"{key}={as_given(value)}", f"{key} must be {wanted}.", remedy)

@@ -28,7 +28,7 @@ from hydra.core.override_parser.types import (
 from hydra.errors import HydraException
 
 from plait.config.build import JOB_GROUPS, JOB_SPECS, RUN_GROUPS, is_whole, key_of, takes_list
-from plait.config.fields import likely
+from plait.config.fields import likely, meant_by
 from plait.core.errors import ConfigError, SearchError
 from plait.core.space import Choice, Dimension, Domain, Real, Space, Value, Whole
 
@@ -159,11 +159,13 @@ def _check_scope(name: str, data_keys: Iterable[str]) -> None:
         )
     keys = [f"{group}.{each.name}" for group, spec in JOB_SPECS.items() for each in fields(spec)]
     keys += [f"data.{key}" for key in data_keys]
-    near = likely(name, [*keys, *JOB_GROUPS, *RUN_GROUPS])
-    remedy = f"Did you mean {' or '.join(near)}?" if near else ""
-    if any(each in RUN_GROUPS for each in near):
-        remedy += " It belongs to the run; start one sweep for each of its values."
-    raise ConfigError(f"{name} is swept", f"Only keys of {', '.join(JOB_GROUPS)} can be swept.", remedy)
+    known = [*keys, *JOB_GROUPS, *RUN_GROUPS]
+    remedy = meant_by(name, known)
+    if any(each in RUN_GROUPS for each in likely(name, known)):
+        remedy += "It belongs to the run; start one sweep for each of its values."
+    raise ConfigError(
+        f"{name} is swept", f"Only keys of {', '.join(JOB_GROUPS)} can be swept.", remedy.strip()
+    )
 
 
 def _domain(override: Override, *, whole: bool) -> Domain:

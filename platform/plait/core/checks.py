@@ -15,7 +15,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from plait.core.errors import ConfigError, choices
-from plait.core.space import as_written
+from plait.core.space import as_given, as_written
 
 LARGEST = 2**53  # whole numbers above it are not exact as floats, and no setting needs them
 
@@ -85,7 +85,7 @@ def check(settings: object, group: str) -> None:
             wanted = " and ".join(rule.words for rule in (*rules, *absurd))
             key = f"{group}.{name}"
             raise ConfigError(
-                f"{key}={value!r}",
+                f"{key}={as_given(value)}",
                 f"{key} must be {wanted}.",
                 "" if default in (MISSING, None) else f"The default is {as_written(default)}.",
             )

@@ -75,8 +75,8 @@ class Constraint:
 
 def _likely(text: str) -> str:
     """The comparison that was most likely meant."""
-    number = _NUMBER.search(text)
-    return f"{'>=' if '>' in text else '<='} {number[0] if number else 32}"
+    number, sign = _NUMBER.search(text), re.search("[<>]", text)
+    return f"{'>=' if sign and sign[0] == '>' else '<='} {number[0] if number else 32}"
 
 
 class Entry(Protocol):

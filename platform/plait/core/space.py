@@ -28,6 +28,11 @@ def as_written(value: object) -> str:
     return repr(value) if isinstance(value, float) else str(value)
 
 
+def as_given(value: object) -> str:
+    """A value as an error shows it: text in quotes, so that blanks are seen, all else as written."""
+    return repr(value) if isinstance(value, str) else as_written(value)
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """Unordered values; ``texts`` are the same values as override text."""

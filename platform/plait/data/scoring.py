@@ -55,6 +55,8 @@ def named_function(name: str) -> Function:
         loaded = import_module(module)
     except (Exception, SystemExit) as error:  # whatever its own code raises, too
         why, remedy = str(error), "Install the package, or add its folder to PYTHONPATH."
+        if not attribute and "." in name:
+            remedy = f"Write a colon before the function: data.scorer={':'.join(name.rsplit('.', 1))}"
         if (line := _line_of(error)) or isinstance(error, SyntaxError):
             why = f"{type(error).__name__}: {error}{line}"
             remedy = f"Correct the module: `python -c 'import {module}'` must work."

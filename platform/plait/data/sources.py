@@ -15,6 +15,7 @@ from plait.config.fields import build
 from plait.core.checks import Rule, at_least, check
 from plait.core.errors import ConfigError, DataError
 from plait.core.jobs import DataSpec, Seed
+from plait.core.space import as_written
 from plait.data.examples import Example, NamedFields
 from plait.utils.counts import counted
 from plait.utils.registry import Registry
@@ -125,7 +126,8 @@ class FieldOptions(VerifiedOptions):
         VerifiedOptions.__post_init__(self)
         if (self.prompt_field is None) != (self.completion_field is None):
             raise ConfigError(
-                f"data.prompt_field={self.prompt_field}, data.completion_field={self.completion_field}",
+                f"data.prompt_field={as_written(self.prompt_field)}, "
+                f"data.completion_field={as_written(self.completion_field)}",
                 "Both fields must be named together.",
                 "Set both or neither.",
             )

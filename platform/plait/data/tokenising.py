@@ -87,7 +87,9 @@ def chat_template(options: CommonOptions, tokeniser: PreTrainedTokenizerBase) ->
             return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"data.chat_template={shortened(given)}: {error}", "The file must be readable text."
+            f"data.chat_template={shortened(given)}: {getattr(error, 'strerror', None) or error}",
+            f"The file must be readable text; Plait looked for {path.absolute()}.",
+            "Set the path of a Jinja template, or leave it out to use the tokeniser's own.",
         ) from error
     raise ConfigError(
         f"data.chat_template={shortened(given)}",

@@ -265,8 +265,21 @@ def load_tokeniser(settings: ModelSettings, *, cache: Path) -> PreTrainedTokeniz
     if settings.kind == "tiny":
         return byte_tokeniser()
     source = find_source(settings, cache)
+    _check_tokeniser_files(source)
     tokeniser: PreTrainedTokenizerBase = _ask(AutoTokenizer.from_pretrained, source)
     return tokeniser
+
+
+def _check_tokeniser_files(source: Source) -> None:
+    """Refuse a folder without a tokeniser, as a program leaves it that saves the model alone."""
+    folder = Path(source.location)
+    files = ("tokenizer*", "*.model", "vocab*", "spiece*", "tekken.json")
+    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in files):
+        raise ModelError(
+            f"model {source.name!r}: the folder has no tokeniser",
+            "It must hold the tokeniser's files next to the model's, such as tokenizer.json.",
+            f"Save it there: AutoTokenizer.from_pretrained(BASE).save_pretrained({source.name!r}).",
+        )
 
 
 @torch.no_grad()
@@ -350,7 +363,9 @@ def _max_length(settings: ModelSettings, config: PreTrainedConfig) -> int:
         return limit
     if settings.max_length > limit:
         raise ConfigError(
-            f"model.max_length={settings.max_length}", f"This model takes at most {limit} tokens."
+            f"model.max_length={settings.max_length}",
+            f"This model takes at most {limit} tokens.",
+            f"Set at most {limit}, or leave it out.",
         )
     return settings.max_length
 

@@ -121,11 +121,13 @@ def check_measured(search: SearchSettings, data: Iterable[DataSpec]) -> None:
             measured at rungs.
     """
     for spec in data:
-        for metric in _metrics(search):
-            _check_measured(metric, spec)
+        for objective in search.objectives:
+            _check_measured(objective.metric, spec, "search.metric")
+        for limit in search.limits:
+            _check_measured(limit.metric, spec, "search.constraints")
         if search.stopping.active:
             metric = rung_metric(search).metric
-            _check_measured(metric, spec)
+            _check_measured(metric, spec, f"search{'.stopping' * bool(search.stopping.metric)}.metric")
             if metric == names.EVAL_ACCURACY and not each_evaluation(spec):
                 raise ConfigError(
                     "rungs by eval/accuracy with data.generate_at=end",
@@ -139,16 +141,17 @@ def _metrics(search: SearchSettings) -> list[str]:
     return [*(each.metric for each in search.objectives), *(each.metric for each in search.limits)]
 
 
-def _check_measured(metric: str, spec: DataSpec) -> None:
+def _check_measured(metric: str, spec: DataSpec, key: str) -> None:
+    """``key``: the setting that names the metric."""
     if metric.startswith("eval/") and parse_options(spec).validation == 0:
         raise ConfigError(
-            f"search.metric={metric} with data.validation=0",
+            f"{key}={metric} with data.validation=0",
             "This metric needs validation rows.",
-            "Set data.validation=0.1 or search.metric=train/loss.",
+            f"Set data.validation=0.1 or {key}=train/loss.",
         )
     if metric == names.EVAL_ACCURACY and generation_limit(spec) is None:
         raise ConfigError(
-            f"search.metric=eval/accuracy with data.source={spec.source}",
+            f"{key}={metric} with data.source={spec.source}",
             "Accuracy needs generated answers and a verifier that scores them.",
             _to_generate(spec.source),
         )

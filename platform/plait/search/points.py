@@ -174,7 +174,7 @@ def _outside(dimension: Dimension, text: str) -> SearchError:
     return SearchError(
         f"{dimension.name}={text}",
         f"It must come from {dimension.domain}.",
-        "To search other values, start a new search with another search.name.",
+        "Choose one of its values, or widen the space; in a search that has begun, with another search.name.",
     )
 
 

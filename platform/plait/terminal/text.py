@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 from plait.core.lifecycle import JobState, described_state
+from plait.core.space import as_written
 from plait.terminal.progress import share_done
 from plait.tracking.leaderboard import JobRecord, Leaderboard
 from plait.tracking.processes import ProcessRow
@@ -43,12 +44,12 @@ def best_evaluation(record: JobRecord) -> str:
 
 
 def setting(value: Any) -> str:
-    """A parameter's value, short; a list as in an override."""
+    """A parameter's value as in an override, but short."""
     if isinstance(value, float):
         return f"{value:.3g}"
     if isinstance(value, (list, tuple)):
         return f"[{','.join(map(setting, value))}]"
-    return str(value)
+    return as_written(value)
 
 
 def settings_line(record: JobRecord, keys: Sequence[str]) -> str:

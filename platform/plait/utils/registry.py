@@ -6,11 +6,11 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
 from typing import Generic, TypeVar
 
-from plait.core.errors import ConfigError, choices
+from plait.core.errors import FULL_ERROR, ConfigError, PlaitError, choices
 from plait.utils.spelling import did_you_mean
 
 T = TypeVar("T")
@@ -124,10 +124,28 @@ class Registry(Generic[T]):
                 importlib.import_module(module)
             if self._group:
                 for point in sorted(entry_points(group=self._group), key=lambda item: item.name):
-                    point.load()
+                    _load_from_package(point)
         except BaseException:
             self._loaded = False
             raise
+
+
+def _load_from_package(point: EntryPoint) -> None:
+    """Import what a package adds.
+
+    Raises:
+        ConfigError: it cannot be imported.
+    """
+    try:
+        point.load()
+    except PlaitError:
+        raise
+    except Exception as error:  # whatever the package's own code raises
+        raise ConfigError(
+            f"{point.value}: {type(error).__name__}: {error}",
+            f"An installed package adds this module to Plait (entry point {point.name!r} of {point.group}).",
+            f"Correct it, or uninstall the package; {FULL_ERROR}=1 shows where the error is.",
+        ) from error
 
 
 def _caller() -> str:
