@@ -388,7 +388,8 @@ def test_a_scorer_that_fails_costs_its_own_job_alone(each_evaluation: bool) -> N
 
     def score(_spec: DataSpec, rows: Sequence[int], _texts: Sequence[str]) -> list[float]:
         if len(rows) == 3:
-            raise ConfigError("data.scorer=own:score: ZeroDivisionError", "It must return numbers.")
+            value = "data.scorer=own:score: ZeroDivisionError"
+            raise ConfigError(value, "It must return numbers.", "Mend it.")
         return [1.0] * len(rows)
 
     catalogue = DataCatalogue(
@@ -398,7 +399,7 @@ def test_a_scorer_that_fails_costs_its_own_job_alone(each_evaluation: bool) -> N
     made.submit(job("a", steps=2, validation=(4, 4, 4), eval_every=1))
     made.submit(job("b", steps=2, validation=(4, 4), eval_every=1))
     events = drain(made)
-    said = "data.scorer=own:score: ZeroDivisionError; It must return numbers."
+    said = "data.scorer=own:score: ZeroDivisionError; It must return numbers. Mend it."
     ends = {e.job: (e.state, e.reason) for e in of(JobResult, events)}
     unscored = ("finished", f"budget spent; its answers were not scored: {said}")
     assert ends == {"a": ("failed", said) if each_evaluation else unscored, "b": ("finished", "budget spent")}

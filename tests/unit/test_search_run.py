@@ -247,7 +247,7 @@ def test_a_job_that_cannot_be_made_or_taken_fails_alone() -> None:
     states = [item.state for item in bench.trials]
     assert [number for number, state in enumerate(states) if state == TrialState.FAIL] == [3, 5]
     assert "trial-0005" not in bench.notes.started
-    assert Notice("trial-0005 failed: adapter.rank=0 too small") in bench.notes.events
+    assert Notice("trial-0005 failed: adapter.rank=0; too small") in bench.notes.events
     assert ("trial-0003", "failed", None, "too large") in bench.notes.judged
 
 

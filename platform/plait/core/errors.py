@@ -36,6 +36,11 @@ class PlaitError(Exception):
     def __str__(self) -> str:
         return "\n".join(part for part in (self.value, self.rule, self.remedy) if part)
 
+    @property
+    def in_line(self) -> str:
+        """The same in one line."""
+        return "; ".join(part for part in (self.value, f"{self.rule} {self.remedy}".strip()) if part)
+
 
 class InputError(PlaitError, ValueError):
     """The user's request cannot be carried out as given; exit status 2."""

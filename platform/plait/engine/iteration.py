@@ -99,7 +99,7 @@ def answered(
             try:
                 scores = data.scores(job.spec.data, job.data, outcome.generated[job.name])
             except PlaitError as error:  # as of a function that the user named
-                failed[job.name] = "; ".join(str(error).splitlines())
+                failed[job.name] = error.in_line
             else:
                 accuracy, spent = sum(scores) / len(scores), job.cursor.device_seconds
                 found.append(JobGenerated(job.name, job.step, accuracy, spent))

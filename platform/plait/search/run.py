@@ -360,7 +360,7 @@ class SearchLoop:
             raise
         except InputError as error:  # no record of this job exists yet
             self._source.tell(trial, JobResult(trial.name, JobState.FAILED, reason=str(error)))
-            self._record(Notice(f"{trial.name} failed: {' '.join(str(error).splitlines())}"))
+            self._record(Notice(f"{trial.name} failed: {error.in_line}"))
             return None
         recorded = self._recorder.start_job(job, trial.number, trial.outside)
         if (rejected := rejection(job, self._settings)) is not None:
