@@ -74,12 +74,13 @@ def compared(command: SearchCommand, composed: Config) -> tuple[Report, list[str
             f"This benchmark needs {needs}.",
             "`plait bench` lists the others.",
         )
+    published = _published(composed)  # before the benchmark, which may take an hour
     name = section.get("run")
     benchmark = find_benchmark(name, str(composed["mode"]))
     options = dict(section.get("options") or {})
     with shown(name), _threads(command.settings.engine.threads):
         report = benchmark(settle_dtype(command.settings), suggest_jobs(command), options)
-    report, unmatched = beside_published(report, _published(composed))
+    report, unmatched = beside_published(report, published)
     assumed = tuple(f"The paper leaves open: {each}" for each in paper.leaves_open)
     return replace(report, assumptions=(*report.assumptions, *assumed)), unmatched
 
@@ -176,7 +177,7 @@ class Paper:
 
 def beside_published(report: Report, entries: Sequence[PublishedEntry]) -> tuple[Report, list[str]]:
     """The report with each published value attached to our figure of the same name and unit; names without a
-    figure, those of alternatives among them."""
+    figure, those of alternatives among them. If only the unit differs, ours is named, too."""
     given = {(item.name, item.unit): item for item in entries}
     others = {key: item.others(report.figures) for key, item in given.items()}
     lost = [name for each in others.values() for name, values in each.items() if not values]
@@ -186,7 +187,9 @@ def beside_published(report: Report, entries: Sequence[PublishedEntry]) -> tuple
         else _beside(figure, entry, tuple(chain(*others[entry.name, entry.unit].values())))
         for figure in report.figures
     )
-    return replace(report, figures=figures), [*(item.name for item in given.values()), *lost]
+    units = {each.name: each.unit for each in report.figures}
+    left = [f"{name} in {unit} (ours is in {units[name]})" if name in units else name for name, unit in given]
+    return replace(report, figures=figures), [*left, *lost]
 
 
 def _beside(figure: Figure, entry: PublishedEntry, others: tuple[float, ...]) -> Figure:

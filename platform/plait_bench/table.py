@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from plait.terminal.console import filled, plain
+from plait.utils.counts import counted
 from plait_bench.figures import USUAL_TOLERANCE, WEAK, Baseline, Figure, Published, Report
 
 DETAILS = ("figure", "ours", "unit", "how", "note")
@@ -50,7 +51,7 @@ def show(report: Report, console: Console, *, details: bool) -> None:
 
 def _more(report: Report, compared: Sequence[Figure]) -> str:
     count = len(report.figures) - len(compared) if compared else 0
-    more = f"{count} more figures and " if count else ""
+    more = f"{counted(count, 'more figure')} and " if count else ""
     return f"--details shows {more}what was tried; --json is for programs."
 
 

@@ -191,11 +191,15 @@ def test_published_figures_are_attached_to_ours() -> None:
     report = Report("r", (Figure("speed", 2.0, "x", "measured"), Figure("speed", 9.0, "s", "measured")))
     beside, unmatched = beside_published(
         report,
-        [PublishedEntry("speed", "x", 3.0, "paper", 0.5), PublishedEntry("size", "x", 1.0, "paper")],
+        [
+            PublishedEntry("speed", "x", 3.0, "paper", 0.5),
+            PublishedEntry("size", "x", 1.0, "paper"),
+            PublishedEntry("speed", "min", 1.0, "paper"),
+        ],
     )
     assert beside.figures[0] == Figure("speed", 2.0, "x", "measured", Published(3.0, "paper", 0.5))
     assert beside.figures[1] == report.figures[1]
-    assert unmatched == ["size"]
+    assert unmatched == ["size", "speed in min (ours is in s)"]
 
 
 def test_a_benchmark_gets_settings_jobs_and_options(
@@ -218,6 +222,16 @@ def test_a_benchmark_gets_settings_jobs_and_options(
     shown = [line.split() for line in out.splitlines() if line.startswith("trial-")]
     assert [name for name, *_ in shown] == ["trial-0000", "trial-0001", "trial-0002"]
     assert sorted(rank for _, rank, _ in shown) == ["3", "5", "7"]
+
+
+def test_a_mistake_in_what_is_published_is_found_before_the_benchmark_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], added: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    published = "published=[{name: none, unit: s, source: paper}]"
+    assert main(["sweep", "mode=bench", f"bench.run={added}", "adapter.rank=3,5", published]) == 2
+    assert "published[0] has no value" in (err := capsys.readouterr().err)
+    assert "started" not in err
 
 
 def test_a_published_figure_without_a_match_is_named_after_the_table(

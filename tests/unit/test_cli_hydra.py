@@ -34,6 +34,37 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 # ---- flags ---------------------------------------------------------------------------------------------
 
 
+OWN_FILES = {
+    "broken": "# @package _global_\nmode: train\n search: {",
+    "bare": "search:\n  trials: 3\n",
+    "lists": """# @package _global_
+search:
+  params: {adapter.rank: [2, 4], train.lr: "1e-4,1e-3"}
+  enqueue: [{adapter.rank: 4}]
+""",
+}
+
+
+@pytest.mark.parametrize(
+    ("argument", "named"),
+    [
+        ("+sweeps=broken", ["sweeps/broken.yaml, line 3: mapping values", "must be YAML"]),
+        ("+sweeps=bare", ["unknown key sweeps", "begin it with the line `# @package _global_`"]),
+        ("+sweeps=lists", ["adapter.rank=[2,4]", "leave out the brackets: adapter.rank=2,4"]),
+        ("+sweep=lists", ["unknown key sweep", "Did you mean +sweeps?"]),
+    ],
+)
+def test_a_mistake_in_a_file_of_ones_own_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], argument: str, named: list[str]
+) -> None:
+    (tmp_path / "sweeps").mkdir()
+    for name, text in OWN_FILES.items():
+        (tmp_path / "sweeps" / f"{name}.yaml").write_text(text)
+    assert main(["sweep", "model=tiny", "--config-dir", str(tmp_path), argument]) == 2
+    err = capsys.readouterr().err
+    assert all(each in err for each in named), err
+
+
 @pytest.mark.parametrize("verb", ["sweep", "train"])
 def test_cfg_shows_the_job(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, verb, "model=tiny", "adapter.rank=5", "--cfg", "job")

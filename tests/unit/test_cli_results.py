@@ -134,12 +134,13 @@ def test_a_search_that_lives_is_paused_if_the_user_paused_it(
     assert capsys.readouterr().out.startswith("mine (paused)")
 
 
-def test_a_queued_trial_is_shown_though_it_has_no_run_yet(
+def test_a_trial_that_has_no_run_yet_is_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = Location("sqlite:///x.db", Path("x"), None)
     stored = (JobRecord("a", 0, state=JobState.FINISHED, objective=1.0),)
-    known = (*stored, JobRecord("b", 1, {"adapter.rank": 8}))
+    running = JobRecord("c", 2, state=JobState.RUNNING)  # its first record is still on its way to the store
+    known = (*stored, JobRecord("b", 1, {"adapter.rank": 8}), running)
 
     def result(state: JobState, records: tuple[JobRecord, ...]) -> SearchResult:
         return SearchResult("mine", state, (Objective("eval/loss"),), "r", "0", place, records)
@@ -150,4 +151,5 @@ def test_a_queued_trial_is_shown_though_it_has_no_run_yet(
             "plait.cli.leaderboard.read_search", lambda *_, state=state: result(state, stored)
         )
         show(TrackingSettings(), "mine", "table")
-        assert ("queued" in capsys.readouterr().out) == shown
+        out = capsys.readouterr().out
+        assert ("queued" in out, "2 running" in out) == (shown, shown)

@@ -24,7 +24,7 @@ from plait.search.points import OutsideValue, too_few_points
 from plait.search.samplers import SAMPLERS, Sampler
 from plait.search.storage import open_storage
 from plait.search.study import StudyTrials
-from plait.search.suggest import distributions
+from plait.search.suggest import check_options, distributions
 from plait.search.trials import Trial
 
 EIGHT = ("adapter.rank=4,8", "adapter.dropout=0,0.1", "train.batch_size=choice(2,8)")
@@ -373,6 +373,17 @@ def test_a_search_that_drops_what_failed_knows_its_end(sampler: str, trials: int
     again = source(storage=storage, sampler=sampler, trials=trials, failed="drop")
     assert again.over == again.total == expected
     assert len(again.finished()) == expected - 1
+
+
+def test_options_of_a_sampler_are_checked_without_a_word_from_optuna() -> None:
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.INFO)
+    try:
+        asked = SearchSettings(sampler_options={"n_startup_trials": 1})
+        check_options(asked, space_of("adapter.rank=4,8"))
+        assert optuna.logging.get_verbosity() == optuna.logging.WARNING
+    finally:
+        optuna.logging.set_verbosity(before)
 
 
 def test_a_space_with_fewer_points_than_trials_is_reported() -> None:

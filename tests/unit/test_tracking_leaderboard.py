@@ -115,6 +115,13 @@ def test_only_parameters_that_vary_have_a_column() -> None:
     assert rows[0][:5] == [0, "finished", 1.25, 4, '["q","v"]']
 
 
+def test_seconds_are_those_of_mlflow() -> None:
+    (first, *_) = listed = records()
+    first.device_seconds = 16.629384499
+    names, rows = columns(listed)
+    assert rows[0][names.index("device_seconds")] == 16.629384499
+
+
 def test_records_read_from_mlflow_equal_the_jobs() -> None:
     """A job that another process trains, or that was added, differs in what differs alone."""
     jobs = [JobSpec(f"trial-{at:04d}", AdapterSpec(rank=4 + at)).parameters() for at in range(3)]

@@ -16,6 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
+from yaml import MarkedYAMLError
 
 from plait.cli.hydra_errors import explain, explain_fault, likely_keys
 from plait.cli.hydra_globals import VERSION_BASE, own_hydra
@@ -144,6 +145,11 @@ def explained(application: Application, arguments: Sequence[str]) -> Iterator[No
         raise explain(error, arguments) from error
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0], f"Found at {error.full_key}.") from error
+    except MarkedYAMLError as error:
+        where = "" if (mark := error.problem_mark) is None else f"{mark.name}, line {mark.line + 1}: "
+        raise ConfigError(
+            f"{where}{error.problem}", "A configuration file must be YAML.", "Correct it there."
+        ) from error
     except (ValueError, TypeError, AttributeError, AssertionError) as error:  # Hydra's own faults
         if isinstance(error, PlaitError) or application.began:
             raise

@@ -85,8 +85,7 @@ def _with_study(settings: TrackingSettings, result: SearchResult) -> SearchResul
         if state in (JobState.ORPHANED, JobState.PAUSED) and not record.state.ended:
             record.state = state
     known = {record.name for record in result.records}
-    left = (JobState.QUEUED, JobState.ORPHANED)
-    more = (each for each in held if each.state in left and each.name not in known)
+    more = (each for each in held if not each.state.ended and each.name not in known)
     result = replace(result, records=(*result.records, *more))
     if any(record.state == JobState.RUNNING for record in result.records):
         return result

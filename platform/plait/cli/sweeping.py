@@ -104,10 +104,10 @@ def search_command(
     )
     check_sampler(search, request.space)
     check_stopping(search)
-    read_enqueued(search, request.space)
     composer = TrialComposer(loader, config, request.fixed)
     probes = tuple(composer.probe(request.space.overrides(point)) for point in request.space.probes())
     check_objectives(search, probes)
+    read_enqueued(search, request.space)
     with hydra_config(config):
         directory = user_path(config.hydra.sweep.dir).absolute()
 

@@ -69,8 +69,15 @@ def check_keys(config: Config) -> None:
     """
     known = (*JOB_GROUPS, *RUN_GROUPS, *SWEEP_KEYS)
     for key in config:
-        if key not in known:
-            raise unknown_key(key, known)
+        if key in known:
+            continue
+        if isinstance(config[key], Mapping) and set(config[key]) & set(known):
+            raise ConfigError(
+                f"unknown key {key}",
+                "The keys of your own file are those of its group, unless its first line says otherwise.",
+                f"For a whole search in {key}/NAME.yaml, begin it with the line `# @package _global_`.",
+            )
+        raise unknown_key(key, known, ("+sweeps",))
     if config.get("mode", "train") not in MODES:
         raise ConfigError(f"mode={config['mode']!r}", f"mode must be one of {choices(MODES)}.")
 

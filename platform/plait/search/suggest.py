@@ -34,6 +34,7 @@ from plait.core.settings import SearchSettings
 from plait.core.space import Choice, Dimension, Domain, Point, Real, Space, Value, Values, Whole, as_written
 from plait.search.points import outside_of, tried_points
 from plait.search.samplers import SAMPLERS
+from plait.search.storage import quiet
 
 SPACE = "plait.space"  # study: what is searched, by key
 ATTEMPTS = 6  # calls of the sampler for an untried combination before one is chosen without it
@@ -136,6 +137,7 @@ def check_options(settings: SearchSettings, space: Space) -> None:
     """
     if not settings.sampler_options:
         return
+    quiet()
     directions = [StudyDirection[each.direction.upper()] for each in settings.objectives]
     study = optuna.create_study(directions=directions)
     suggester = Suggester(study, settings, space)

@@ -344,8 +344,8 @@ def columns(
         row |= {name: getattr(record, name) for name in ("eval_loss", "best_eval_loss", "best_eval_step")}
         row |= {"accuracy": record.accuracy} if answered else {}
         row |= {"train_loss": record.loss, "steps": record.step, "tokens": record.tokens}
-        row["device_seconds"] = round(record.device_seconds, 3)
-        return row | {name: getattr(record, name) for name in ("run_id", "adapter", "reason")}
+        last = ("device_seconds", "run_id", "adapter", "reason")
+        return row | {name: getattr(record, name) for name in last}
 
     names = list(cells(JobRecord("", -1)))
     return names, [[_cell(value) for value in cells(record).values()] for record in records]
