@@ -102,7 +102,7 @@ def wrong(config: dict[str, Any]) -> ConfigError:
         ({"adapter": {"rnak": 8}}, "adapter.rnak", "Did you mean adapter.rank"),
         ({"adapter": {"rank": "abc"}}, "adapter.rank='abc'", "whole number. Write it in digits, such as 8."),
         ({"adapter": {"rank": 1.5}}, "adapter.rank=1.5", "whole number"),
-        ({"adapter": {"rank": True}}, "adapter.rank=True", "whole number"),
+        ({"adapter": {"rank": True}}, "adapter.rank=true", "whole number"),
         ({"adapter": {"rank": None}}, "adapter.rank=null", "whole number"),
         ({"adapter": {"rank": 0}}, "adapter.rank=0", "at least 1"),
         ({"adapter": {"rslora": 1}}, "adapter.rslora=1", "true or false"),

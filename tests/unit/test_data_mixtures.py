@@ -81,7 +81,7 @@ def test_an_adapter_sees_the_shares_that_the_weights_say(files, tmp_path, tokeni
 @pytest.mark.parametrize(
     ("sources", "words"),
     [
-        ([], ["data.sources=()", "non-empty"]),
+        ([], ["data.sources=[]", "non-empty"]),
         ("a.jsonl", ["data.sources='a.jsonl'", "a list"]),
         (["a.jsonl"], ["data.sources[0]='a.jsonl'", "a mapping"]),
         ([{"weight": 1}], ['data.sources[0]={"weight": 1}', "id, path, task"]),
@@ -98,7 +98,7 @@ def test_an_adapter_sees_the_shares_that_the_weights_say(files, tmp_path, tokeni
         ([{"path": "a", "size": 0}], ["data.sources[0]: data.size=0"]),
         ([{"path": "a", "prompt_field": "q"}], ["data.sources[0]: data.prompt_field=q, data.compl"]),
         ([{"source": 3}], ["data.sources[0].source=3", "text"]),
-        ([{"source": ["a"]}], ["data.sources[0].source=['a']", "text"]),
+        ([{"source": ["a"]}], ["data.sources[0].source=[a]", "text"]),
     ],
 )
 def test_a_mixture_that_cannot_be_is_refused(sources, words):

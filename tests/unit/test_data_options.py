@@ -39,7 +39,9 @@ def test_the_config_group_has_every_option_with_the_codes_default(source):
         pytest.param(DataSpec("file"), ["data has no path"], id="no-path"),
         pytest.param(DataSpec.of("file", path="???"), ["data.path is not set"], id="path-not-set"),
         pytest.param(DataSpec.of("reasoning_gym", size="many"), ["'many'", "a whole number"], id="type"),
-        pytest.param(DataSpec.of("reasoning_gym", size=True), ["True", "a whole number"], id="bool"),
+        pytest.param(
+            DataSpec.of("reasoning_gym", size=True), ["data.size=true", "a whole number"], id="bool"
+        ),
         pytest.param(DataSpec.of("reasoning_gym", size=0), ["data.size=0", "at least 1"], id="size"),
         pytest.param(
             DataSpec.of("reasoning_gym", completion_only_loss=False, generate=True),

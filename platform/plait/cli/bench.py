@@ -80,12 +80,14 @@ def sweep_arguments(arguments: Sequence[str]) -> list[str]:
     marked = {each.name: " (GPU)" * (each.takes == GPU) for each in named_sweeps(sweeps_dir())}
     if name not in marked:
         begun = [each for each in marked if each.startswith(f"{name.rstrip('/')}/")]
+        there = choices([f"{each}{marked[each]}" for each in begun or marked])
+        own = "Your own file is FOLDER/sweeps/NAME.yaml: add --config-dir FOLDER."
         raise ConfigError(
             f"plait bench {name}",
             "There is no such search or benchmark.",
-            f"{'' if begun else did_you_mean(name, marked)}Available"
-            f"{' there' * bool(begun)}: {choices([f'{each}{marked[each]}' for each in begun or marked])}. "
-            "Your own file is FOLDER/sweeps/NAME.yaml: add --config-dir FOLDER.",
+            f"Available there: {there}."
+            if begun
+            else f"{did_you_mean(name, marked)}Available: {there}. {own}",
         )
     if set(rest) & set(HELP):
         print((sweeps_dir() / f"{name}.yaml").read_text(encoding="utf-8"), end="")
