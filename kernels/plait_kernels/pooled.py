@@ -73,10 +73,16 @@ class PooledAdapter:
 
 @dataclass(frozen=True)
 class AdapterPool:
-    """The sites of a model and, for each, the storage of its layer's pages: a flat tensor."""
+    """The sites of a model and, for each, the storage of its layer's pages: a flat tensor.
+
+    Args:
+        align: divides where vectors begin and their sizes; a power of two, with which several elements are
+            loaded at once.
+    """
 
     sites: tuple[Site, ...]
     storage: tuple[Tensor, ...]
+    align: int = 1
     tables: dict[tuple[str, ...], Tensor] = field(default_factory=dict)
     windows: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
@@ -346,17 +352,19 @@ def add_by_triton(out: Tensor, x: Tensor, storage: Tensor, names: tuple[str, ...
     widest = max(rows.pool.sites[rows.pool.index[name]].out_features for name in names)
     key = (len(sites), widest, x.shape[1], x.stride(0), out.stride(0), x.dtype)
     if key not in made.launches:
-        made.launches[key] = _launches(made, len(sites), widest, x, out.stride(0))
+        made.launches[key] = _launches(made, len(sites), widest, x, out.stride(0), rows.pool.align)
     down, up = made.launches[key]
     down(x, storage, sites)
     up(out, storage, sites)
 
 
-def _launches(made: _Launched, sites: int, widest: int, x: Tensor, out_stride: int) -> tuple[Launch, Launch]:
+def _launches(
+    made: _Launched, sites: int, widest: int, x: Tensor, out_stride: int, align: int
+) -> tuple[Launch, Launch]:
     """The launches of layers of the same sizes, which follow each other and so share s."""
     kernels, most = _triton(), made.most
     s = torch.empty(len(made.rows), sites, most, dtype=torch.float32, device=x.device)
-    blocks = {"BK": _BLOCK_RANKS, "BF": _BLOCK_FEATURES}
+    blocks = {"ALIGN": align, "BK": _BLOCK_RANKS, "BF": _BLOCK_FEATURES}
     down = Launch(
         kernels.down,
         (len(made.rows), sites),

@@ -1,5 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-"""Triton kernels of the rows of pooled adapters: each program sums over its own vectors alone, in float32."""
+"""Triton kernels of the rows of pooled adapters: each program sums over its own vectors alone, in float32.
+
+ALIGN divides where vectors begin, sites' columns and how many these are: of what comes from a table Triton
+knows nothing, and would read one element at a time.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +22,15 @@ def _adapter(rows, sites, tables):
 
 @triton.jit(do_not_specialize=["most"])
 def down(
-    x, pool, tables, rows, scales, sites, s, x_stride, features, most, BK: tl.constexpr, BF: tl.constexpr
-):
+    x, pool, tables, rows, scales, sites, s, x_stride, features, most,
+    ALIGN: tl.constexpr, BK: tl.constexpr, BF: tl.constexpr,
+):  # fmt: skip
     """s[row, site, k] = scale · (A_k · x)."""
     row, n, m, rank, table = _adapter(rows, sites, tables)
     scale = tl.load(scales + n)
     for first in range(0, rank, BK):
         k = first + tl.arange(0, BK)
-        at = tl.load(table + k, mask=k < rank, other=-1)
+        at = tl.multiple_of(tl.load(table + k, mask=k < rank, other=-1), [ALIGN])  # or below 0
         total = tl.zeros((BK,), dtype=tl.float32)
         for start in range(0, features, BF):
             f = start + tl.arange(0, BF)
@@ -37,16 +42,19 @@ def down(
 
 
 @triton.jit(do_not_specialize=["most"])
-def up(out, pool, tables, rows, sites, s, out_stride, most, BK: tl.constexpr, BF: tl.constexpr):
+def up(
+    out, pool, tables, rows, sites, s, out_stride, most,
+    ALIGN: tl.constexpr, BK: tl.constexpr, BF: tl.constexpr,
+):  # fmt: skip
     """out += Σ_k s_k · B_k, in one block of a site's columns."""
     row, n, m, rank, table = _adapter(rows, sites, tables)
     f = tl.program_id(2) * BF + tl.arange(0, BF)
-    inside = f < tl.load(sites + 3 * m + 2)
-    to = out + row * out_stride + tl.load(sites + 3 * m + 1) + f
+    inside = f < tl.multiple_of(tl.load(sites + 3 * m + 2), ALIGN)
+    to = out + row * out_stride + tl.multiple_of(tl.load(sites + 3 * m + 1), ALIGN) + f
     total = tl.load(to, mask=inside, other=0.0).to(tl.float32)
     for first in range(0, rank, BK):
         k = first + tl.arange(0, BK)
-        at = tl.load(table + rank + k, mask=k < rank, other=-1)
+        at = tl.multiple_of(tl.load(table + rank + k, mask=k < rank, other=-1), [ALIGN])
         values = tl.load(s + (n * tl.num_programs(1) + m) * most + k, mask=k < rank, other=0.0)
         mask = (at >= 0)[:, None] & inside[None, :]
         b = tl.load(pool + at[:, None] + f[None, :], mask=mask, other=0.0).to(tl.float32)

@@ -42,6 +42,7 @@ from plait_kernels import AdapterStep, Bank, adamw_step
 from plait_kernels.absent import absent
 from plait_kernels.counting import Counts, counted
 from plait_kernels.paged import CHUNK
+from plait_kernels.passes import rotate_
 from plait_kernels.plain import GELU, SILU
 from plait_kernels.synthetic import Shape, problem
 from plait_kernels.triton_backend import interpreted
@@ -179,12 +180,27 @@ def _pass_figures(asked: CountOptions) -> Iterator[Figure]:
         x = torch.empty(tokens, each.features, dtype=DTYPE, device=META, requires_grad=True)
         out = each.run(x)
         both = _phases(partial(each.run, x), torch.empty_like(out))
-        least = each.least * tokens * DTYPE.itemsize
-        moved = sum(count.bytes for count in both)
-        launches = sum(count.launches for count in both)
-        aim = Baseline(least / 1e9, "least possible", at_most=each.most)
-        note = f"{launches} launches, forward and backward"
-        yield Figure(f"{each.name}: moved", moved / 1e9, "GB", "computed", aim, note)
+        yield _moved(each.name, both, tokens * each.least, each.most)
+    yield _rotation_figure(tokens)
+
+
+def _moved(name: str, counts: Sequence[Counts], least: int, most: float = MOST_BYTES) -> Figure:
+    """What a pass moves, forward and backward, where so many elements are the least."""
+    aim = Baseline(least * DTYPE.itemsize / 1e9, "least possible", at_most=most)
+    note = f"{sum(count.launches for count in counts)} launches, forward and backward"
+    return Figure(f"{name}: moved", sum(count.bytes for count in counts) / 1e9, "GB", "computed", aim, note)
+
+
+def _rotation_figure(tokens: int) -> Figure:
+    """Rotation of queries and keys, in place in the merged product: read and written, with cos and sin."""
+    query = LLAMA_8B.num_attention_heads
+    shared, size = LLAMA_8B.num_key_value_heads or query, LLAMA_8B.hidden_size // query
+    qkv = torch.empty(tokens, query + 2 * shared, size, dtype=DTYPE, device=META)
+    turned, cos = qkv[:, : query + shared], torch.empty(tokens, size, dtype=DTYPE, device=META)
+    with counted() as both:
+        for back in (False, True):
+            rotate_(turned, cos, cos, back=back)
+    return _moved("rotation", (both,), 2 * (2 * turned.numel() + 2 * cos.numel()))
 
 
 # ---- a step -----------------------------------------------------------------------------------------------

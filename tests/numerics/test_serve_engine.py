@@ -602,6 +602,13 @@ def test_what_one_call_reads_lies_together_in_pages_that_follow_each_other() -> 
     assert without.flatten().tolist() == [-1, -1, -1, -1, 90, 96]
 
 
+@pytest.mark.parametrize(
+    ("sizes", "elements", "align"), [((64, 32), 320, 16), ((64, 32), 328, 8), ((9, 32), 32, 1)]
+)
+def test_kernels_are_told_what_divides_all_places(sizes: tuple[int, int], elements: int, align: int) -> None:
+    assert CellLayout([[Site("q", 0, *sizes)]], elements, {"q": 0}).align == align
+
+
 @pytest.mark.parametrize("rank", [1, 3, 64])
 @pytest.mark.parametrize("elements", [12, 25, 40, 90, 1000])
 def test_vectors_never_share_an_element_and_stay_in_their_pages(rank: int, elements: int) -> None:
@@ -618,6 +625,7 @@ def test_vectors_never_share_an_element_and_stay_in_their_pages(rank: int, eleme
     for pages in (range(5, 5 + placement.pages), scattered, halves):
         for joined in (False, True):
             offsets = placement.offsets(pages, elements, joined=joined)
+            assert not (offsets[offsets >= 0] % layout.align).any()
             number = 0
             for own in layers:
                 used = [

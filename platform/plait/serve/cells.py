@@ -8,6 +8,7 @@ like one large page.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -247,6 +248,14 @@ class CellLayout:
     elements: int
     inputs: Mapping[str, int]
     _placements: dict[tuple[int, frozenset[str]], Placement] = field(default_factory=dict)
+
+    @property
+    def align(self) -> int:
+        """What divides where vectors begin and their sizes, a power of two up to 16."""
+        sizes = (
+            size for own in self.layers for each in own for size in (each.in_features, each.out_features)
+        )
+        return math.gcd(16, self.elements, *sizes)
 
     def placement(self, adapter: Adapter) -> Placement:
         """The placement of an adapter.

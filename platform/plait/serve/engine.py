@@ -109,7 +109,7 @@ class Engine:
         pool = pool_memory(len(layers), pages, self._layout.elements, base, reserve=reserve)
         self._cache = PagedCache(pool, self.page_tokens, base.backend, head=token.head)
         storage = [pool[index].view(-1) for index, own in enumerate(layers) for _ in own]
-        self._pool = AdapterPool(base.sites, tuple(storage))
+        self._pool = AdapterPool(base.sites, tuple(storage), self._layout.align)
         self.store = CellStore(self._layout, pool, self._pool, most_bytes=host_bytes, known=adapters.knows)
         self._requests: dict[int, _Running] = {}
         self._next = 0

@@ -52,7 +52,7 @@ def _compiled(*cases):
 @pytest.fixture(scope="module")
 def compiled():
     """What the compiler made of each set of cases: one process for all, whose imports take seconds."""
-    every = [f"{name}=80,90,100" for name in ("passes", "gated", "paged", "attention")]
+    every = [f"{name}=80,90,100" for name in ("passes", "gated", "paged", "pooled", "attention")]
     found = _compiled("sample=90", *every)
     return lambda name: [each for each in found if each["of"] == name]
 
@@ -138,6 +138,22 @@ def test_attention_over_pages_compiles_and_fits_every_generation(compiled):
         assert binary["spilled"] <= allowed, binary
         assert binary["shared"] <= SMALL_MEMORY, binary
         assert binary["wide"] > 0 or binary["kernel"] == "store", binary  # a head's few features, by a warp
+        assert binary["narrow"] == 0, binary
+
+
+def test_rows_of_pooled_adapters_compile_and_fit_every_generation(compiled):
+    """Where vectors begin comes from a table: unless told that it is aligned, Triton loads two bytes at a
+    time."""
+    found = compiled("pooled")
+    for capability in (80, 90, 100):
+        own = [each for each in found if each["capability"] == capability]
+        assert {each["kernel"] for each in own} == {"down", "up"}
+        assert {each["case"]["dtype"] for each in own} == {"torch.bfloat16", "torch.float16", "torch.float32"}
+    for binary in found:
+        assert binary["atomics"] == [], binary
+        assert binary["spilled"] <= (FEW_BYTES if binary["capability"] == 100 else 0), binary
+        assert binary["shared"] <= 4096, binary  # what sums of a row meet in
+        assert binary["wide"] > 0, binary
         assert binary["narrow"] == 0, binary
 
 

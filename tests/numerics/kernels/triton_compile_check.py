@@ -3,7 +3,7 @@
 Triton's own launch path runs, with the arguments, alignment and constants that a device would see, up to the
 binary that ptxas writes; only the launch itself is left out. Run by test_kernels_compile.py in a process of
 its own, since Triton's interpreter is on in the tests':
-`all|sample|passes|gated|paged|attention=CAPABILITY[,…] ...`.
+`all|sample|passes|gated|paged|pooled|attention=CAPABILITY[,…] ...`.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from plait_kernels.absent import AbsentDevice
 from plait_kernels.attention import Capped
 from plait_kernels.layer import layer_call
 from plait_kernels.plain import GELU, GELU_TANH, SILU
+from plait_kernels.pooled import AdapterPool, PooledAdapter, PooledRows, add_by_triton
 from plait_kernels.synthetic import Shape, counters_of, even_segments, problem
 from plait_kernels.tables import site_table
 from plait_kernels.tiles import CANDIDATES, DEFAULT, HOPPER, SMALL, SMALL_CANDIDATES, Choice
@@ -198,6 +199,17 @@ def launch_paged(dtype: torch.dtype, size: int) -> None:
         paged.attend_by_triton(out, qkv, pool, rows, shape)
 
 
+def launch_pooled(dtype: torch.dtype) -> None:
+    """Two rows of adapters in a pool, at the sites of q, k and v."""
+    names = ("q", "k", "v")
+    sites = tuple(Site(name, 0, 64, width) for name, width in zip(names, (128, 32, 32), strict=True))
+    pool = AdapterPool(sites, (torch.zeros(256, dtype=dtype),) * 3, align=16)
+    adapter = PooledAdapter(20, 1.0, frozenset(names), torch.zeros(3, 2, 20, dtype=torch.int64))
+    x, out = torch.zeros(2, 64, dtype=dtype), torch.zeros(2, 192, dtype=dtype)
+    rows = PooledRows(pool, ((0, adapter), (1, adapter)), ())
+    add_by_triton(out, x, pool.storage[0], names, rows)
+
+
 def launch_attention(case: dict[str, object]) -> None:
     """Attention with a softcap of heads of every padded size, with and without a window."""
     cases = [(torch.bfloat16, 64, None), (torch.bfloat16, 80, 4096), (torch.bfloat16, 256, 4096)]
@@ -225,6 +237,9 @@ def launch_all(which: str, current: dict[str, object]) -> None:
     for dtype, size in PAGED if which == "paged" else ():
         current |= {"dtype": dtype, "size": size}
         launch_paged(dtype, size)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32) if which == "pooled" else ():
+        current |= {"dtype": dtype}
+        launch_pooled(dtype)
     if which == "attention":
         launch_attention(current)
     if which == "gated":
