@@ -30,6 +30,7 @@ from plait_kernels.compiled import cache_folder
 from plait_kernels.errors import KernelError
 from plait_kernels.layer import LayerCall, layer_call
 from plait_kernels.synthetic import Shape, problem
+from plait_kernels.tables import WIDTHS
 from plait_kernels.tiles import (
     CANDIDATES,
     DEFAULT,
@@ -55,35 +56,47 @@ Measure = Callable[[Choice, str], float]
 Widths = tuple[int, tuple[int, ...]]  # features of a layer's input, and outputs of each of its sites
 _RANKS, _DROPOUT = (16,) * 8, 0.1  # of the microbatch that is measured: eight adapters
 _USUAL_TOKENS = 8192
+_FEW_TOKENS = 256  # of one with adapters of every width, whose kernels need more memory than those measured
 
 
-def tune(measure: Measure, *, start: Choice = DEFAULT, candidates: Candidates = CANDIDATES) -> Choice:
+def tune(
+    measure: Measure,
+    *,
+    start: Choice = DEFAULT,
+    candidates: Candidates = CANDIDATES,
+    fits: Callable[[Choice, str], bool] = lambda *_: True,
+) -> Choice:
     """The fastest choice, found by trying each stage's candidates in turn with the others as found so far.
 
     Args:
         measure: returns seconds of one stage with a choice; infinity if it cannot run.
         start: the choice to improve.
         candidates: candidates by stage.
+        fits: whether a stage runs with a choice whatever the adapters' ranks; asked of the fastest.
 
     Raises:
         KernelError: no candidate of a stage runs.
     """
     chosen = start
-    for stage, found in candidates.items():
-        changes: list[dict[str, Any]] = [{field: tiles} for field, tiles in found]
-        chosen = _fastest(measure, stage, [chosen, *(replace(chosen, **change) for change in changes)])
+    for stage, others in candidates.items():
+        changes: list[dict[str, Any]] = [{field: tiles} for field, tiles in others]
+        options = [chosen, *(replace(chosen, **change) for change in changes)]
+        found = next((each for each in _fastest_first(measure, stage, options) if fits(each, stage)), None)
+        if found is None:
+            raise KernelError(
+                f"stage {stage!r}: none of its {len(options)} tile sizes runs on this device",
+                "a kernel runs with one of its tile sizes",
+                "choose the backend grouped, or set PLAIT_KERNELS_TUNE=0 to see the first one's own error",
+            )
+        chosen = found
     return chosen
 
 
-def _fastest(measure: Measure, stage: str, options: list[Choice]) -> Choice:
+def _fastest_first(measure: Measure, stage: str, options: list[Choice]) -> list[Choice]:
+    """The options that run, sorted by their seconds."""
     seconds = [measure(option, stage) for option in options]
-    if min(seconds) == math.inf:
-        raise KernelError(
-            f"stage {stage!r}: none of its {len(options)} tile sizes runs on this device",
-            "a kernel runs with one of its tile sizes",
-            "choose the backend grouped, or set PLAIT_KERNELS_TUNE=0 to see the first one's own error",
-        )
-    return options[seconds.index(min(seconds))]
+    order = sorted(range(len(options)), key=seconds.__getitem__)
+    return [options[index] for index in order if seconds[index] < math.inf]
 
 
 _known: dict[tuple[Widths, torch.dtype], Choice] = {}  # of this process, whose device has one kind
@@ -154,17 +167,22 @@ def prepare(
     Returns:
         All choices as JSON, for a plan.
     """
-    before = _recorded(recorded)
+    take(recorded, dtype)
     names: dict[str, Choice] = {}
     for widths in dict.fromkeys(layers):
         key, name = (widths, dtype), _name(widths)
-        if name in before:
-            _known[key] = before[name]
-        elif key not in _known:
+        if key not in _known:
             say(f"Tile sizes of the kernels for {name} ...")
             _known[key] = _found(widths, device, dtype, tokens)
         names[name] = _known[key]
     return json.dumps({name: asdict(each) for name, each in sorted(names.items())})
+
+
+def take(recorded: str, dtype: torch.dtype) -> None:
+    """Have layers take these tiles, which :func:`prepare` returned here or elsewhere."""
+    for name, chosen in _recorded(recorded).items():
+        features, _, outputs = name.partition(">")
+        _known[(int(features), tuple(map(int, outputs.split("+")))), dtype] = chosen
 
 
 def _recorded(text: str) -> dict[str, Choice]:
@@ -235,7 +253,13 @@ def _measured(
 ) -> Choice | None:
     """The fastest choice; None if the model leaves no memory on the device to measure in."""
     try:
-        return tune(_on_device(shape, device, dtype), start=start, candidates=candidates)
+        wide = _on_device(replace(shape, tokens=_FEW_TOKENS, ranks=WIDTHS), device, dtype)
+        return tune(
+            _on_device(shape, device, dtype),
+            start=start,
+            candidates=candidates,
+            fits=lambda chosen, stage: wide(chosen, stage) < math.inf,
+        )
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
         warnings.warn(
@@ -293,11 +317,16 @@ def kernel_errors() -> tuple[type[Exception], ...]:
     return RuntimeError, KernelError, TritonError
 
 
-_BROKEN = ("illegal", "misaligned", "unspecified launch failure", "device-side assert")
+# What a driver reports if it did not launch. After its other errors, such as the illegal access of an earlier
+# kernel, which the next launch reports, the device cannot be used.
+_REFUSALS = ("invalid argument", "too many resources", "out of memory", "alloc_failed", "kernel image", "ptx")
+_BY_DEVICE = ("triton error [", "cuda error")
 
 
 def refused(error: RuntimeError) -> bool:
     """Whether the driver or the compiler refuses a launch. A kernel that read or wrote where it must not is a
     fault, after which the device cannot be used."""
     text = str(error).lower()
-    return not isinstance(error, torch.AcceleratorError) and not any(word in text for word in _BROKEN)
+    by_device = any(word in text for word in _BY_DEVICE)
+    refuses = not by_device or any(word in text for word in _REFUSALS)
+    return refuses and not isinstance(error, torch.AcceleratorError)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import tempfile
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -119,12 +120,20 @@ EXACT_CANDIDATES = {stage: found for stage, found in SMALL_CANDIDATES.items() if
 
 
 def load(path: Path) -> dict[str, Choice]:
-    """The choices in a file; none if it is missing or not readable."""
+    """The choices in a file, but for those of a release with other tiles; none if it cannot be read."""
+    found = {}
+    for key, value in _stored(path).items():
+        with suppress(TypeError, AttributeError):
+            found[key] = made_choice(value)
+    return found
+
+
+def _stored(path: Path) -> dict[str, Any]:
     try:
         stored = json.loads(path.read_text())
-        return {key: made_choice(value) for key, value in stored.items()}
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (OSError, ValueError):
         return {}
+    return stored if isinstance(stored, dict) else {}
 
 
 def made_choice(value: dict[str, Any]) -> Choice:
@@ -136,13 +145,15 @@ def made_choice(value: dict[str, Any]) -> Choice:
 
 
 def save(path: Path, key: str, chosen: Choice) -> None:
-    """Add a choice to the file, which is replaced atomically; writers wait for each other."""
+    """Add a choice to the file, which is replaced atomically; writers wait for each other.
+
+    What another release wrote stays as it is.
+    """
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with path.with_suffix(".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed, or the process ends
-        known = load(path)
-        known[key] = chosen
-        text = json.dumps({name: asdict(found) for name, found in sorted(known.items())}, indent=1)
+        known = _stored(path) | {key: asdict(chosen)}
+        text = json.dumps(known, indent=1, sort_keys=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as scratch:
             scratch.write(text)
         Path(scratch.name).replace(path)

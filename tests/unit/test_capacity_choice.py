@@ -21,7 +21,7 @@ from plait.engine import build as engine
 from plait.engine import devices
 from plait.engine.admission import LEAST_CAPACITY, Admission, activation_bytes, choose_capacity
 from plait.engine.catalogue import DataCatalogue
-from plait.engine.worker import ActivationShape, HeldPart, WorkerFacts
+from plait.engine.worker import ActivationShape, HeldPart, Worker, WorkerFacts
 from plait.models.load import ModelShape
 from plait.models.targets import LinearInfo
 
@@ -240,3 +240,19 @@ def test_a_search_resumes_with_its_kernels_on_a_device_of_the_same_kind(
     for device, kernels in (("cuda", "recorded"), ("cuda:1", "recorded"), ("cpu", "auto")):
         monkeypatch.setattr(engine, "device_of", lambda _, device=device: torch.device(device))
         assert engine._same_kernels(replace(OPEN, model=ModelSettings(dtype="float32")), before) == kernels
+
+
+def test_several_processes_begin_again_with_the_tiles_of_the_plan(tmp_path: Path) -> None:
+    """After a loss, too, with those that the worker has."""
+    engine.write_plan(tmp_path, Plan((), (), choices={"tiles": "recorded"}))
+    worker = SimpleNamespace(facts=replace(facts(), chosen={"kernels": "triton", "tiles": "taken"}))
+    asked: list[str] = []
+
+    def make(_settings: RunSettings, _data: DataCatalogue, tiles: str) -> Worker:
+        asked.append(tiles)
+        return cast("Worker", worker)
+
+    coordinator = engine.build_coordinator(OPEN, DataCatalogue(None), tmp_path, make_worker=make)  # type: ignore[arg-type]
+    assert coordinator._renew is not None
+    coordinator._renew()
+    assert asked == ["recorded", "taken"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import re
 import signal
@@ -13,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
@@ -75,6 +76,7 @@ from plait.distributed.channel import (
     Refusal,
     See,
     Share,
+    TakeTiles,
     VersionError,
     connect,
     limit_links,
@@ -98,8 +100,11 @@ from plait.distributed.processes import Asked, Fate, Process, Processes
 from plait.distributed.start import Start, Started
 from plait.distributed.waiting import Waiting
 from plait.engine.catalogue import DataCatalogue
+from plait.engine.devices import device_kind
 from plait.engine.worker import ActivationShape, WorkerFacts
 from plait.planner.verify import ScheduleError
+from plait_kernels import autotuning
+from plait_kernels.tiles import Choice, Tiles
 
 KEY = b"k" * 32
 SETTINGS = RunSettings(
@@ -731,6 +736,38 @@ def test_speeds_are_given_or_measured_where_devices_differ() -> None:
     given, processes = told({Build: unlike}, replace(SETTINGS.cluster, speeds=(1.0, 4.0)))
     assert given.facts.speeds == (1.0, 4.0)
     assert processes.asked == []
+
+
+def test_processes_on_devices_of_one_kind_take_the_same_tiles() -> None:
+    """Those that the search began with, else those of the first that has the layer."""
+
+    def built(kind: str, **tiles: int) -> Answer:
+        chosen = FACTS.chosen | {"tiles": json.dumps(tiles)}
+        return Answer(facts=replace(FACTS, kinds=(kind,), chosen=chosen))
+
+    alike = Told({Build: [built("fast", q=1, down=2), built("fast", q=3, up=4)]})
+    fleet = Fleet(alike, DataCatalogue(random_data), SETTINGS.engine, None, SETTINGS.cluster)
+    same = {"fast": {"q": 1, "down": 2, "up": 4}}
+    assert json.loads(fleet.facts.chosen["tiles"]) == same
+    assert [json.loads(each.tiles) for _, each in alike.asked if isinstance(each, TakeTiles)] == [same] * 2
+    unlike = Told({Build: [built("fast", q=1), built("slow", q=3)], Measure: [Answer(rate=1.0)] * 2})
+    before = json.dumps({"slow": {"q": 5}})
+    fleet = Fleet(unlike, DataCatalogue(random_data), SETTINGS.engine, None, SETTINGS.cluster, before)
+    assert json.loads(fleet.facts.chosen["tiles"]) == {"fast": {"q": 1}, "slow": {"q": 5}}
+    asked = [type(each) for _, each in unlike.asked]
+    assert asked.index(TakeTiles) < asked.index(Build), "what is known need not be measured"
+    assert "tiles" not in told({})[0].facts.chosen
+
+
+def test_a_process_takes_the_tiles_of_its_kind_of_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: dict[object, Choice] = {}
+    monkeypatch.setattr(autotuning, "_known", taken)
+    replica = object.__new__(process.Replica)
+    replica._device, replica._dtype = torch.device("cpu"), torch.bfloat16
+    own = {"64>32+16": asdict(Choice(down=Tiles(16)))}
+    text = json.dumps({device_kind("cpu"): own, "another": {"64>64": asdict(Choice())}})
+    replica.answer(TakeTiles(text))
+    assert taken == {((64, (32, 16)), torch.bfloat16): Choice(down=Tiles(16))}
 
 
 def test_each_process_is_built_with_its_own_capacity() -> None:

@@ -109,7 +109,7 @@ def test_another_terminal_reads_them_older_by_the_time_since(
     watch.keep()
     assert read_processes(tmp_path, ["77"]) == [], "there is one process"
     fleet = SimpleNamespace(states=lambda: [TRAINS, WAITS], processes=SimpleNamespace())
-    watch.following(lambda *_: fleet)(None, None)  # type: ignore[arg-type,return-value]
+    watch.following(lambda *_: fleet)(None, None, "")  # type: ignore[arg-type,return-value]
     watch.keep()
     times["time"] += 1.0
     watch.keep()  # it is not due

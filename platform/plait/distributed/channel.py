@@ -117,6 +117,14 @@ class Choose:
 
 
 @dataclass(frozen=True, slots=True)
+class TakeTiles:
+    """Take these tiles of the kernels, JSON by kind of device and layer, in place of measuring or measured
+    ones."""
+
+    tiles: str
+
+
+@dataclass(frozen=True, slots=True)
 class Measure:
     """Say how fast the device multiplies matrices: asked where devices differ."""
 

@@ -8,6 +8,7 @@ alike.
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -41,7 +42,7 @@ from plait.core.messages import (
 from plait.core.plans import Microbatch
 from plait.core.settings import ClusterSettings, EngineSettings
 from plait.core.spans import ProcessState, ReplicaSpans
-from plait.distributed.channel import Answer, Build, Choose, Measure, Provide, Share
+from plait.distributed.channel import Answer, Build, Choose, Measure, Provide, Share, TakeTiles
 from plait.distributed.processes import Asked, Processes
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.schedules import Round, rounds
@@ -57,6 +58,7 @@ class Fleet:
     Args:
         memory_bytes: of each process, on a processor that they share; None: each says what its device has.
         cluster: with the capacity and speed of each process, if they are given.
+        tiles: of the kernels, as the facts had them when the search was started.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Fleet:
         engine: EngineSettings,
         memory_bytes: int | None,
         cluster: ClusterSettings,
+        tiles: str = "",
     ) -> None:
         self.processes = processes
         self._data = data
@@ -77,12 +80,15 @@ class Fleet:
         self._begun: deque[tuple[Asked, Merge]] = deque()  # by a pipeline, not yet answered
         self._flying = False  # whether the last schedule left a pipeline undrained
         self._done = [deque[Sequence[WorkerEvent]]() for _ in range(len(processes))]  # schedules, by stage
-        self.facts = self._build(engine, memory_bytes, cluster)
+        if tiles:
+            self.processes.ask_all(TakeTiles(tiles))
+        self.facts = self._with_tiles(tiles, *self._build(engine, memory_bytes, cluster))
 
     def _build(
         self, engine: EngineSettings, memory_bytes: int | None, cluster: ClusterSettings
-    ) -> WorkerFacts:
-        """Make all workers; the first one's choice of kernels holds for all. The facts that all share."""
+    ) -> tuple[WorkerFacts, Sequence[WorkerFacts]]:
+        """Make all workers; the first one's choice of kernels holds for all. The facts that all share, and
+        those of each."""
         capacities = {} if self._staged else dict(enumerate(cluster.capacities))
         chosen_first = self.processes.ask({0: Choose(engine.kernels)})
         engine = replace(engine, kernels=chosen_first[0].kernels)
@@ -114,7 +120,7 @@ class Fleet:
             for part in facts.parts[0]
         ]
         held = tuple(tuple(parts[own.start : own.stop]) for own in self._replicas)
-        return replace(
+        shared = replace(
             chosen,
             shape=replace(
                 chosen.shape,
@@ -128,6 +134,21 @@ class Fleet:
             held=held,
             speeds=self._each(cluster.speeds or self._speeds(kinds), min),
         )
+        return shared, built
+
+    def _with_tiles(self, before: str, shared: WorkerFacts, built: Sequence[WorkerFacts]) -> WorkerFacts:
+        """The facts with the tiles that all take: on one kind of device a layer's bits are the same in every
+        process, those of the first one that has the layer."""
+        tiles: dict[str, dict[str, object]] = json.loads(before or "{}")
+        for facts in built:
+            own: dict[str, object] = json.loads(facts.chosen.get("tiles", "{}"))
+            if own:
+                tiles[facts.kinds[0]] = own | tiles.get(facts.kinds[0], {})
+        if not tiles:
+            return shared
+        text = json.dumps(tiles, sort_keys=True)
+        self.processes.ask_all(TakeTiles(text))
+        return replace(shared, chosen=shared.chosen | {"tiles": text})
 
     def _each(self, values: Sequence[Value], merged: Callable[[Sequence[Value]], Value]) -> tuple[Value, ...]:
         """One value for each replica, from those of its processes; none if there are none."""

@@ -89,22 +89,25 @@ class Launcher:
         self._preferred: tuple[ReplicaShape, ...] = ()
         self._request: Load | None = None
         self._layers: int | None = None  # of the model, once it was cut
+        self._tiles = ""
         self._trained = ""  # the digest of the model, once all have come together
         self._restarts = Restarts(cluster.restarts)  # before that
         self._losses: dict[int, Restarts] = {}  # of each process
 
-    def fleet(self, folder: Path, settings: RunSettings, data: DataCatalogue) -> Fleet:
+    def fleet(self, folder: Path, settings: RunSettings, data: DataCatalogue, tiles: str = "") -> Fleet:
         """The processes as one worker: all of them the first time. After a loss those of this host and
         whichever come from elsewhere in time; else those that train and those that have come since.
 
         Args:
             folder: for what the processes of this host print; it is kept where one dies.
+            tiles: of the kernels, as the facts of an earlier fleet of the search had them.
 
         Raises:
             LostProcessError: one did not come, or died: before the first time, again and again.
             ProcessError: one did not come the first time.
             ModelError: the model cannot be loaded.
         """
+        self._tiles = tiles
         while True:
             try:
                 return self._together(folder, settings, data)
@@ -315,7 +318,7 @@ class Launcher:
         cluster = _remaining(settings.cluster, numbers, preferred, self._layers)
         for words in _given_up(settings.cluster, cluster):
             self.say(words)
-        fleet = Fleet(processes, data, replace(engine, threads=threads), memory, cluster)
+        fleet = Fleet(processes, data, replace(engine, threads=threads), memory, cluster, self._tiles)
         self._layers = fleet.facts.shape.layers
         return fleet
 

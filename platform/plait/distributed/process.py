@@ -6,6 +6,7 @@ program imports it only once it is set how Python collects objects.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -48,6 +49,7 @@ from plait.distributed.channel import (
     Refusal,
     See,
     Share,
+    TakeTiles,
     VersionError,
     connect,
     limit_links,
@@ -61,7 +63,14 @@ from plait.distributed.stage_worker import StageWorker
 from plait.distributed.start import AGAIN
 from plait.distributed.tensor import ShardGroup, TensorGroup
 from plait.engine.catalogue import DataCatalogue
-from plait.engine.devices import Cores, choose_device, choose_kernels, device_bytes, product_rate
+from plait.engine.devices import (
+    Cores,
+    choose_device,
+    choose_kernels,
+    device_bytes,
+    device_kind,
+    product_rate,
+)
 from plait.engine.local_worker import LocalWorker
 from plait.engine.replicas import model_time, stage_layers
 from plait.engine.span_recorder import SpanRecorder
@@ -69,12 +78,13 @@ from plait.models.base import BaseModel
 from plait.models.load import inspect_model, load_part
 from plait.models.parts import Part
 from plait.utils.paths import cache_dir
+from plait_kernels.autotuning import take
 
 BEATS = 1.0  # seconds between two signs of life
 SEEN_SECONDS = 5.0  # after which a file that another host has made is there, if the folder is shared
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
-Request = Load | See | Join | Choose | Build | Measure | Provide | Share | Command
+Request = Load | See | Join | Choose | TakeTiles | Build | Measure | Provide | Share | Command
 
 
 class Replica:
@@ -149,14 +159,12 @@ class Replica:
             case See(file):
                 _see(file)
                 return Answer()
-            case Choose(kernels):
-                return Answer(kernels=choose_kernels(kernels, self._device, self._dtype))
+            case Choose() | TakeTiles() | Measure():
+                return self._of_device(request)
             case Build():
                 self._worker = self._build(request)
                 self._limit_links()  # it may have made more
                 return Answer(facts=self.worker.facts)
-            case Measure():
-                return Answer(rate=product_rate(self._device, self._dtype))
             case Provide(spec, digest, content):
                 if content is not None:
                     self._contents[digest] = content
@@ -178,6 +186,18 @@ class Replica:
         assert not isinstance(request, Load)
         events = self.worker.execute(request)
         return Answer(tuple(events), time.perf_counter() - started)
+
+    def _of_device(self, request: Choose | TakeTiles | Measure) -> Answer:
+        """Carry out what concerns the device and its kernels alone."""
+        match request:
+            case Choose(kernels):
+                return Answer(kernels=choose_kernels(kernels, self._device, self._dtype))
+            case TakeTiles(tiles):
+                own = json.loads(tiles).get(device_kind(self._device.type), {})
+                take(json.dumps(own), self._dtype)
+                return Answer()
+            case Measure():
+                return Answer(rate=product_rate(self._device, self._dtype))
 
     def _build(self, request: Build) -> LocalWorker:
         data, engine = DataCatalogue(self._data.__getitem__), request.engine

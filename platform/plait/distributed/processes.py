@@ -27,6 +27,7 @@ DOING = {
     "See": "looking for the search's folder",
     "Join": "joining the others",
     "Choose": "choosing kernels",
+    "TakeTiles": "choosing kernels",
     "Build": "taking its part of the model",
     "Measure": "measuring its speed",
     "Provide": "receiving data",

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
     from plait.models.load import ModelShape
 
 PLAN_FILE = "plan.json"
-MakeWorker = Callable[[RunSettings, DataCatalogue], Worker]
+MakeWorker = Callable[[RunSettings, DataCatalogue, str], Worker]  # the last: tiles of the kernels
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -394,8 +393,7 @@ def build_coordinator(
     before = recorded_before(settings, folder)
     engine = replace(settings.engine, kernels=_same_kernels(settings, before))
     begun = replace(settings, engine=engine, cluster=_same_speeds(settings.cluster, before))
-    own_worker = partial(_local_worker, tiles=str(before.get("tiles", "")))
-    worker = (make_worker or own_worker)(begun, data)
+    worker = (make_worker or _local_worker)(begun, data, str(before.get("tiles", "")))
 
     def renew() -> Worker:
         assert make_worker is not None
@@ -403,7 +401,8 @@ def build_coordinator(
         speeds, cluster = worker.facts.speeds, begun.cluster
         if len(speeds) == cluster.processes:  # all have come the first time
             cluster = replace(cluster, speeds=speeds)
-        return make_worker(replace(begun, engine=chosen, cluster=cluster), data)
+        tiles = worker.facts.chosen.get("tiles", "")
+        return make_worker(replace(begun, engine=chosen, cluster=cluster), data, tiles)
 
     # By the kernels that were asked for, and the threads that each of several processes has got.
     threads = worker.facts.chosen.get("threads") if settings.cluster.processes > 1 else None
@@ -432,7 +431,7 @@ def _same_speeds(cluster: ClusterSettings, before: Choices) -> ClusterSettings:
     return replace(cluster, speeds=recorded)
 
 
-def _local_worker(settings: RunSettings, data: DataCatalogue, *, tiles: str) -> Worker:
+def _local_worker(settings: RunSettings, data: DataCatalogue, tiles: str) -> Worker:
     from plait.engine.local_worker import LocalWorker
     from plait.models.load import load_model
 

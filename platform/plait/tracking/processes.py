@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from plait.distributed.fleet import Fleet
     from plait.engine.catalogue import DataCatalogue
 
-    MakeFleet = Callable[[RunSettings, DataCatalogue], Fleet]
+    MakeFleet = Callable[[RunSettings, DataCatalogue, str], Fleet]
 
 FOLDER = "processes"  # below the search's folder
 SUFFIX = "-now.json"
@@ -95,8 +95,8 @@ class ProcessWatch:
     def following(self, make: MakeFleet) -> MakeFleet:
         """The same, with every fleet that it makes followed."""
 
-        def made(settings: RunSettings, data: DataCatalogue) -> Fleet:
-            self._fleet = make(settings, data)
+        def made(settings: RunSettings, data: DataCatalogue, tiles: str) -> Fleet:
+            self._fleet = make(settings, data, tiles)
             self._fleet.processes.watch = self._look
             return self._fleet
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -34,6 +35,23 @@ def test_each_stage_takes_its_fastest_and_leaves_the_others():
     assert set(asked) == set(CANDIDATES)
 
 
+def test_the_fastest_must_run_with_adapters_of_every_width(monkeypatch):
+    """On compute capability 10.0, 256 x 128 of dS and dB need 220 KiB of 227 at rank 16, 240 at rank 32."""
+    fast, next_one = (Tiles(256, columns=128, splits=4, warps=8), Tiles(128, columns=128, splits=4, warps=8))
+    seconds = {fast: 1.0, next_one: 2.0}
+
+    def on_device(shape, *_):
+        wide = max(shape.ranks) > 16
+        return lambda chosen, _stage: (
+            math.inf if wide and chosen.up_gradient == fast else seconds.get(chosen.up_gradient, 3.0)
+        )
+
+    monkeypatch.setattr(autotuning, "_on_device", on_device)
+    shape = Shape(8192, 64, (64,), (16,) * 8, 0.1)
+    found = autotuning._measured(shape, torch.device("cuda"), torch.bfloat16, DEFAULT, CANDIDATES)
+    assert found.up_gradient == next_one
+
+
 def test_choices_are_kept_in_a_file(tmp_path):
     path = tmp_path / "folder" / "tuned.json"
     first, second = DEFAULT, Choice(down=Tiles(16), fused_backward=Tiles(32, 64))
@@ -48,6 +66,16 @@ def test_concurrent_writers_lose_nothing(tmp_path):
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda number: save(path, str(number), Choice(down=Tiles(number))), range(40)))
     assert load(path) == {str(number): Choice(down=Tiles(number)) for number in range(40)}
+
+
+def test_what_another_release_wrote_stays(tmp_path):
+    """Two releases with one cache folder would else measure all tiles again and again."""
+    path = tmp_path / "tuned.json"
+    others = {"theirs": {"down": {"rows": 16, "clusters": 2}}}
+    path.write_text(json.dumps(others))
+    save(path, "ours", DEFAULT)
+    assert load(path) == {"ours": DEFAULT}
+    assert json.loads(path.read_text())["theirs"] == others["theirs"]
 
 
 @pytest.mark.parametrize("content", [None, "", "{", '{"a": {"unknown": 1}}', '{"a": 3}', "[1]"])
@@ -136,6 +164,14 @@ def test_on_a_gpu_triton_is_chosen_without_measuring(monkeypatch):
         (RuntimeError("Triton Error [CUDA]: invalid argument"), True),
         (RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), False),
         (RuntimeError("Triton Error [CUDA]: misaligned address"), False),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (RuntimeError("Triton Error [CUDA]: too many resources requested for launch"), True),
+        (RuntimeError("Triton Error [CUDA]: the launch timed out and was terminated"), False),
+        (RuntimeError("Triton Error [CUDA]: operation not supported on global/shared address space"), False),
+        (RuntimeError("Triton Error [CUDA]: invalid program counter"), False),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`"), False),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), True),
+        (RuntimeError("PassManager::run failed"), True),
         (torch.AcceleratorError("CUDA error: invalid argument"), False),
     ],
 )
