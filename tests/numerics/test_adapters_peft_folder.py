@@ -174,6 +174,10 @@ def test_a_folder_is_loaded_as_it_was_exported_and_others_are_refused(tmp_path: 
     for change, said in [
         ({"use_dora": True}, "use_dora=True"),
         ({"rank_pattern": {"q_proj": 5}}, "rank_pattern"),
+        ({"alora_invocation_tokens": [5]}, "alora_invocation_tokens"),
+        ({"layer_replication": [[0, 2], [1, 3]]}, "layer_replication"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4'"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights"),
         ({"peft_type": "IA3"}, "IA3"),
         ({"r": 4}, "rank 4"),
         ({"r": "many"}, "ValueError"),
@@ -184,7 +188,8 @@ def test_a_folder_is_loaded_as_it_was_exported_and_others_are_refused(tmp_path: 
         (folder / CONFIG).write_text(json.dumps(config | change))
         with pytest.raises((ModelError, StorageError), match=said):
             read_adapter(folder, sizes)
-    (folder / CONFIG).write_text(json.dumps(config))
+    (folder / CONFIG).write_text(json.dumps(config | {"init_lora_weights": "gaussian"}))
+    assert read_adapter(folder, sizes).rank == 3
     tensors = read_tensors(folder / WEIGHTS)
     b = next(name for name in tensors if "lora_B" in name)
     for wrong in (

@@ -150,7 +150,18 @@ _LEFT_OUT: dict[str, tuple[Any, ...]] = {
     "modules_to_save": (None, []),
     "rank_pattern": (None, {}),
     "alpha_pattern": (None, {}),
+    "layer_replication": (None, []),
+    "lora_bias": (None, False),
+    "alora_invocation_tokens": (None,),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+    "use_bdlora": (None, False),
+    "use_qalora": (None, False),
 }
+# Beginnings of those that take the initial A and B out of the base model's weights: PEFT changes these again
+# when it loads the adapter.
+_BASE_CHANGED = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,11 +193,13 @@ def read_adapter(folder: Path, sites: Mapping[str, tuple[int, int]], *, values: 
     except (OSError, ValueError, OverflowError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise unreadable(folder, error) from error
     given = {key: config.get(key) for key, values in _LEFT_OUT.items() if config.get(key) not in values}
+    if str(initial := config.get("init_lora_weights")).lower().startswith(_BASE_CHANGED):
+        given["init_lora_weights"] = initial
     if config.get("peft_type") != "LORA" or given:
         named = ", ".join(f"{key}={value!r}" for key, value in given.items())
         raise ModelError(
             f"{folder}: {named or 'peft_type=' + repr(config.get('peft_type'))}",
-            "Only plain LoRA with one rank is loaded from a folder.",
+            "Only plain LoRA with one rank, on the base model's own weights, is loaded from a folder.",
         )
     modules = {name.removeprefix(PREFIX).partition(".lora_")[0] for name in stored}
     unknown = sorted(modules - sites.keys())
