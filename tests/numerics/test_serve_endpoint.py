@@ -224,7 +224,7 @@ def test_a_chat_goes_through_the_template_streamed_or_not(served: Served) -> Non
 def test_a_template_that_loops_for_ever_is_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     loop = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
     monkeypatch.setattr(served.base.tokeniser, "chat_template", loop)
-    monkeypatch.setattr("plait.serve.server.TEMPLATE_SECONDS", 0.2)
+    monkeypatch.setattr("plait.data.tokenising.TEMPLATE_SECONDS", 0.2)
     body = {"model": "best", "messages": [{"role": "user", "content": "Hello"}]}
     status, found = served.ask("/v1/chat/completions", body)
     assert status == 422
@@ -428,6 +428,13 @@ def test_the_key_s_scheme_is_written_in_any_case(served: Served) -> None:
     [
         ({"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}}, 200),
         ({"modalities": ["text"], "tool_choice": "none"}, 200),
+        ({"parallel_tool_calls": False, "service_tier": "auto", "prompt_cache_key": "a"}, 200),
+        ({"stream": True, "stream_options": {"include_usage": None}}, 200),
+        (
+            {"messages": [*HELLO, {"role": "assistant", "content": "a", "tool_calls": None, "audio": None}]},
+            200,
+        ),
+        ({"messages": [*HELLO, {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]}, 422),
         ({"tools": [{"type": "function"}]}, 422),
         ({"tool_choice": "required"}, 422),
         ({"response_format": {"type": "json_object"}}, 422),
@@ -628,18 +635,25 @@ def test_a_request_that_cannot_be_added_for_any_reason_ends_alone(
 def test_a_request_that_has_waited_for_too_long_is_refused(
     served: Served, long: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(served.driver, "_most_seconds", -1.0)
+    """With `--wait 0`, all that find no room at once; one that does is answered."""
+    monkeypatch.setattr(served.driver, "_most_seconds", 0.0)
+    monkeypatch.setattr(served.driver, "_pace", Pace())  # unknown: none is refused before it has waited
     gate = Gate(served, monkeypatch)
-    found: list[int] = []
-    client = threading.Thread(
-        target=lambda: found.append(served.ask("/v1/completions", long)[0]), daemon=True
-    )
-    client.start()
+    found: dict[int, int] = {}
+
+    def ask(number: int) -> None:
+        found[number] = served.ask("/v1/completions", long)[0]
+
+    clients = [threading.Thread(target=ask, args=(number,), daemon=True) for number in range(2)]
+    clients[0].start()
+    assert gate.entered.wait(60)
+    clients[1].start()
+    while not served.driver._new:
+        time.sleep(0.001)
     gate.open()
-    client.join(60)
-    assert found == [503]
-    monkeypatch.setattr(served.driver, "_most_seconds", 100.0)
-    assert served.ask("/v1/completions", GOOD)[0] == 200
+    for each in clients:
+        each.join(60)
+    assert found == {0: 200, 1: 503}, "the pool has no room for both"
 
 
 @pytest.mark.parametrize("streamed", [True, False])

@@ -103,6 +103,38 @@ def test_an_error_of_one_iteration_ends_its_requests_alone() -> None:
         asked(driver)
 
 
+def test_a_request_whose_client_has_left_is_cancelled_after_the_iteration_that_runs() -> None:
+    begun, permits, cancelled = threading.Semaphore(0), threading.Semaphore(0), threading.Event()
+    calls: list[str] = []
+
+    class Gated(Engine):
+        def step(self) -> list[Update]:
+            begun.release()
+            permits.acquire(timeout=60)
+            calls.append("step")
+            return [Update(0, "a")]
+
+        def cancel(self, _: int) -> None:
+            calls.append("cancel")
+            cancelled.set()
+
+    driver = Driver(Gated(), most_waiting=9)  # type: ignore[arg-type]
+
+    async def ask_and_leave() -> None:
+        updates = driver.stream(Request((1,)))
+        permits.release()
+        await anext(updates)
+        assert begun.acquire(timeout=60)
+        assert begun.acquire(timeout=60), "the second iteration has begun"
+        await updates.aclose()
+
+    asyncio.run(ask_and_leave())
+    permits.release(9)
+    assert cancelled.wait(10)
+    driver.stop()
+    assert calls[:3] == ["step", "step", "cancel"]
+
+
 def test_a_full_queue_and_one_that_is_too_slow_say_so() -> None:
     engine = Engine()
     driver = Driver(engine, most_waiting=3, most_seconds=5)  # type: ignore[arg-type]

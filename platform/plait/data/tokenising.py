@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from plait.core.errors import ConfigError, DataError
+from plait.core.errors import ConfigError, DataError, InputError
 from plait.core.samples import Sample
 from plait.data.examples import Conversation, Example, Pair, Text, shortened, shown
 from plait.data.sources import CommonOptions
@@ -73,12 +73,20 @@ def chat_template(options: CommonOptions, tokeniser: PreTrainedTokenizerBase) ->
     Raises:
         ConfigError: it is neither a template nor a file that can be read.
     """
-    given = options.chat_template
     if options.template == "plain":
         return None
-    if given is None:
+    if options.chat_template is None:
         own: Template = tokeniser.chat_template or None
         return own
+    return read_template(options.chat_template)
+
+
+def read_template(given: str) -> str:
+    """The chat template that is given, as itself or as a file.
+
+    Raises:
+        ConfigError: it is neither a template nor a file that can be read.
+    """
     if "{" in given:
         return given
     path = user_path(given)
@@ -96,6 +104,20 @@ def chat_template(options: CommonOptions, tokeniser: PreTrainedTokenizerBase) ->
         f"It must be a Jinja template, or a file whose name ends in one of {', '.join(TEMPLATE_FILES)}.",
         "For example data.chat_template=chat.jinja.",
     )
+
+
+def messages_text(tokeniser: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]], **more: Any) -> str:
+    """Messages that a user wrote, as the tokeniser's template has them, with the assistant's turn begun.
+
+    Raises:
+        InputError: the template refuses them.
+    """
+    options = {"add_generation_prompt": True} | more
+    try:
+        with time_limit(TEMPLATE_SECONDS):
+            return str(tokeniser.apply_chat_template(list(messages), tokenize=False, **options))
+    except Exception as error:  # a template may raise any error of Jinja's
+        raise InputError(f"messages: {error}", "The chat template refuses them.") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,12 +34,14 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "tool_choice": ("none", "auto"),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "service_tier": ("auto", "default"),
 }
 PROMPT = "a text, a list of texts, a list of token ids, or a list of such lists"
 MOST_ANSWERS = 128  # of one request, as OpenAI's
 ALIKE = 0.85  # of difflib: names that other servers know are no misspelled ones of this one
 LOOKED_UP = 5  # unknown names of a body; streams stand still meanwhile, and one is refused in any case
-IGNORED = ("user", "metadata", "store", "safety_identifier")
+IGNORED = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key")
 
 
 def _number(value: Any) -> Any:
@@ -75,7 +77,7 @@ class _Spelled(BaseModel):
 class StreamOptions(_Spelled):
     """What a stream has besides its pieces."""
 
-    include_usage: bool = False
+    include_usage: bool | None = None
 
 
 class _Body(_Spelled):
@@ -199,6 +201,15 @@ class Message(BaseModel):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[Part]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_calls(cls, values: Any) -> Any:
+        """Refuse calls of functions, which would be missing in the prompt."""
+        for name in ("tool_calls", "function_call"):
+            if isinstance(values, dict) and values.get(name):
+                raise ValueError(f"{name}: This server does not support it.")
+        return values
 
     @field_validator("content", mode="before")
     @classmethod

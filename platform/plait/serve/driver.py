@@ -192,10 +192,10 @@ class Driver:
             if self._stopping:
                 return
             new = len(self._new)
+        self._leave()  # before the new ones are added: where there is room, none of them waits
         for _ in range(new):
             self._add(self._new[0])
             self._new.pop(0)  # only now, since the thread may end while it is added
-        self._leave()
         self._step()
 
     def _leave(self) -> None:

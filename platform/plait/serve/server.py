@@ -33,7 +33,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from plait.core.errors import PlaitError
-from plait.data.tokenising import TEMPLATE_SECONDS
+from plait.data.tokenising import messages_text
 from plait.models.base import BaseModel
 from plait.serve import metrics, requests
 from plait.serve.bodies import MOST_ANSWERS, AdapterBody, Answer, ChatBody, TextBody
@@ -42,7 +42,6 @@ from plait.serve.folders import FolderAdapters, NoAdapterError
 from plait.serve.requests import Completion, Update
 from plait.utils.paths import user_path
 from plait.utils.spelling import did_you_mean
-from plait.utils.time_limit import time_limit
 
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 JSON = "application/json"
@@ -185,14 +184,8 @@ class Endpoint:
         return await self._answer(body, [tokens], request, chat=True)
 
     def _chat_tokens(self, body: ChatBody) -> tuple[int, ...]:
-        tokeniser = self._base.tokeniser
-        messages = [message.plain() for message in body.messages]
-        try:
-            with time_limit(TEMPLATE_SECONDS):
-                text = tokeniser.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # a template may raise any error of Jinja's
-            raise HTTPException(422, f"The chat template refuses the messages: {error}") from error
-        return self._tokens(str(text), add_special_tokens=False)
+        text = messages_text(self._base.tokeniser, [message.plain() for message in body.messages])
+        return self._tokens(text, add_special_tokens=False)
 
     async def _answer(
         self, body: TextBody | ChatBody, prompts: Sequence[tuple[int, ...]], request: Request, *, chat: bool
@@ -201,7 +194,7 @@ class Endpoint:
         samplings = body.samplings(self._new_tokens)
         asked = [requests.Request(each, adapter, sampling) for each in prompts for sampling in samplings]
         updates = _finite(self._driver.stream(*asked))
-        counted = body.stream_options is not None and body.stream_options.include_usage
+        counted = body.stream_options is not None and body.stream_options.include_usage is True
         answer = Answer(body.model, sum(map(len, prompts)), self._word, chat=chat, counted=counted)
         if body.stream:
             first = await _unless_left(request, anext(updates))  # an error still has a status of its own
