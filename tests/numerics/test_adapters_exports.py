@@ -45,7 +45,8 @@ def made(folder: Path, family: str) -> ModelSettings:
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_merged_weights_give_pefts_logits(family: str, tmp_path: Path) -> None:
     model = made(tmp_path, family)
-    write_merged(model, tmp_path / "adapter", tmp_path / "merged", "the card")
+    own = "{{ messages }}"
+    write_merged(model, tmp_path / "adapter", tmp_path / "merged", "the card", template=own)
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     theirs = PeftModel.from_pretrained(transformers_model(model, cache=tmp_path), tmp_path / "adapter").eval()
     tokens = torch.arange(3, 20).unsqueeze(0)
@@ -54,7 +55,9 @@ def test_merged_weights_give_pefts_logits(family: str, tmp_path: Path) -> None:
         torch.testing.assert_close(whole(tokens).logits, expected, rtol=1e-4, atol=1e-4)
         with theirs.disable_adapter():
             assert not torch.allclose(theirs(tokens).logits, expected, atol=1e-2)
-    assert AutoTokenizer.from_pretrained(tmp_path / "merged").decode([5]) is not None
+    tokeniser = AutoTokenizer.from_pretrained(tmp_path / "merged")
+    assert tokeniser.decode([5]) is not None
+    assert tokeniser.chat_template == own
     assert (tmp_path / "merged" / "README.md").read_text() == "the card"
 
 
@@ -120,9 +123,10 @@ def test_a_model_that_llama_cpp_s_names_do_not_cover_is_refused(tmp_path: Path) 
 
 
 def test_a_card_names_the_base_the_facts_and_the_command() -> None:
-    card = model_card("a/b", "trial-0001", 20, {"train.lr": 1e-3}, form="peft")
+    facts = {"train.lr": 1e-3, "data.chat_template": "{{ a | trim }}\n{{ b }}\n"}
+    card = model_card("a/b", "trial-0001", 20, facts, form="peft")
     assert card.startswith("---\nbase_model: a/b\n")
-    assert "| train.lr | 0.001 |" in card
+    assert "| train.lr | 0.001 |\n| data.chat_template | {{ a \\| trim }} {{ b }} |\n" in card
     assert "vllm serve a/b --enable-lora --max-lora-rank 32 --lora-modules trial-0001=FOLDER" in card
 
 

@@ -442,6 +442,26 @@ def test_a_chat_is_answered_by_the_current_adapter_and_goes_on_when_it_changes(
     assert chat.messages == spoken
 
 
+def test_a_message_that_cannot_be_answered_leaves_the_conversation(
+    served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat = Chat(served.base, served.engine(2000), {"base": None}, "base", FREE)
+    lines = iter(["Hi", None, "Hi", None])
+    with monkeypatch.context() as broken:
+        broken.setattr(served.base.tokeniser, "chat_template", "{{ raise_exception('not this') }}")
+        assert chat.run(lambda _: next(lines)) == 0
+    with monkeypatch.context() as broken:
+        broken.setattr(
+            BaseModel, "head", lambda base, hidden: torch.full((len(hidden), base.vocabulary), torch.nan)
+        )
+        assert chat.run(lambda _: next(lines)) == 0
+    told = capsys.readouterr().err
+    assert "messages: not this\nThe chat template refuses them." in told
+    assert "base: its logits are not finite" in told
+    assert chat.messages == []
+    assert chat.engine.idle
+
+
 def test_an_adapter_that_is_not_finite_ends_its_own_requests_alone(served: Served) -> None:
     drawn = Request((5, 6, 7), "rank8", Sampling(4, temperature=1.0))
     requests = [*served.requests(8), drawn]

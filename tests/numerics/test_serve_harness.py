@@ -233,6 +233,17 @@ def test_an_unknown_task_is_refused(
     monkeypatch.setattr("plait.serve.harness.TaskManager", without_defaults)
     with pytest.raises(ConfigError, match=name):
         load_tasks(["choices", name], laboratory.tasks, shots=None, limit=None, chat=False)
+    with pytest.raises(ConfigError, match=r"choises\n.*Did you mean choices\?"):
+        load_tasks(["choises"], laboratory.tasks, shots=None, limit=None, chat=False)
+
+
+def test_a_file_is_a_task(laboratory: Laboratory) -> None:
+    file = str(laboratory.tasks / "choices.yaml")
+    named = load_tasks(["choices"], laboratory.tasks, shots=None, limit=None, chat=False)
+    given = load_tasks([file], laboratory.tasks, shots=None, limit=None, chat=False)
+    assert list(given.loaded["tasks"]) == list(named.loaded["tasks"]) == ["choices"]
+    found = [dict(evaluate(laboratory.base, laboratory.engine(), each, ["rank9"])) for each in (named, given)]
+    assert found[0] == found[1]
 
 
 def test_data_out_of_reach_is_told_from_an_unknown_task(
@@ -290,6 +301,16 @@ def test_cut_prompts_are_counted(laboratory: Laboratory, capfd: pytest.CaptureFi
     assert not capfd.readouterr().err
 
 
+def test_messages_that_the_template_refuses_are_a_fault_of_the_task(
+    laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Gemma 2's refuses a system's message."""
+    tasks = load_tasks(["choices"], laboratory.tasks, shots=0, limit=1, chat=True)
+    monkeypatch.setattr(laboratory.base.tokeniser, "chat_template", "{{ raise_exception('no system') }}")
+    with pytest.raises(ConfigError, match=r"--chat: messages: no system\nThe chat template refuses them"):
+        list(evaluate(laboratory.base, laboratory.engine(), tasks, [None]))
+
+
 @pytest.mark.parametrize("texts", [("a question", ""), ("", "")])
 def test_an_empty_answer_is_refused(laboratory: Laboratory, texts: tuple[str, str]) -> None:
     model = JointModel(laboratory.base, laboratory.engine(), [None])
@@ -345,7 +366,7 @@ def test_results_are_shown_though_the_store_fails_and_the_limit_of_training_is_l
             raise StorageError("the store is down")
         logged.append((record.trial, list(values)))
 
-    def load(model: ModelSettings, folders: Mapping[str, Path]) -> Any:
+    def load(model: ModelSettings, folders: Mapping[str, Path], **_: Any) -> Any:
         base = load_model(model, cache=laboratory.folder)
         assert base.max_length == laboratory.base.max_length
         return base, FolderAdapters(base, folders)
@@ -361,7 +382,8 @@ def test_results_are_shown_though_the_store_fails_and_the_limit_of_training_is_l
     limited = replace(laboratory.settings, max_length=16)
     monkeypatch.setattr("plait.tracking.trained.base_model", lambda *_: limited)
     monkeypatch.setattr("plait.cli.evaluate.load_base", load)
-    words = ["mine", "--tasks", "choices", "--include", str(laboratory.tasks), "--no-base", "--limit", "1"]
+    monkeypatch.setattr("plait.tracking.trained.recorded_config", lambda *_: {})
+    words = ["mine", "--tasks", " choices, ", "--include", str(laboratory.tasks), "--no-base", "--limit", "1"]
     assert eval_command(words) == EXIT_FAILED_JOBS
     shown = capfd.readouterr()
     assert [line.split()[1] for line in shown.out.splitlines() if line.startswith("  trial")] == [

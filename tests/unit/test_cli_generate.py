@@ -33,6 +33,8 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--prompt", "a", "--top-p", "0"], "top_p=0.0"),
         (["--prompt", "a", "--max-new-tokens", "0"], "max_new_tokens=0"),
         (["--prompt", "a", "--stop", ""], "stop=('',)"),
+        (["--prompt", "a\udcff"], "'a\\udcff'\n  A prompt and a stop text are valid UTF-8."),
+        (["--prompt", "a", "--stop", "\udcff"], "valid UTF-8"),
         (["--validation", "-1"], "--validation -1"),
         (["--prompt", "a", "--best", "0"], "--best 0"),
         (["--prompt", "a", "--best", "2", "--trial", "1"], "not allowed with argument"),
@@ -49,6 +51,13 @@ def test_bad_input_is_refused_before_anything_is_read(
     monkeypatch.chdir(tmp_path)
     assert said in refused(arguments, capsys)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_of_tasks_that_is_none_is_refused_before_anything_is_read(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["eval", "--tasks", "a", "--include", "none"]) == 2
+    assert "--include none\n  It must be a folder that contains tasks." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("row", ["text", '{"text": "a"}', '{"prompt": 3}', "[1]"])
@@ -180,7 +189,9 @@ def test_a_default_trial_that_cannot_be_fetched_is_left_out(
     monkeypatch.setattr("plait.tracking.trained.recorded_config", lambda *_: {})
     monkeypatch.setattr("plait.tracking.trained.base_model", lambda *_: None)
     monkeypatch.setattr("plait.tracking.trained.adapter_folder", fetch)
-    monkeypatch.setattr(generate, "load_base", lambda _, folders: (None, SimpleNamespace(names=[*folders])))
+    monkeypatch.setattr(
+        generate, "load_base", lambda _, folders, **__: (None, SimpleNamespace(names=[*folders]))
+    )
     monkeypatch.setattr(generate, "_answers", answers)
     assert main(["generate", "--prompt", "a", *arguments]) == status
     told = capsys.readouterr()
@@ -189,17 +200,19 @@ def test_a_default_trial_that_cannot_be_fetched_is_left_out(
 
 
 @pytest.mark.parametrize(
-    ("text", "tokens", "said"),
+    ("text", "tokens", "reason", "said"),
     [
-        ("", 0, "base: (no text: it ends at once)"),
-        (" \n", 3, "base: (no text: 3 tokens, all blank)"),
-        ("seven", 1, "base: seven"),
+        ("", 0, "stop", "base: (no text: it ends at once)"),
+        (" \n", 3, "stop", "base: (no text: 3 tokens, all blank)"),
+        ("", 0, "not finite", "base: (no text: its logits are not finite)"),
+        ("seven", 1, "not finite", "base: seven (here its logits are not finite)"),
+        ("seven", 1, "stop", "base: seven"),
     ],
 )
 def test_an_empty_text_says_why(
-    text: str, tokens: int, said: str, capsys: pytest.CaptureFixture[str]
+    text: str, tokens: int, reason: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    row = {"prompt": "4 + 3 =", "trial": None, "text": text, "reason": "stop", "tokens": tokens}
+    row = {"prompt": "4 + 3 =", "trial": None, "text": text, "reason": reason, "tokens": tokens}
     generate._show([row], as_json=False)
     assert capsys.readouterr().out.splitlines() == ["prompt: 4 + 3 =", said, ""]
 

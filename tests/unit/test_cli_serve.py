@@ -13,6 +13,7 @@ from mlflow_server import free_port
 from plait.adapters.facts import CONFIG
 from plait.adapters.peft_folder import export_adapter
 from plait.cli.main import main
+from plait.core.errors import SearchError
 from plait.core.jobs import AdapterSpec
 from plait.core.lifecycle import JobState
 from plait.core.settings import ModelSettings
@@ -41,10 +42,43 @@ def test_folders_are_models_of_the_base_that_they_name(
     served = []
     monkeypatch.setattr(server, "run", lambda app, address, _: (served.append(app), address.close()))
     one, two = adapter(tmp_path / "one"), adapter(tmp_path / "many" / "two")
+    (two.parent / "linked").symlink_to(one)
     words = ["--port", str(free_port()), "--pool-tokens", "100"]
     assert main(["serve", str(one), "--adapters", str(two.parent), *words]) == 0
     assert len(served) == 1
-    assert "serves base, one, two;" in capsys.readouterr().out
+    assert "serves base, one, linked, two;" in capsys.readouterr().out
+    monkeypatch.chdir(two)
+    assert main(["serve", ".", *words]) == 0
+    assert "serves base, two;" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verb", ["chat", "serve", "generate", "eval"])
+def test_the_chat_template_is_that_with_which_the_search_trained(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = JobRecord("trial-0000", trial=0, state=JobState.FINISHED)
+    found = SimpleNamespace(name="mine", records=[record], best=record)
+    config = {"data": {"chat_template": str(tmp_path / "own.jinja")}}
+    (tmp_path / "own.jinja").write_text("{{ messages }}")
+    given = []
+
+    def load(*_: object, template: str | None = None, **__: object) -> None:
+        given.append(template)
+        raise SearchError("no further")
+
+    module = {"eval": "evaluate"}.get(verb, verb)
+    monkeypatch.setattr(results, "load_search", lambda *_: found)
+    monkeypatch.setattr(results, "leading", lambda *_: [record])
+    monkeypatch.setattr("plait.tracking.trained.recorded_config", lambda *_: config)
+    monkeypatch.setattr("plait.tracking.trained.base_model", lambda *_: ModelSettings())
+    monkeypatch.setattr(f"plait.cli.{module}.fetched_adapters", lambda *_: {"trial-0000": tmp_path})
+    monkeypatch.setattr(f"plait.cli.{module}.load_base", load)
+    more = {"generate": ["--prompt", "a"], "serve": ["--port", str(free_port())]}.get(verb, [])
+    if verb == "eval":
+        monkeypatch.setattr(pytest.importorskip("plait.serve.harness"), "load_tasks", lambda *_, **__: None)
+        more = ["--tasks", "a", "--chat"]
+    assert main([verb, "mine", *more]) == 2
+    assert given == ["{{ messages }}"]
 
 
 def test_a_pool_that_is_larger_than_the_free_memory_is_refused(

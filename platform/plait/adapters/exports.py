@@ -43,8 +43,13 @@ def read_for(model: ModelSettings, folder: Path) -> StoredAdapter:
 
 
 @torch.no_grad()
-def write_merged(model: ModelSettings, folder: Path, target: Path, card: str) -> None:
+def write_merged(
+    model: ModelSettings, folder: Path, target: Path, card: str, *, template: str | None = None
+) -> None:
     """Write the base model with W + s B A in place of W, its tokeniser and a model card.
+
+    Args:
+        template: the chat template of the tokeniser; None: its own.
 
     Raises:
         StorageError: the target cannot be written.
@@ -58,7 +63,10 @@ def write_merged(model: ModelSettings, folder: Path, target: Path, card: str) ->
         weight.copy_(weight.float() + (change.T if transposed[name] else change))
     with exported_folder(target) as draft, quiet():
         cast(Any, whole).save_pretrained(draft)
-        load_tokeniser(model, cache=cache_dir()).save_pretrained(draft)
+        tokeniser = load_tokeniser(model, cache=cache_dir())
+        if template is not None:
+            tokeniser.chat_template = template
+        tokeniser.save_pretrained(draft)
         (draft / "README.md").write_text(card, encoding="utf-8")
 
 

@@ -35,13 +35,18 @@ def quantised_base(folder: Path) -> str | None:
 def model_card(base: str, name: str, rank: int, facts: Mapping[str, object], *, form: str) -> str:
     """A model card: what was trained and how, and how to serve it."""
     library = "transformers" if form == "merged" else "peft"
-    rows = "\n".join(f"| {key} | {value} |" for key, value in facts.items())
+    rows = "\n".join(f"| {key} | {_cell(value)} |" for key, value in facts.items())
     served = _served(base, name, rank, form)
     return (
         f"---\nbase_model: {base}\nlibrary_name: {library}\ntags: [lora]\n---\n\n# {name}\n\n"
         f"A LoRA adapter of rank {rank} for {base}, trained by Plait.\n\n"
         f"| setting or result | value |\n|---|---|\n{rows}\n\n## Serve it\n\n{served}\n"
     )
+
+
+def _cell(value: object) -> str:
+    """A value in a table of Markdown, such as a chat template."""
+    return " ".join(str(value).replace("|", "\\|").splitlines())
 
 
 def not_in_peft(base: str) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from plait.cli.generate import BASE, POOL_TOKENS, fetched_adapters, load_base
 from plait.cli.results import READING, store_parser, store_settings
-from plait.core.errors import EXIT_DONE, ConfigError, PlaitError, SearchError, choices
+from plait.core.errors import EXIT_DONE, ConfigError, InputError, PlaitError, SearchError, choices
 from plait.utils.progress import say
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
     from plait.serve.engine import Engine
     from plait.serve.requests import Sampling
     from plait.tracking.results import chosen, load_search, trained
-    from plait.tracking.trained import base_model
+    from plait.tracking.trained import base_model, own_template, recorded_config
 
     sampling = Sampling(known.max_new_tokens, known.temperature, known.top_p, known.seed)
     settings = store_settings(known)
@@ -43,7 +43,9 @@ def main(arguments: Sequence[str]) -> int:
     if first not in records:
         shown = f"{first.name} of search {search.name!r} has not finished"
         raise SearchError(shown, "Only finished trials have an adapter.")
-    base, adapters = load_base(base_model(search, settings), fetched_adapters(search, records, settings))
+    template = own_template(recorded_config(search, settings))
+    folders = fetched_adapters(search, records, settings)
+    base, adapters = load_base(base_model(search, settings), folders, template=template)
     if known.trial is not None and first.name not in adapters.names:
         raise SearchError(first.name, "Its adapter cannot be used; see above.", "Start with another adapter.")
     if not base.tokeniser.chat_template:
@@ -104,18 +106,21 @@ class Chat:
 
     def _answer(self, line: str) -> None:
         """Print an answer while it is generated; Ctrl-C ends it, and what there is of it stays."""
+        from plait.data.tokenising import messages_text
         from plait.serve.requests import Request
 
         self.messages.append({"role": "user", "content": line})
         tokeniser = self.base.tokeniser
-        text = tokeniser.apply_chat_template(self.messages, tokenize=False, add_generation_prompt=True)
-        tokens = tuple(tokeniser(text, add_special_tokens=False)["input_ids"])
         number, pieces = None, []
         try:
+            text = messages_text(tokeniser, self.messages)
+            tokens = tuple(tokeniser(text, add_special_tokens=False)["input_ids"])
             number = self.engine.add(Request(tokens, self.models[self.current], self.sampling))
             for update in self.engine.run():
                 print(update.text, end="", flush=True)
                 pieces.append(update.text)
+                if update.ended is not None and update.ended.reason == "not finite":
+                    raise InputError(f"{self.current}: its logits are not finite", "It cannot answer.")
         except PlaitError as error:  # a conversation that is too long, say
             print(error, file=sys.stderr)
             self.messages.pop()

@@ -28,22 +28,26 @@ STANDARD_ERROR = "_stderr"
 def main(arguments: Sequence[str]) -> int:
     """Run lm-eval's tasks for a search's adapters, all together."""
     known = _parser().parse_args(arguments)
-    tasks = [name for name in known.tasks.split(",") if name]
+    tasks = [name.strip() for name in known.tasks.split(",") if name.strip()]
     check_least(known, limit=1, shots=0, pool_tokens=2)
+    if known.include is not None and not known.include.is_dir():
+        raise ConfigError(f"--include {known.include}", "It must be a folder that contains tasks.")
     if not tasks:
         raise ConfigError(f"--tasks {known.tasks!r}", "It names tasks of lm-eval, separated by commas.")
     settings = store_settings(known)
     say("Loading torch, lm-eval and MLflow ...")
     from plait.serve.harness import evaluate, load_tasks
     from plait.tracking.results import load_search, trained
-    from plait.tracking.trained import base_model
+    from plait.tracking.trained import base_model, own_template, recorded_config
 
     search = load_search(settings, known.name)
     records = trained(search, known.trial)
+    template = own_template(recorded_config(search, settings)) if known.chat else None
     loaded = load_tasks(tasks, known.include, shots=known.shots, limit=known.limit, chat=known.chat)
     folders = fetched_adapters(search, records, settings)
     model = base_model(search, settings)
-    base, adapters = load_base(replace(model, max_length=None), {})  # it is a limit for training
+    model_alone = replace(model, max_length=None)  # it is a limit for training
+    base, adapters = load_base(model_alone, {}, template=template)
     trials = {record.name: record for record in records}
     add_adapters(adapters, folders)
     failed = len(adapters.names) < len(records)

@@ -15,7 +15,7 @@ from plait.utils.paths import as_path
 from plait.utils.progress import say
 
 if TYPE_CHECKING:
-    from plait.core.settings import ModelSettings, TrackingSettings
+    from plait.core.settings import TrackingSettings
     from plait.tracking.leaderboard import JobRecord
 
 FORMS = ("peft", "merged", "gguf")
@@ -50,25 +50,24 @@ def main(arguments: Sequence[str]) -> int:
         free_folder(known.to)
         with tempfile.TemporaryDirectory(prefix="plait-export-") as name:
             record, folder = export(settings, known.name, Path(name) / "adapter", trial=known.trial)
-            _write(known.form, _base_model(settings, record), record, folder, known.to)
+            _write(known.form, settings, record, folder, known.to)
     print(f"{record.name}: {known.to}")
     return EXIT_DONE
 
 
-def _write(form: str, model: ModelSettings, record: JobRecord, folder: Path, target: Path) -> None:
+def _write(form: str, settings: TrackingSettings, record: JobRecord, folder: Path, target: Path) -> None:
     say("Loading torch and the base model ...")
     from plait.adapters.exports import write_gguf, write_merged
-
-    write = write_merged if form == "merged" else write_gguf
-    write(model, folder, target, _card(record, folder, form))
-
-
-def _base_model(settings: TrackingSettings, record: JobRecord) -> ModelSettings:
-    """The base model of a record's search, as the search trained on it."""
     from plait.tracking.results import load_search
-    from plait.tracking.trained import base_model
+    from plait.tracking.trained import base_model, own_template, recorded_config
 
-    return base_model(load_search(settings, record.run_id), settings)
+    search = load_search(settings, record.run_id)
+    model, card = base_model(search, settings), _card(record, folder, form)
+    if form == "merged":
+        template = own_template(recorded_config(search, settings))
+        write_merged(model, folder, target, card, template=template)
+    else:
+        write_gguf(model, folder, target, card)
 
 
 def _config(folder: Path) -> Any:

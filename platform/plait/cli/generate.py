@@ -49,6 +49,8 @@ def main(arguments: Sequence[str]) -> int:
         known.max_new_tokens, known.temperature, known.top_p, known.seed, stop=tuple(known.stop)
     )
     prompts = [Prompt(text) for text in [*known.prompt, *(_file_prompts(known.file) if known.file else ())]]
+    for text in (*known.prompt, *known.stop):
+        _check_unicode(text)
     check_least(known, validation=0, best=1)
     if not prompts and not known.validation:
         raise ConfigError(
@@ -57,19 +59,19 @@ def main(arguments: Sequence[str]) -> int:
     settings = store_settings(known)
     say(READING)
     from plait.tracking.results import chosen, leading, load_search
-    from plait.tracking.trained import base_model, recorded_config
+    from plait.tracking.trained import base_model, own_template, recorded_config
 
     search = load_search(settings, known.name)
     named = [chosen(search, trial) for trial in dict.fromkeys(known.trial or ())]
     records = named or leading(search, known.best or SHOWN)
     config = recorded_config(search, settings)
     folders = fetched_adapters(search, records, settings)
-    base, loaded = load_base(base_model(search, settings), folders)
+    base, loaded = load_base(base_model(search, settings), folders, template=own_template(config))
     if known.validation:
         prompts += _validation_prompts(known.validation, config, base, records)
     of_chat = config.get("data", {}).get("template") == "chat"  # as the search rendered its rows
     if known.chat or (of_chat and not known.plain):
-        prompts = _as_messages(prompts, config, base)
+        prompts = _as_messages(prompts, base)
     adapters = [*([] if known.no_base else [None]), *loaded.names]
     trials = {record.name: record for record in records}
     rows: list[dict[str, Any]] = []
@@ -111,6 +113,13 @@ def _parser() -> Parser:
     add("--json", action="store_true", help="one line of JSON for each text")
     add("--table", action="store_true", help="add the texts to the search's run in MLflow, as a table")
     return parser
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # Python keeps an argument's other bytes as halves of surrogate pairs
+        raise InputError(f"{text!a}", "A prompt and a stop text are valid UTF-8.") from error
 
 
 def _file_prompts(path: Path) -> list[str]:
@@ -177,12 +186,17 @@ def _usable(given: Mapping[str, Given], use: Callable[[str, Given], Used]) -> di
 
 
 def load_base(
-    model: ModelSettings, folders: Mapping[str, Path], *, most: int | None = None
+    model: ModelSettings,
+    folders: Mapping[str, Path],
+    *,
+    most: int | None = None,
+    template: str | None = None,
 ) -> tuple[BaseModel, FolderAdapters]:
     """The base model on this machine's device, and those adapters of folders that can be used.
 
     Args:
         most: adapters that there may be; None: any number.
+        template: the chat template; None: the tokeniser's own.
 
     Raises:
         PlaitError: none can be used.
@@ -201,6 +215,8 @@ def load_base(
     model = replace(model, dtype=choose_dtype(device)) if model.dtype == AUTO else model
     base = load_model(model, cache=cache_dir(), device=device)
     base.install(backend=choose_kernels("auto", device, base.dtype))
+    if template is not None:
+        base.tokeniser.chat_template = template
     adapters = FolderAdapters(base, most=most)
     add_adapters(adapters, folders)
     return base, adapters
@@ -243,28 +259,18 @@ def _validation_prompts(
     return found[:count]
 
 
-def _as_messages(prompts: Sequence[Prompt], config: Mapping[str, Any], base: BaseModel) -> list[Prompt]:
+def _as_messages(prompts: Sequence[Prompt], base: BaseModel) -> list[Prompt]:
     """The prompts whose tokens are not known yet, in the chat template with the assistant's turn begun."""
-    from plait.config.build import job_of
-    from plait.data.sources import parse_options
-    from plait.data.tokenising import chat_template
+    from plait.data.tokenising import messages_text
 
-    template = chat_template(parse_options(job_of("generate", config).data), base.tokeniser)
-    template = base.tokeniser.chat_template if template is None else template
-    if not template:
+    if not base.tokeniser.chat_template:
         raise ConfigError("--chat", "The model's tokeniser has no chat template.", "Use --plain.")
-    explicit = template if isinstance(template, str) else None
     made = []
     for prompt in prompts:
         if prompt.tokens is not None:
             made.append(prompt)
             continue
-        text = base.tokeniser.apply_chat_template(
-            [{"role": "user", "content": prompt.text}],
-            chat_template=explicit,
-            tokenize=False,
-            add_generation_prompt=True,
-        )
+        text = messages_text(base.tokeniser, [{"role": "user", "content": prompt.text}])
         tokens = base.tokeniser(text, add_special_tokens=False)["input_ids"]
         made.append(Prompt(prompt.text, tuple(tokens)))
     return made
@@ -318,8 +324,16 @@ def _show(rows: Sequence[Mapping[str, Any]], *, as_json: bool) -> None:
         print(f"prompt: {rows[0]['prompt']}")
         for row in rows:
             whose = BASE if row["trial"] is None else f"trial {row['trial']}"
-            why = f"{row['tokens']} tokens, all blank" if row["tokens"] else "it ends at once"
-            empty = f"(no text: {why})"
-            print(f"{whose}: {row['text'] if row['text'].strip() else empty}")
+            print(f"{whose}: {_shown_text(row)}")
         print()
     sys.stdout.flush()
+
+
+def _shown_text(row: Mapping[str, Any]) -> str:
+    """A text, or why there is none, or no more of it."""
+    broken = bool(row["reason"] == "not finite")
+    if row["text"].strip():
+        return f"{row['text']}" + " (here its logits are not finite)" * broken
+    if broken:
+        return "(no text: its logits are not finite)"
+    return f"(no text: {row['tokens']} tokens, all blank)" if row["tokens"] else "(no text: it ends at once)"

@@ -34,9 +34,11 @@ MOST_PORT = 65535
 
 @dataclass(slots=True)
 class _Served:
-    """What is served: a base model, adapters by name, and other names of theirs."""
+    """What is served: a base model, its chat template if the search has one of its own, adapters by name, and
+    other names of theirs."""
 
     model: ModelSettings | None = None
+    template: str | None = None
     folders: dict[str, Path] = field(default_factory=dict)
     aliases: dict[str, str | None] = field(default_factory=lambda: {BASE: None})
 
@@ -62,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
             "Raise --max-adapters.",
         )
     model = served.model or _base_of(known, folders)
-    base, adapters = load_base(model, served.folders, most=known.max_adapters)
+    base, adapters = load_base(model, served.folders, most=known.max_adapters, template=served.template)
     served.aliases = {name: own for name, own in served.aliases.items() if own in (None, *adapters.names)}
     from plait.engine.devices import free_bytes
     from plait.serve.driver import Driver
@@ -124,7 +126,7 @@ def _given_folders(known: argparse.Namespace) -> dict[str, Path]:
         folders += sorted(file.parent for file in known.adapters.glob(f"*/{CONFIG}"))
     found: dict[str, Path] = {}
     for folder in folders:
-        name = folder.resolve().name
+        name = folder.name if folder.name not in ("", "..") else folder.resolve().name
         if name in found:
             raise ConfigError(f"{folder}", f"There is another folder named {name}.", "Rename one of them.")
         found[name] = folder
@@ -195,12 +197,12 @@ def _of_search(known: argparse.Namespace) -> _Served:
     """The finished trials of a search, or those that are named."""
     say(READING)
     from plait.tracking.results import load_search, trained
-    from plait.tracking.trained import base_model
+    from plait.tracking.trained import base_model, own_template, recorded_config
 
     settings = store_settings(known)
     search = load_search(settings, known.names[0] if known.names else None)
     records = trained(search, known.trial)
-    served = _Served(base_model(search, settings))
+    served = _Served(base_model(search, settings), own_template(recorded_config(search, settings)))
     served.folders |= fetched_adapters(search, records, settings)
     if search.best is not None and search.best.name in served.folders:
         served.aliases[BEST] = search.best.name

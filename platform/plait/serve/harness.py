@@ -20,10 +20,12 @@ import numpy as np
 import torch
 
 from plait.core.errors import ConfigError, InputError, PlaitError
+from plait.data.tokenising import messages_text
 from plait.models.base import BaseModel
 from plait.serve.engine import Engine
 from plait.serve.requests import Completion, Request, Sampling
 from plait.utils.progress import say
+from plait.utils.spelling import did_you_mean
 
 try:
     from lm_eval import evaluator, utils
@@ -69,13 +71,16 @@ def load_tasks(
     Raises:
         ConfigError: one is unknown, or its rows cannot be read.
     """
+    named = [name for name in names if Path(name).suffix not in (".yaml", ".yml")]
     manager = None
     try:
         with redirect_stdout(sys.stderr):
-            asked = [_file_or_name(name) for name in names]
-            manager = _manager([each for each in asked if isinstance(each, str)], folder)
+            manager = _manager(named, folder)
+            _check_known(named, manager)
             say("Reading the tasks' rows; without a network, the Hugging Face hub is tried for minutes ...")
-            loaded = manager.load(asked)
+            loaded = manager.load(list(names))
+    except ConfigError:
+        raise
     except Exception as error:  # lm-eval, `datasets` and a task's own code raise anything
         raise _not_loaded(names, error, fetching=manager is not None) from error
     for task in loaded["tasks"].values():
@@ -109,9 +114,15 @@ def _manager(names: Sequence[str], folder: Path | None) -> TaskManager:
     return own if set(names) <= set(own.all_subtasks) else TaskManager(include_path=str(folder))
 
 
-def _file_or_name(name: str) -> str | dict[str, Any]:
-    path = Path(name)
-    return utils.load_yaml_config(str(path)) if path.suffix in (".yaml", ".yml") else name
+def _check_known(names: Sequence[str], manager: TaskManager) -> None:
+    known = manager.all_tasks
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                f"--tasks {name}",
+                f"There is no task, group or tag of this name. {did_you_mean(name, known)}".rstrip(),
+                "`lm-eval ls tasks` lists lm-eval's own; --include FOLDER adds others.",
+            )
 
 
 def evaluate(
@@ -232,18 +243,18 @@ class JointModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         """Messages as the tokeniser's template has them.
 
         Raises:
-            ConfigError: it has none.
+            ConfigError: it has none, or refuses them.
         """
         if not self.tokenizer.chat_template:
             raise ConfigError("--chat", "The model's tokeniser has no chat template.", "Leave out --chat.")
-        return str(
-            self.tokenizer.apply_chat_template(
-                chat_history,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-            )
-        )
+        begun = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": not add_generation_prompt,
+        }
+        try:
+            return messages_text(self.tokenizer, chat_history, **begun)
+        except InputError as error:  # of a task's messages, whatever the adapter
+            raise ConfigError(f"--chat: {error.value}", error.rule, "Leave out --chat.") from error
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """The tokens of a text; with the tokeniser's own first token, unless the text begins with it."""

@@ -19,6 +19,7 @@ from plait.config.fields import build
 from plait.core.errors import StorageError
 from plait.core.plans import recorded_choices
 from plait.core.settings import AUTO, ModelSettings, TrackingSettings
+from plait.data.tokenising import read_template
 from plait.engine.build import PLAN_FILE
 from plait.tracking import results
 from plait.tracking.leaderboard import JobRecord
@@ -81,6 +82,16 @@ def recorded_config(search: SearchResult, settings: TrackingSettings) -> Mapping
     """
     loaded: Mapping[str, Any] = yaml.safe_load(results.recorded_text(search, settings, CONFIG_FILE))
     return loaded
+
+
+def own_template(config: Mapping[str, Any]) -> str | None:
+    """The chat template that a search names; None: its rows were rendered with the tokeniser's, or without.
+
+    Raises:
+        ConfigError: its file cannot be read.
+    """
+    given = config.get("data", {}).get("chat_template")
+    return None if given is None else read_template(given)
 
 
 def base_model(search: SearchResult, settings: TrackingSettings) -> ModelSettings:
