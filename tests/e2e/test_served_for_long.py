@@ -1,5 +1,6 @@
 """Many clients at a real server process for a while: no error, no growth of memory, all pages free after it.
-A server that is killed in the middle of streams serves again once it is restarted.
+A server that is killed in the middle of streams serves again once it is restarted. What it refuses, the
+openai client names.
 
 ``PLAIT_SOAK_SECONDS=300`` and ``PLAIT_SOAK_CLIENTS=200`` ask for so long and by so many; without them a few
 clients ask for a few seconds.
@@ -271,5 +272,45 @@ def test_a_server_killed_in_the_middle_of_streams_serves_again(folder: Path) -> 
             found['plait_requests_total{how="length"}'] + found.get('plait_requests_total{how="stop"}', 0)
             == 2
         )
+    finally:
+        server.process.kill()
+
+
+async def _at_once(server: Server, count: int) -> list[int]:
+    """The statuses of so many long requests at once."""
+    client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=120)
+
+    async def ask() -> int:
+        try:
+            await client.completions.create(**ASKED, max_tokens=700)
+        except openai.APIStatusError as error:
+            return error.status_code
+        return 200
+
+    return await asyncio.gather(*(ask() for _ in range(count)))
+
+
+def test_a_server_process_refuses_and_streams_as_the_openai_client_expects(folder: Path) -> None:
+    server = Server(folder, "--queue", "1", "--pool-tokens", "1000")  # room for one of the long requests
+    try:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=120)
+        ask = client.completions.create
+        refusals: dict[int, Any] = {
+            401: lambda: client.with_options(api_key="another").models.list(),
+            404: lambda: ask(**ASKED | {"model": "nobody"}),
+            413: lambda: ask(**ASKED | {"prompt": "a" * (1 << 20)}),
+            422: lambda: ask(**ASKED | {"max_tokens": 0}),
+        }
+        for status, refused in refusals.items():
+            with pytest.raises(openai.APIStatusError) as said:
+                refused()
+            assert said.value.status_code == status
+        found = Counter(asyncio.run(_at_once(server, 6)))
+        assert found.keys() == {200, 503}, "one may wait"
+        chat: Any = {"model": "two", "messages": [{"role": "user", "content": "a"}], "temperature": 0}
+        whole = client.chat.completions.create(**chat, max_tokens=20).choices[0].message.content
+        pieces = client.chat.completions.create(**chat, max_tokens=20, stream=True)
+        assert whole
+        assert "".join(piece.choices[0].delta.content for piece in pieces) == whole
     finally:
         server.process.kill()
