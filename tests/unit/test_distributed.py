@@ -692,6 +692,28 @@ def test_sending_and_an_answer_that_waits_are_no_silence(door: Door, monkeypatch
     assert processes.ask_all(Measure()) == {0: Answer(), 1: Answer()}
 
 
+def test_a_coordinator_that_was_stopped_in_its_own_work_calls_no_one_silent(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(processes_module.time, "monotonic", lambda: clock[0])
+    processes, (first, second) = linked(door, 2)
+    looks = iter(range(3))
+
+    def watch() -> None:
+        match next(looks):
+            case 1:  # all were stopped for long, and one of them is sooner to say that it lives
+                clock[0] += 1000.0
+                first.send(Beat())
+            case 2:
+                first.send(Answer())
+                second.send(Answer())
+
+    first.send(Beat())
+    processes.watch = watch
+    assert processes.ask_all(Measure()) == {0: Answer(), 1: Answer()}
+
+
 # ---- a fleet of processes that answer as they are told ---------------------------------------------------
 
 

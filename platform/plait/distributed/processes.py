@@ -5,6 +5,7 @@ A seam: the fleet asks through it and knows no links; the launch knows the links
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -41,7 +42,7 @@ DOING = {
     "SaveCheckpoint": "saving a checkpoint",
     "Export": "writing an adapter",
 }
-ASLEEP = 5.0  # seconds that such a wait takes where this process was stopped, too
+ASLEEP = 5.0  # seconds between two looks where this process was stopped, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +170,7 @@ class Processes:
         self._fate = fate
         self._ended = ended
         self._lost_one = self._closed = False
+        self._looked = -math.inf  # when it was last seen who has sent something
         self.dismissed: set[int] = set()
         self.spent = 0.0
         self.culprit: int | None = None
@@ -301,11 +303,11 @@ class Processes:
         Raises:
             LostProcessError: one was silent for too long.
         """
-        began = time.monotonic()
         links = wait([each.channel.connection for _, each in pending.values()], timeout=TURN)
         now = time.monotonic()
+        asleep, self._looked = now - self._looked > ASLEEP, now
         for link, (_, process) in pending.items():
-            if now - began > ASLEEP:  # stopped with the others, by Ctrl-Z
+            if asleep:  # stopped with the others, by Ctrl-Z, in this wait or in other work before it
                 process.heard = now
             if link not in links and (silent := now - process.heard) > self.silence:
                 raise self.lost(process, f"was silent for {silent:.0f} s")
