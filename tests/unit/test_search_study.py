@@ -378,6 +378,20 @@ def test_a_damaged_database_is_named_as_a_file_with_what_to_do(
     source(storage=open_storage(str(file), tmp_path)).ask()  # the remedy
 
 
+@pytest.mark.parametrize(("version", "says"), [("v3.0.0.d", "storage upgrade"), ("v99", "updating optuna")])
+def test_a_database_of_another_version_of_optuna_is_named_as_that(
+    version: str, says: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "s.db"
+    open_storage(str(file), tmp_path)
+    with closing(sqlite3.connect(file)) as database, database:
+        database.execute("UPDATE alembic_version SET version_num = ?", [version])
+    with pytest.raises(StorageError, match=f"{file}: its tables are of another version") as caught:
+        open_storage(str(file), tmp_path)
+    assert says in caught.value.rule
+    assert "answer" not in str(caught.value)
+
+
 def test_a_database_file_that_cannot_be_made_is_no_server(tmp_path: Path) -> None:
     (tmp_path / "s.db").mkdir()
     with pytest.raises(StorageError, match=r"unable to open database file\n.*\n.*or set search") as caught:

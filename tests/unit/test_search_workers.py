@@ -39,6 +39,7 @@ from plait.search.locks import WORKERS, LifeLock, holder_lives, living
 from plait.search.ownership import (
     BEAT_SECONDS,
     BEATS,
+    ENDED,
     MISSED_BEATS,
     Owner,
     Workers,
@@ -232,6 +233,20 @@ def test_an_advisory_lock_is_waited_for(new_database: Callable[[], str]) -> None
     engine.dispose()
 
 
+@pytest.mark.postgres
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs the right to end a connection without a word")
+def test_a_lock_is_free_when_its_host_is_gone(new_database: Callable[[], str], tmp_path: Path) -> None:
+    address = new_database()
+    storage = open_storage(address, tmp_path)
+    other = Talking(study_process.vanish, address)
+    assert other.stdout.readline() == "held\n"
+    other.kill()
+    with study_lock(storage, "s"):
+        pass
+    assert isinstance(storage, RDBStorage)
+    storage.engine.dispose()
+
+
 def test_a_database_without_a_lock_is_refused(tmp_path: Path) -> None:
     """Two workers would train the same trials there."""
     storage = open_storage(str(tmp_path / "study.db"), tmp_path)
@@ -262,7 +277,7 @@ class Beats:
 
     def __init__(self, folder: Path) -> None:
         self.now = 1000.0
-        self.number = 0
+        self.number = 1
         self.far = Owner("far", "another host", str(folder / "nowhere" / "far"))
         self.workers = Workers(folder / "workers", lambda *_: None, clock=lambda: self.now, host="here")
 
@@ -319,7 +334,7 @@ def test_one_worker_writes_the_searchs_own_curves_until_it_leaves_or_dies(tmp_pa
     second.close()
 
 
-def test_a_worker_that_ends_leaves_the_curves_to_another_host_at_once(
+def test_a_worker_that_ends_leaves_curves_and_trials_to_another_host_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     both = []
@@ -329,8 +344,12 @@ def test_a_worker_that_ends_leaves_the_curves_to_another_host_at_once(
         both.append(study_of(space, settings, open_storage(None, tmp_path), folder=lambda _: tmp_path))
     first, second = both
     assert [each.claims.writes_curves() for each in both] == [True, False]
+    trial = first.ask()
+    assert second.claims.others == 1
     first.close()
     assert second.claims.writes_curves()
+    assert second.claims.others == 0
+    assert trial == second.ask()
     second.close()
 
 
@@ -357,8 +376,9 @@ def test_heartbeats_survive_an_outage_and_end_with_their_worker(
     thread.join(60)
     assert not thread.is_alive()
     assert {key for key, _ in written} == {BEATS + workers.own.name}
-    numbers = [number for _, number in written]
+    *numbers, last = [number for _, number in written]
     assert numbers == sorted(set(numbers))
+    assert last == ENDED
 
 
 def test_own_trials_are_not_orphaned_and_unsigned_ones_are(tmp_path: Path) -> None:

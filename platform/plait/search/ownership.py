@@ -1,9 +1,9 @@
 """Which processes train a study's trials, and which of them are dead.
 
 A process on this host is dead as soon as the lock on its file is free; this needs no clock. A process on
-another host increases a counter in the study; it is dead when the counter has not changed in several checks,
-one beat apart by this process's monotonic clock, because wall clocks may jump. A storage may be unavailable,
-so no worker is called dead while the study cannot be read.
+another host increases a counter in the study, and sets it to 0 when it ends; it is dead then, or when the
+counter has not changed in several checks, one beat apart by this process's monotonic clock, because wall
+clocks may jump. A storage may be unavailable, so no worker is called dead while the study cannot be read.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ POLL_SECONDS = 1.0  # interval of checks of the trials that others train
 BEAT_SECONDS = 10.0
 MISSED_BEATS = 6  # checks in a row without a new beat, after which a worker counts as dead
 BEATS = "plait.worker."  # prefix of the study attribute with a worker's beats
+ENDED = 0  # in place of a beat: the worker has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,16 +107,24 @@ class Workers:
         self._clock = clock
         self._seen: dict[str, tuple[object, float, int]] = {}  # beat, last check, checks without a beat
         self._ended = threading.Event()
+        self._beating = threading.Lock()
+        self._began = False
         self._sweep(folder)
 
     def start(self) -> None:
         """Beat in the background until :meth:`close`."""
+        self._began = True
         threading.Thread(target=self._beats, name="plait-beats", daemon=True).start()
 
     def close(self) -> None:
-        """Stop beating: this process trains no more."""
+        """Stop beating: this process trains no more. If the storage answers, other hosts know at once."""
         self._ended.set()
-        self._lock.release()
+        try:
+            with self._beating, suppress(Exception):
+                if self._began:
+                    self._beat(BEATS + self.own.name, ENDED)
+        finally:
+            self._lock.release()
 
     def dead(self, owner: Owner | None, attributes: Mapping[str, Any]) -> bool:
         """Whether this worker is dead, so that its trials are orphaned.
@@ -136,6 +145,8 @@ class Workers:
         return self._silent(owner.name, attributes.get(BEATS + owner.name))
 
     def _silent(self, name: str, beat: object) -> bool:
+        if beat == ENDED:
+            return True
         now = self._clock()
         last, looked, missed = self._seen.get(name, (beat, now, 0))
         if beat != last:
@@ -149,8 +160,9 @@ class Workers:
         number = 0
         while not self._ended.is_set():
             number += 1
-            with suppress(Exception):  # the storage is unavailable: the next beat may succeed
-                self._beat(BEATS + self.own.name, number)
+            with self._beating, suppress(Exception):  # the storage is unavailable: the next beat may succeed
+                if not self._ended.is_set():
+                    self._beat(BEATS + self.own.name, number)
             self._ended.wait(BEAT_SECONDS)
 
     def _sweep(self, folder: Path) -> None:
@@ -270,14 +282,6 @@ class Claims:
                     study.set_user_attr(CURVES, asdict(found))
             named = found
         return named == workers.own
-
-    def leave_curves(self) -> None:
-        """Leave the search's own curves to another process, if the storage answers: one of another host would
-        take this one for living for a minute more."""
-        workers, study = self._workers, self._shared.study
-        with suppress(Exception):
-            if workers is not None and owner_of(study.user_attrs.get(CURVES)) == workers.own:
-                study.set_user_attr(CURVES, None)
 
     # ---- under the study's lock ----------------------------------------------------------------------------
 

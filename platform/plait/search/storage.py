@@ -51,6 +51,14 @@ from plait.utils.paths import user_path
 
 SQLITE_SUFFIXES = (".db", ".sqlite", ".sqlite3")
 CONNECT_SECONDS = 10
+# How soon both ends of a link to PostgreSQL notice that the other is gone, in libpq's words: seconds until an
+# idle link is probed, and between probes; how many may fail; milliseconds in which what is sent must arrive.
+LIMITS = {
+    "keepalives_idle": 30,
+    "keepalives_interval": 10,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 60_000,
+}
 SQLITE = "sqlite:///"
 JOURNAL = "optuna.journal"  # the default, in tracking.root
 HOLDS = "The study is kept in this SQLite file: its trials, their values and results."
@@ -210,9 +218,15 @@ def _database(url: str) -> BaseStorage:
             "It belongs to another program, and Optuna would add its own tables to it.",
             "Name another file: search.storage=PATH.",
         )
-    arguments = {"connect_timeout": CONNECT_SECONDS} if url.startswith("postgres") else {}
+    server = url.startswith("postgres")
+    arguments = {"connect_timeout": CONNECT_SECONDS} | LIMITS if server else {}
     try:
-        return RDBStorage(with_driver(url), engine_kwargs={"connect_args": arguments, "pool_pre_ping": True})
+        opened = RDBStorage(
+            with_driver(url), engine_kwargs={"connect_args": arguments, "pool_pre_ping": True}
+        )
+        if server:
+            _limit_server(opened.engine)
+        return opened
     except (ImportError, NoSuchModuleError) as error:
         raise StorageError(
             f"search.storage={redact(url)}",
@@ -223,6 +237,12 @@ def _database(url: str) -> BaseStorage:
         ) from error
     except Exception as error:  # SQLAlchemy, the driver and Optuna each raise their own
         named = f"search.storage={file or redact(url)}"
+        if isinstance(error, RuntimeError):  # Optuna compares the version of the tables with its own
+            raise StorageError(
+                f"{named}: its tables are of another version of Optuna",
+                first_line(error),
+                "End all processes that use it, and copy it first. All hosts need the same version.",
+            ) from error
         if (fault := sqlite_fault(error, named, HOLDS, OTHER)) is not None:
             raise fault from error
         raise StorageError(
@@ -230,6 +250,20 @@ def _database(url: str) -> BaseStorage:
             f"The database does not answer: {first_line(error.__cause__ or error)}",
             "Check the URL and that the server runs; leave search.storage out to use a local file.",
         ) from error
+
+
+def _limit_server(engine: sqlalchemy.Engine) -> None:
+    """Have PostgreSQL notice, too, that this host is gone: otherwise a host that loses its power or its
+    network keeps the study's lock for two hours, as long as the system waits with a first probe."""
+    values = {f"tcp_{name.removeprefix('tcp_')}": value for name, value in LIMITS.items()}
+
+    def begun(connection: Any, _: object) -> None:
+        with connection.cursor() as cursor:
+            cursor.execute("; ".join(f"SET {name} = {value}" for name, value in values.items()))
+        connection.commit()
+
+    sqlalchemy.event.listen(engine, "connect", begun)
+    engine.dispose()  # connections that were made before
 
 
 def _make_folder(folder: Path) -> None:

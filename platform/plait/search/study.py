@@ -178,6 +178,11 @@ class StudyTrials:
         self.shared.patience(lambda: self._study.set_user_attr(TRACKED, (run_id, store)))
 
     @property
+    def recorded_in(self) -> str:
+        """The store in which the search has been recorded so far, without a password; "" if in none yet."""
+        return str(self.shared.patience(lambda: self._study.user_attrs.get(TRACKED, ("", "")))[1])
+
+    @property
     def material(self) -> dict[str, str]:
         """What the search began with: digests of data and model, and the model's dtype."""
         stored = self.shared.patience(lambda: self._study.user_attrs.get(MATERIAL, "{}"))
@@ -335,7 +340,6 @@ class StudyTrials:
     def close(self) -> None:
         """End this process's part: the trials that it has not ended can be adopted."""
         if self._workers is not None:
-            self.claims.leave_curves()
             self._workers.close()
 
     # ---- reading -------------------------------------------------------------------------------------------
