@@ -164,6 +164,22 @@ def test_a_search_whose_last_process_was_killed_is_ended(settings: TrackingSetti
     check(settings, tmp_path)
 
 
+def test_trials_that_are_recorded_elsewhere_are_counted(
+    settings: TrackingSettings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tracker = worker(settings)
+    for trial in (0, 1):
+        begin(tracker, trial)
+        end(tracker, trial)
+    tracker.end_search()
+    tracker.close()
+    load_search(settings, "both")
+    assert "no run" not in capsys.readouterr().err
+    conclude(settings, "both", "s", results())
+    load_search(settings, "both")
+    assert "Of 4 trials that have ended, 2 have no run in this store" in capsys.readouterr().err
+
+
 def test_ended_trials_are_as_in_the_study_with_the_rest_from_the_store(
     settings: TrackingSettings, tmp_path: Path
 ) -> None:

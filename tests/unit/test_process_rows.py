@@ -18,7 +18,13 @@ from plait.terminal.text import processes_line
 from plait.terminal.view import Terminal, processes_table
 from plait.tracking import processes as kept
 from plait.tracking.leaderboard import Leaderboard
-from plait.tracking.processes import ProcessRow, ProcessWatch, process_rows, read_processes
+from plait.tracking.processes import (
+    ProcessRow,
+    ProcessWatch,
+    process_rows,
+    read_processes,
+    remove_left,
+)
 
 TRAINS = ProcessState(0, "here", 10, "cuda:0", "training", 3.0, 0.5, 60.0)
 WAITS = replace(TRAINS, replica=1, pid=11, doing="", seconds=2.0, silent=0.0)
@@ -132,3 +138,12 @@ def test_a_file_of_another_form_is_nothing(tmp_path: Path, text: str) -> None:
     (tmp_path / "processes").mkdir()
     (tmp_path / "processes" / "7-now.json").write_text(text)
     assert read_processes(tmp_path, ["7"]) == []
+
+
+def test_empty_files_of_killed_processes_are_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "processes"
+    folder.mkdir()
+    for name in ("7-a-0.log", "7-a-1.log", "7-now.json", "8-b-0.log", "8-now.json"):
+        (folder / name).write_text("it died" if name == "7-a-1.log" else "")
+    remove_left(tmp_path, {"8"})
+    assert {each.name for each in folder.iterdir()} == {"7-a-1.log", "8-b-0.log", "8-now.json"}

@@ -14,7 +14,7 @@ from plait.cli.main import main
 from plait.cli.resume import main as resume
 from plait.core.errors import ConfigError, SearchError, StorageError
 from plait.core.settings import TrackingSettings
-from plait.search.launch import another_store
+from plait.search.launch import another_host, another_store
 from plait.search.recorded import (
     FILE,
     RecordedCommand,
@@ -77,6 +77,20 @@ def test_another_store_than_before_is_reported(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:secret@host:5000")
     assert another_store(there, tracking) == []
     assert len(another_store(here, tracking)) == 1
+
+
+def test_a_host_that_records_apart_from_the_others_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    own, server = TrackingSettings(root=tmp_path), "http://me:***@host:5000"
+    there = TrackingSettings(uri="http://me:secret@host:5000", root=tmp_path)
+    assert another_host("", own) == another_host("", there) == another_host(server, there) == []
+    (line,) = another_host(server, own)
+    assert f"in {server} by" in line
+    assert f"in sqlite:///{tmp_path}/mlflow.db." in line
+    assert another_host("sqlite:////runs/mlflow.db", there)
+    assert another_host(f"sqlite:///{tmp_path}/mlflow.db", own)  # the same path on another host
 
 
 @pytest.mark.parametrize("text", ["search-29ab21fb8b7a", "/home/me/plait-runs", "runs/a_b.c"])

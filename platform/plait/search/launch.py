@@ -27,8 +27,10 @@ from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
 from plait.engine.deployments import written
 from plait.search.checks import DTYPE, Prepared, load_model_code, prepare
+from plait.search.locks import WORKERS
 from plait.search.objective import unusual_directions
 from plait.search.orders import Orders
+from plait.search.ownership import process_id
 from plait.search.points import too_few_points
 from plait.search.prior import describe_prior
 from plait.search.recorded import RecordedCommand, command_on, recorded_command, write_command
@@ -53,7 +55,7 @@ from plait.tracking.facts import DataFacts, SearchFacts, data_facts
 from plait.tracking.figures import Figures
 from plait.tracking.leaderboard import Leaderboard, orphan
 from plait.tracking.location import locate, sqlite_in, store_elsewhere
-from plait.tracking.processes import ProcessRow, ProcessWatch
+from plait.tracking.processes import ProcessRow, ProcessWatch, remove_left
 from plait.tracking.search_run import conclude, left_unsent, send_left
 from plait.tracking.tracker import Peers, Tracker
 from plait.utils.addresses import redact
@@ -106,8 +108,23 @@ def another_store(recorded: RecordedCommand, tracking: TrackingSettings) -> list
         return []
     before, after = (redact(each or sqlite_in(tracking.root.absolute())) for each in (recorded.store, now))
     return [
-        f"This search has been recorded in {before} so far and will be recorded in {after} from now on; the "
-        f"first part of each curve stays in the old store. Use tracking.uri={before} to keep it in one place."
+        f"This search has been recorded in {before} so far and will be recorded in {after} from now on; "
+        "ended trials, and the first part of each curve, are in the old store alone. Use "
+        f"tracking.uri={before} to keep it in one place."
+    ]
+
+
+def another_host(before: str, tracking: TrackingSettings) -> list[str]:
+    """What to say if a search that this folder of runs does not know was recorded in another store
+    ``before``: each would have a part of it. A SQLite file in the folder is this host's own, whatever its
+    path."""
+    now = str(locate(tracking))
+    if not before or (now == before and store_elsewhere(tracking) is not None):
+        return []
+    return [
+        f"This search is recorded in {before} by a process with another folder of runs; what is trained here "
+        f"is recorded in {now}. Unless both are one store, neither has the whole search: give all processes "
+        "the address of one MLflow server (tracking.uri)."
     ]
 
 
@@ -190,6 +207,8 @@ class Launch:
         recorded = self._recorded
         if recorded is None and prepared is not None:
             _remember(self._command, source.name)  # from here on it can be resumed
+        if recorded is None and not self._trained_here:
+            self._say(*another_host(source.recorded_in, settings.tracking))
         elif recorded is not None and not settings.search.fresh:
             self._say(*another_store(recorded, settings.tracking))
         self._say(self._study_lost())
@@ -209,11 +228,14 @@ class Launch:
             self._say(without_store(self._away, settings, source.name))
         return self._train_all(prepared or prepare_search(self._as_begun(), source.name, self._screen))
 
+    @property
+    def _trained_here(self) -> bool:
+        return (search_folder(self._settings.tracking.root, self._source.name) / PLAN_FILE).exists()
+
     def _study_lost(self) -> str:
         """What to say if the search has trained, and its study is a new one; "" otherwise."""
         settings, name = self._settings, self._source.name
-        trained = (search_folder(settings.tracking.root, name) / PLAN_FILE).exists()
-        if not trained or settings.search.fresh or self._source.material:
+        if not self._trained_here or settings.search.fresh or self._source.material:
             return ""
         where = redact(settings.search.storage or str(user_path(settings.tracking.root) / JOURNAL))
         return (
@@ -285,6 +307,7 @@ class Launch:
         watch = ProcessWatch(folder, lambda: tracker.board)
         if many is not None:
             many.watch, many.say = (lambda: watch.show()), self._say
+            remove_left(folder, {process_id(file) for file in (folder / WORKERS).iterdir()})
         self._say(_loading(settings))
         with tracker, closing(watch):
             coordinator = build_coordinator(

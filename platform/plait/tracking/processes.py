@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -142,6 +142,20 @@ def read_processes(folder: Path, living: Iterable[str]) -> list[ProcessRow]:
             age = max(0.0, time.time() - kept["at"])
             rows += [_row(each, age) for each in kept["processes"]]
     return rows
+
+
+def remove_left(folder: Path, living: Collection[str]) -> None:
+    """Remove what processes left that were killed: their tables, and logs to which nothing was printed.
+
+    Args:
+        folder: of the search.
+        living: ids of the processes that train it.
+    """
+    for file in (folder / FOLDER).glob("*-*"):
+        with suppress(OSError):
+            empty = file.name.endswith(SUFFIX) or file.stat().st_size == 0
+            if empty and file.name.partition("-")[0] not in living:
+                file.unlink()
 
 
 def _row(facts: Mapping[str, Any], age: float) -> ProcessRow:

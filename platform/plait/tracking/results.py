@@ -18,15 +18,16 @@ from plait.core.settings import TrackingSettings
 from plait.tracking import names
 from plait.tracking.connection import check_place, open_store, storage_errors
 from plait.tracking.event_log import time_ms
-from plait.tracking.leaderboard import JobRecord
+from plait.tracking.leaderboard import JobRecord, Leaderboard
 from plait.tracking.location import Location, locate, sqlite_in
 from plait.tracking.mlflow_store import Store, job_record, stored_leaderboard
 from plait.tracking.records import LogPoints
 from plait.tracking.ui import page_tag, search_page
 from plait.utils.addresses import redact
-from plait.utils.counts import listed
+from plait.utils.counts import counted, listed
 from plait.utils.files import disk_errors
 from plait.utils.paths import begun_name, cache_dir
+from plait.utils.progress import say
 
 OTHER_FOLDER = "Choose a folder in a writable one."
 SHOWN = 20  # most searches or trials listed in a remedy
@@ -109,6 +110,7 @@ def _result(store: Store, run: Run) -> SearchResult:
         children = store.children(run.info.run_id)
     tags = run.data.tags
     board = stored_leaderboard(run, children)
+    _say_missing(run, board)
     return SearchResult(
         name=tags[names.TAG_SEARCH],
         state=JobState(tags[names.TAG_STATE]),
@@ -118,6 +120,19 @@ def _result(store: Store, run: Run) -> SearchResult:
         location=store.location,
         records=tuple(board.ordered()),
     )
+
+
+def _say_missing(run: Run, board: Leaderboard) -> None:
+    """Say how many trials of a finished search have no run here: what is best here need not be the best."""
+    if run.data.tags[names.TAG_STATE] != JobState.FINISHED:
+        return
+    ended = int(run.data.metrics.get(names.SEARCH_ENDED, 0))
+    missing = ended - sum(record.ended for record in board.jobs.values())
+    if missing > 0:
+        say(
+            f"Of {counted(ended, 'trial')} that have ended, {missing} have no run in this store: they were "
+            "recorded in another one, or deleted. A better one may be among them."
+        )
 
 
 def export(
