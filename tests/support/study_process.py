@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -54,6 +55,7 @@ def vanish(address: str) -> None:
     """Take a study's lock in PostgreSQL and be gone without a word, like a host that loses its power."""
     storage.LIMITS["keepalives_idle"] = 1
     with study_lock(open_storage(address, Path()), "s"):
+        time.sleep(0.5)  # until the server knows that what it said has arrived: else it says so again
         for each in psutil.Process().net_connections("tcp"):
             if each.raddr:
                 socket.socket(fileno=os.dup(each.fd)).setsockopt(socket.IPPROTO_TCP, TCP_REPAIR, 1)
