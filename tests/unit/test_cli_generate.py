@@ -17,6 +17,7 @@ from plait.core.lifecycle import JobState
 from plait.core.objectives import Objective
 from plait.core.settings import ModelSettings
 from plait.engine import devices
+from plait.tracking.location import Location
 from plait.tracking.results import SearchResult, leading
 
 
@@ -145,7 +146,7 @@ def record(trial: int, *values: float, **given: Any) -> Any:
 def test_the_best_trials_are_finished_and_keep_constraints_and_of_a_front_its_own() -> None:
     def found(objectives: int, *records: Any) -> SearchResult:
         kinds = tuple(Objective(f"m{number}", "minimize") for number in range(objectives))
-        place: Any = None
+        place = Location("sqlite:///x.db", Path("/x"), None)
         return SearchResult("mine", JobState.FINISHED, kinds, "run", "1", place, records)
 
     records = (
@@ -158,7 +159,7 @@ def test_the_best_trials_are_finished_and_keep_constraints_and_of_a_front_its_ow
     )
     assert [each.trial for each in leading(found(1, *records), 2)] == [3, 2]
     assert [each.trial for each in leading(found(1, *records), 9)] == [3, 2, 4]
-    with pytest.raises(SearchError, match="no finished trial"):
+    with pytest.raises(SearchError, match=r"no finished trial\n.*\n.*`plait resume mine tracking.root=/x`"):
         leading(found(1, records[0]), 3)
     both = (record(0, 1.0, 2.0, on_front=True), record(1, 3.0, 3.0), record(2, 2.0, 1.0, on_front=True))
     assert [each.trial for each in leading(found(2, *both), 3)] == [0, 2]

@@ -14,8 +14,8 @@ from plait.cli.parser import Parser, check_least
 from plait.cli.results import no_such_search
 from plait.core.errors import EXIT_DONE, ConfigError, StorageError, choices
 from plait.search.locks import trains_here
-from plait.search.recorded import RecordedCommand, command_on, known_command, quoted, read_command
-from plait.utils.paths import begun_name, search_folder, search_names
+from plait.search.recorded import RecordedCommand, known_command, quoted, read_command
+from plait.utils.paths import begun_name, command_on, search_folder, search_names
 from plait.utils.progress import say
 from plait.utils.spelling import did_you_mean
 

@@ -17,11 +17,10 @@ from plait.core.errors import StorageError
 from plait.core.lifecycle import JobState, PauseReason
 from plait.core.settings import TrackingSettings
 from plait.search.locks import trains_here
-from plait.search.recorded import command_on
 from plait.terminal.console import literal_console
 from plait.tracking.leaderboard import Cell, JobRecord, columns, to_csv, to_json
 from plait.tracking.results import SearchResult
-from plait.utils.paths import search_folder
+from plait.utils.paths import command_on, search_folder
 
 LEAST_REASON = 40  # characters of the column of reasons; with fewer, they would break into many lines
 LEAST_NEEDED = (

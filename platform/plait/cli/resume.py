@@ -17,7 +17,6 @@ from plait.search.recorded import (
     ROOT,
     URI,
     RecordedCommand,
-    command_on,
     known_command,
     quoted,
     recorded_commands,
@@ -25,7 +24,7 @@ from plait.search.recorded import (
 )
 from plait.utils.addresses import redact
 from plait.utils.counts import counted
-from plait.utils.paths import search_folder
+from plait.utils.paths import command_on, search_folder
 
 DESCRIPTION = (
     "Resume a search that was killed or interrupted, with the settings it was started with. Settings that do "

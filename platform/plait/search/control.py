@@ -27,13 +27,13 @@ from plait.search.locks import WORKERS, living, trains_here
 from plait.search.orders import Mode, StudyOrders
 from plait.search.ownership import process_id
 from plait.search.points import AddedPoint, outside_of, overrides_of, read_added
-from plait.search.recorded import RecordedCommand, command_on
+from plait.search.recorded import RecordedCommand
 from plait.search.storage import Patience, SharedStudy, passes, quiet
 from plait.search.stored import Standing, read_standing, stored_study
 from plait.search.suggest import read_space
 from plait.tracking.processes import ProcessRow, read_processes
 from plait.utils.counts import counted
-from plait.utils.paths import search_folder
+from plait.utils.paths import command_on, search_folder
 
 Check = Callable[[Sequence[str]], None]  # of the overrides of a trial that is added
 SHAPE = ("adapter.rank", "adapter.target_modules", "adapter.variant")

@@ -21,7 +21,7 @@ from plait.core.settings import TrackingSettings
 from plait.search.attributes import TRACKED
 from plait.search.locks import WORKERS, living
 from plait.search.ownership import process_id
-from plait.search.recorded import RecordedCommand, command_on, given, read_command
+from plait.search.recorded import RecordedCommand, given, read_command
 from plait.search.storage import quiet, study_lock
 from plait.search.stored import NoStudyError, hosts_of, stored_study
 from plait.tracking.location import locate, sqlite_in
@@ -29,7 +29,7 @@ from plait.tracking.results import delete_runs, stored_runs
 from plait.tracking.search_run import left_unsent
 from plait.utils.counts import counted
 from plait.utils.files import disk_errors
-from plait.utils.paths import search_folder, user_path
+from plait.utils.paths import command_on, search_folder, user_path
 
 ADAPTERS = "adapters"
 EXPERIMENT = "tracking.experiment"

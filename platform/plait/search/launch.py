@@ -33,7 +33,7 @@ from plait.search.orders import Orders
 from plait.search.ownership import process_id
 from plait.search.points import too_few_points
 from plait.search.prior import describe_prior
-from plait.search.recorded import RecordedCommand, command_on, recorded_command, write_command
+from plait.search.recorded import RecordedCommand, recorded_command, write_command
 from plait.search.results import (
     TRY_ALL,
     SearchEnd,
@@ -59,7 +59,7 @@ from plait.tracking.processes import ProcessRow, ProcessWatch, remove_left
 from plait.tracking.search_run import conclude, left_unsent, send_left
 from plait.tracking.tracker import Peers, Tracker
 from plait.utils.addresses import redact
-from plait.utils.paths import search_folder, user_path
+from plait.utils.paths import command_on, search_folder, user_path
 
 if TYPE_CHECKING:
     from plait.distributed.launch import Launcher

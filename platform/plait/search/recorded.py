@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -12,7 +11,6 @@ from pathlib import Path
 
 from plait.config.build import key_of
 from plait.core.errors import SearchError, StorageError
-from plait.core.settings import TrackingSettings
 from plait.utils.files import OWNER_ONLY, disk_errors, write_text
 from plait.utils.paths import begun_name, search_folder, search_names
 
@@ -60,12 +58,6 @@ def given(arguments: Sequence[str], key: str) -> str:
     """The last value that overrides give to a key, without the quotes around it; "" if there is none."""
     values = [each.partition("=")[2] for each in arguments if key_of(each) == key]
     return values[-1].strip("'\"") if values else ""
-
-
-def command_on(root: Path, verb: str, *words: str) -> str:
-    """A command of Plait's on the searches in ``root``, from the present folder."""
-    own = [] if root == TrackingSettings().root else [f"{ROOT}={root}"]
-    return shlex.join(["plait", verb, *words, *own])
 
 
 def quoted(text: str) -> str:

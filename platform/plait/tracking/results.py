@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +25,7 @@ from plait.tracking.ui import page_tag, search_page
 from plait.utils.addresses import redact
 from plait.utils.counts import counted, listed
 from plait.utils.files import disk_errors
-from plait.utils.paths import begun_name, cache_dir
+from plait.utils.paths import begun_name, cache_dir, command_on
 from plait.utils.progress import say
 
 OTHER_FOLDER = "Choose a folder in a writable one."
@@ -161,7 +160,7 @@ def export(
         files = store.client.list_artifacts(record.run_id, names.ADAPTER_FOLDER)
         if not files:
             check_place(store)
-            board = shlex.join(("plait", "leaderboard", run.data.tags[names.TAG_SEARCH]))
+            board = command_on(settings.root, "leaderboard", run.data.tags[names.TAG_SEARCH])
             raise SearchError(
                 f"{record.name} ({record.state}) has no adapter in {store.location}",
                 "Only finished jobs have an adapter.",
@@ -228,10 +227,11 @@ def chosen(result: SearchResult, trial: int | None) -> JobRecord:
             rule = "Without a trial number, the best finished trial is meant."
             finished = any(item.state == JobState.FINISHED for item in result.records)
             lacks = "no finished trial that satisfies its constraints" if finished else "no finished trial"
-            name = shlex.quote(result.name)
+            usual, root = TrackingSettings().root, result.location.root
+            root = usual if root == usual.absolute() else root
+            board, resume = (command_on(root, verb, result.name) for verb in ("leaderboard", "resume"))
             # The store has no state of a trial whose process was killed; the leaderboard asks the study.
-            shows = f"`plait leaderboard {name}` shows its trials"
-            begun = f"{shows}, `plait resume {name}` resumes it if it was ended."
+            begun = f"`{board}` shows its trials, `{resume}` resumes it if it was ended."
             remedy = _trials(result.records) if finished else begun
             raise SearchError(f"search {result.name!r} has {lacks}", rule, remedy)
         return result.best

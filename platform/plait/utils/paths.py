@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 from argparse import ArgumentTypeError
 from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import quote, unquote
 
 from plait.core.errors import StorageError
+from plait.core.settings import TrackingSettings
 
 PACKAGE = Path(__file__).resolve().parents[1]
 LONGEST_NAME = 255  # bytes of a file's name in common file systems
@@ -102,3 +104,9 @@ def begun_name(name: str, names: Iterable[str]) -> str:
     there = set(names)
     begun = [each for each in there if name and each.startswith(name)]
     return begun[0] if name not in there and len(begun) == 1 else name
+
+
+def command_on(root: Path, verb: str, *words: str) -> str:
+    """A command of Plait's on the searches in ``root``, from the present folder."""
+    own = [] if root == TrackingSettings().root else [f"tracking.root={root}"]
+    return shlex.join(["plait", verb, *words, *own])
