@@ -188,6 +188,7 @@ Examples
   plait bench                                 the list
   plait bench lorafusion/bubble_ratio
   plait bench tracking_scale bench.options.adapters=50 bench.options.edge=10
+  plait bench mine --config-dir conf          your own conf/sweeps/mine.yaml
 """,
     ),
     Verb("control", "plait.cli.control:main", "pause, stop, extend or inspect a running search"),
