@@ -237,7 +237,7 @@ def test_an_advisory_lock_is_waited_for(new_database: Callable[[], str]) -> None
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs the right to end a connection without a word")
 def test_a_lock_is_free_when_its_host_is_gone(new_database: Callable[[], str], tmp_path: Path) -> None:
     address = new_database()
-    storage = open_storage(address, tmp_path)
+    storage = open_storage(f"{address}?options=-clock_timeout%3D20s", tmp_path)  # it waits for no hours
     other = Talking(study_process.vanish, address)
     assert other.stdout.readline() == "held\n"
     other.kill()
