@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from statistics import median
 from time import perf_counter
 
@@ -40,6 +41,7 @@ from plait_bench.lobra import (
 )
 from plait_bench.lobra_dealing import counts_by_task, dealt_seconds
 from plait_bench.lobra_plans import EqualReplicas, Shape, fused_figure, plan_figures
+from plait_bench.lobra_sequential import fastest
 from plait_bench.progress import part
 
 # LobRA-Sequential's buckets, of which the paper and its artifact say nothing: the paper says that tasks alone
@@ -127,6 +129,8 @@ class EndToEndOptions:
         steps: drawn, over which is averaged.
         tried: of these, the first ones over which LobRA-Sequential is averaged beside what is compared: its
             sequences are dispatched task by task, which takes most of the time.
+        choosing: at most so many steps of another draw, by which LobRA-Sequential's plan for each task is
+            chosen.
         gap: to the proved bound at which planning ends.
         lacking: configurations [tp, pp] without which Plait's plan is compared, too.
         plans: assumptions about lengths under which plans alone are compared, too.
@@ -139,6 +143,7 @@ class EndToEndOptions:
     sequential: dict[str, Rows]
     steps: Count
     tried: Count
+    choosing: Count
     gap: float = GAP
     lacking: tuple[Shape, ...] = ()
     plans: tuple[Assumption, ...] = ()
@@ -236,7 +241,7 @@ def _systems(
         batches = loaded_steps([task], assumption, asked.steps)
         size = [task.batch_size]
         alone += [lobra_seconds(profile, asked.sequential[task.name], batch, size) for batch in batches]
-        rows = planned(profile, known, gap=asked.gap)
+        rows = _plan_alone(profile, asked, assumption, task)
         boundaries = (*edges.values(), _seen(profile, known), None)
         for total, each in zip(several.values(), boundaries, strict=True):
             some = batches[: len(total)]
@@ -251,7 +256,7 @@ def _on_fewer(profile: ClusterProfile, asked: EndToEndOptions, devices: int, joi
     part_of_it = replace(profile, devices=replace(profile.devices, count=devices))
     assumption, seconds = asked.assumptions[0], 0.0
     for task in asked.tasks:
-        rows = planned(part_of_it, drawn_steps([task], assumption, SAMPLE_STEPS), gap=asked.gap)
+        rows = _plan_alone(part_of_it, asked, assumption, task)
         batches = loaded_steps([task], assumption, asked.steps)
         seconds += float(
             np.mean([lobra_seconds(part_of_it, rows, each, [task.batch_size]) for each in batches])
@@ -263,6 +268,22 @@ def _on_fewer(profile: ClusterProfile, asked: EndToEndOptions, devices: int, joi
         "simulated",
         note=f"{asked.steps} steps; other devices are not counted",
     )
+
+
+def _plan_alone(profile: ClusterProfile, asked: EndToEndOptions, assumption: Assumption, task: Task) -> Rows:
+    """LobRA-Sequential's plan for a task: the fastest found for steps of another draw of its data set, spread
+    over as many as count, since the loader's first ones have the longest sequences."""
+    known = drawn_steps([task], assumption, SAMPLE_STEPS)
+    mean = planned(profile, known, gap=asked.gap)
+    others = loaded_steps([task], replace(assumption, seed=assumption.seed + 1), asked.steps)
+    others = others[:: -(-asked.steps // asked.choosing)]
+
+    @cache
+    def seconds(rows: Rows) -> float:
+        return float(np.mean([lobra_seconds(profile, rows, each, [task.batch_size]) for each in others]))
+
+    starts = (mean, asked.sequential[task.name])
+    return fastest(profile, starts, min(int(known.max()), max(limits(profile))), seconds)
 
 
 def _seen(profile: ClusterProfile, known: Int64) -> tuple[int, ...]:

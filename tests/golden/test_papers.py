@@ -46,6 +46,7 @@ SHORT = "SHORT"  # stands for a trace of two steps
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
 TINY |= {"num_hidden_layers": 2, "vocab_size": 128, "max_position_embeddings": 1024}
 LOG = "bench.options.assumptions", [{"family": "lognormal"}]
+CHOOSING = {"bench.options.choosing": 2}
 SHORTER = {"bench.options.tasks.*.longest": 512}
 # Devices of half as large a replica take the longest sequence, too, so that plans may be others.
 ROOMY = {"cluster.options.max_tokens_tables.scaled.3.2": 16384}
@@ -150,15 +151,15 @@ LONG: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "lobra/deploy_7b": ({LOG[0]: LOG[1]}, {"cluster.options.time.layer.0.token": 6e-6}),
     "lobra/end_to_end_7b": (
-        {"bench.options.steps": 5, "bench.options.tried": 2, LOG[0]: LOG[1]},
+        {"bench.options.steps": 5, "bench.options.tried": 2, **CHOOSING, LOG[0]: LOG[1]},
         {"cluster.options.time.layer.0.token": 6e-6} | ROOMY_7B,
     ),
     "lobra/end_to_end_32b": (
-        {"bench.options.steps": 4, "bench.options.tried": 2, LOG[0]: LOG[1]},
+        {"bench.options.steps": 4, "bench.options.tried": 2, **CHOOSING, LOG[0]: LOG[1]},
         {"cluster.options.time.layer.3.token": 4e-6} | ROOMY_32B,
     ),
     "lobra/end_to_end_70b": (
-        {"bench.options.steps": 4, "bench.options.tried": 2, LOG[0]: LOG[1]},
+        {"bench.options.steps": 4, "bench.options.tried": 2, **CHOOSING, LOG[0]: LOG[1]},
         {"cluster.options.time.layer.4.token": 4e-6} | ROOMY,
     ),
     "lobra/planning_70b": ({}, {"cluster.options.time.layer.4.token": 4e-6} | ROOMY),

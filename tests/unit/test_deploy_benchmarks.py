@@ -86,7 +86,7 @@ def test_a_task_that_shares_the_devices_with_nothing_takes_what_it_takes_alone(s
     options = _options("lobra/end_to_end_7b")
     (task,) = (each for each in options["tasks"] if each["name"] == "CommitPackFT")
     options |= {"tasks": [task], "sequential": {"CommitPackFT": [[4, 1, 4]]}, "steps": 2, "gap": 0.5}
-    options |= {"assumptions": [{"family": "lognormal"}], "sequential_devices": 16}
+    options |= {"assumptions": [{"family": "lognormal"}], "sequential_devices": 16, "choosing": 1}
     figures = {each.name: each.ours for each in end_to_end(settings, [], options).figures}
     alone = figures["LobRA over LobRA-Sequential"]
     assert figures["each task on 16 devices: LobRA over LobRA-Sequential"] == pytest.approx(alone)
