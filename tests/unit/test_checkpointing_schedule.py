@@ -63,7 +63,7 @@ class Desk:
         said: list[str] = []
         for _ in range(steps):
             self.now += seconds(job.step)
-            job.advance(1, 1.0)
+            job.advance(1, 1.0, 1.0, 1.0)
             said += [each.text for each in self.saving.save_due([job])]
         return said
 

@@ -467,12 +467,12 @@ class Unwritable(CurveWorker):
         return super().execute(command)
 
 
-def test_a_job_that_resumes_after_its_last_step_has_that_step_s_loss(make: Any, tmp_path: Path) -> None:
+def test_a_job_that_resumes_after_its_last_step_has_that_step_s_values(make: Any, tmp_path: Path) -> None:
     run = RunSettings(engine=EngineSettings(capacity=16))
     made = Coordinator(Unwritable(falling), DataCatalogue(load_lengths), run, folder=tmp_path)
     made.submit(job("a", steps=2))
     events = [event for _ in range(3) for event in made.advance()]
-    (last,) = (each.loss for each in events if isinstance(each, JobProgress) and each.step == 2)
+    (last,) = (each for each in events if isinstance(each, JobProgress) and each.step == 2)
     made.stop()
     made.advance()
     again, _ = make()
@@ -481,4 +481,6 @@ def test_a_job_that_resumes_after_its_last_step_has_that_step_s_loss(make: Any, 
     for event in drain(again):
         assert not isinstance(event, JobProgress)
         observed.handle(event)
-    assert observed.score("a", SearchSettings(metric="train/loss")).values == (last,)
+    metrics = ("train/loss", "train/grad_norm", "throughput/tokens_per_s")
+    search = SearchSettings(metric=metrics)
+    assert observed.score("a", search).values == (last.loss, last.grad_norm, last.tokens_per_s)

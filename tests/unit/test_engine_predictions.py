@@ -110,7 +110,7 @@ class Machine:
             outcome = Outcome(microbatches=len(batches), peaks={at: (own,) for at, own in peaks.items()})
             self.fits += self.predictions.learn(expected, outcome, seconds, iteration, jobs=self.jobs)
             for job in self.jobs.values():
-                job.advance(1, 1.0)
+                job.advance(1, 1.0, 1.0, 1.0)
 
 
 def test_the_traffic_of_jobs_with_equal_targets_is_computed_once(

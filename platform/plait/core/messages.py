@@ -122,7 +122,8 @@ class Cursor:
         best_step, best_loss, best_accuracy: those of the evaluation whose weights are kept; None if none are.
             The last only where accuracies decide.
         completion_seconds: in a checkpoint: time since the job's submission, in this and earlier processes.
-        loss: of the last step; None before it, and in checkpoints of earlier releases.
+        loss, grad_norm, tokens_per_s: of the last step; None before it, and in checkpoints of earlier
+            releases.
     """
 
     step: int = 0
@@ -133,6 +134,8 @@ class Cursor:
     best_accuracy: float | None = None
     completion_seconds: float = 0.0
     loss: float | None = None
+    grad_norm: float | None = None
+    tokens_per_s: float | None = None
 
     @property
     def device_seconds(self) -> float:
@@ -293,13 +296,13 @@ WorkerEvent = (
 
 @dataclass(frozen=True, slots=True)
 class JobAdmitted:
-    """A job left the queue and trains from ``step`` (0: fresh); ``loss``: of that step, if it is known."""
+    """A job left the queue and trains from ``step`` (0: fresh), which is its ``cursor``'s."""
 
     job: JobSpec
     step: int
     steps: int
     group: str
-    loss: float | None = None
+    cursor: Cursor = Cursor()
 
 
 @dataclass(frozen=True, slots=True)

@@ -425,7 +425,7 @@ class Coordinator:
         if job.name not in self._joined:
             self._joined.append(job.name)
         notices = [Notice(f"{job.name}: {text}") for text in attached.notices]
-        return [*notices, JobAdmitted(job.spec, job.step, job.order.steps, GROUP, job.cursor.loss)]
+        return [*notices, JobAdmitted(job.spec, job.step, job.order.steps, GROUP, job.cursor)]
 
     def _turn_away(self, job: LiveJob, detail: str) -> list[Event]:
         """Handle a job whose attaching ran out of memory: it waits until fewer train; if none trains, it
@@ -562,9 +562,7 @@ class Coordinator:
         events = self._end_failed(run.failures)
         for name, job in jobs.items():
             if name in run.steps:
-                tally = run.tallies[name]
-                job.advance(tally.tokens, tally.mean)
-                events.append(progress(job, tally, run.steps[name].grad_norm, seconds))
+                events.append(progress(job, run.tallies[name], run.steps[name].grad_norm, seconds))
         number = next(self._iterations)
         spans = on_one_clock(self._worker.take_spans())
         times = expected.with_predictions(times_between(spans, started, ended), run)

@@ -222,7 +222,9 @@ def group_step(
 
 
 def progress(job: LiveJob, tally: Tally, grad_norm: float, seconds: float) -> JobProgress:
-    """The event of a job's last step, which was taken in an iteration of ``seconds``."""
+    """Count a step of a job, which was taken in an iteration of ``seconds``; return its event."""
+    tokens_per_s = tally.tokens / seconds if seconds > 0 else 0.0
+    job.advance(tally.tokens, tally.mean, grad_norm, tokens_per_s)
     return JobProgress(
         job=job.name,
         step=job.step,
@@ -231,7 +233,7 @@ def progress(job: LiveJob, tally: Tally, grad_norm: float, seconds: float) -> Jo
         lr=job.rate_of(job.step),
         tokens=job.cursor.tokens,
         device_seconds=job.cursor.device_seconds,
-        tokens_per_s=tally.tokens / seconds if seconds > 0 else 0.0,
+        tokens_per_s=tokens_per_s,
     )
 
 

@@ -197,9 +197,16 @@ class LiveJob:
         """Add device time."""
         self.cursor = replace(self.cursor, device_ns=self.cursor.device_ns + device_ns)
 
-    def advance(self, tokens: int, loss: float) -> None:
+    def advance(self, tokens: int, loss: float, grad_norm: float, tokens_per_s: float) -> None:
         """Count one optimiser step over ``tokens`` real tokens."""
-        self.cursor = replace(self.cursor, step=self.step + 1, tokens=self.cursor.tokens + tokens, loss=loss)
+        self.cursor = replace(
+            self.cursor,
+            step=self.step + 1,
+            tokens=self.cursor.tokens + tokens,
+            loss=loss,
+            grad_norm=grad_norm,
+            tokens_per_s=tokens_per_s,
+        )
         self.reach()
 
     def evaluate(self, loss: float) -> bool:

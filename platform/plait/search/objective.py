@@ -206,8 +206,13 @@ class Observed:
         """Learn from an event."""
         match event:
             case JobAdmitted():
-                known = {} if event.loss is None else {names.TRAIN_LOSS: event.loss}
-                self._learn(event.job.name, numbers(event.job) | known)  # it may have no steps left
+                last = {  # it may have no steps left
+                    names.TRAIN_LOSS: event.cursor.loss,
+                    names.TRAIN_GRAD_NORM: event.cursor.grad_norm,
+                    names.THROUGHPUT: event.cursor.tokens_per_s,
+                }
+                known = {name: value for name, value in last.items() if value is not None}
+                self._learn(event.job.name, numbers(event.job) | known)
             case JobProgress():
                 self._learn(event.job, step_values(event))
             case JobEvaluated():
