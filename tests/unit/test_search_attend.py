@@ -2,7 +2,7 @@
 
 from functools import partial
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 from job_results import ended
@@ -120,3 +120,18 @@ def test_a_search_is_finished_unless_a_trial_came_while_its_results_were_written
     said = str(launch._say.call_args_list)
     assert ("`plait resume s` trains it" in said) == added
     assert ("s is finished" in said) != added
+
+
+def test_a_search_that_is_interrupted_at_once_knows_what_had_ended() -> None:
+    """Without its store, which it would ask, the leaderboard that it leaves would lack all of it."""
+    trials = study_of(space_of("adapter.rank=1,2"), SearchSettings(name="s", trials=2))
+    trial = trials.ask()
+    assert trial is not None
+    trials.tell(trial, ended("finished", 1.5))
+    trials.claims.own.clear()  # an earlier process had trained it
+    launch = MagicMock(_source=trials, _settings=RunSettings(search=SearchSettings(name="s", trials=2)))
+    launch._interrupts.__enter__.return_value.requested = True
+    tracker = MagicMock(board=Leaderboard("minimize", 2), unreachable="")
+    assert Launch._train(launch, MagicMock(), tracker, None, MagicMock()).interrupted
+    best = tracker.board.best()
+    assert (best.name, best.objective) == ("trial-0000", 1.5)

@@ -384,6 +384,7 @@ class Launch:
                 str(tracker.location),
                 watch.keep,
             )
+            attend.take_ended()  # the loop may end before its first iteration
             end = SearchLoop(
                 self._source,
                 self._command.make_job,
@@ -525,7 +526,7 @@ class Attend:
         if self.source.revision != self._revision or now >= self._next_look:  # each check reads all trials
             self._revision, self.board.trials = self.source.revision, self.source.total
             self._next_look = now + LOOK_SECONDS
-            self._take_ended()
+            self.take_ended()
         return orders
 
     def say_dead(self) -> None:
@@ -535,7 +536,7 @@ class Attend:
             orphan(self.board.jobs.values(), {Trial(number).name for number in left})
             self.say(worker.describe())
 
-    def _take_ended(self) -> None:
+    def take_ended(self) -> None:
         """Show the trials that other processes have ended: the store is asked for those of this host."""
         for result in self.source.finished():
             known = self.board.jobs.get(result.job)
