@@ -73,7 +73,7 @@ def test_a_search_that_is_forgotten_is_nowhere_but_in_mlflows_bin(
 ) -> None:
     storage = None if kind == "journal" else str(tmp_path / "study.db")
     adapter = make(made, tmp_path, storage)
-    assert "no search with this name" in said("mein", "--yes", status=2)
+    assert "search 'mein' is not in" in said("mein", "--yes", status=2)
     assert "Did you mean mine?" in said("mein", "--yes", status=2)
     assert "Confirm with --yes" in said("mine", status=2)  # no terminal
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)

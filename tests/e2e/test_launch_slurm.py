@@ -110,7 +110,7 @@ def test_limits_that_slurm_reads_are_written_as_they_are(
     ("words", "said"),
     [
         (["slrum"], "Did you mean plait launch slurm?"),
-        (["slurm", "nothing"], "no such search"),
+        (["slurm", "nothing"], "search 'nothing' is not in"),
         (["slurm", "one", "two"], "A script runs one search"),
         (["slurm", "cluster.processes=4"], "--nodes and --tasks-per-node"),
         (["slurm", "adapter.rnak=3"], "adapter.rnak"),

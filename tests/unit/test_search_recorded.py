@@ -124,9 +124,10 @@ def test_an_unknown_name_lists_what_there_is(tmp_path: Path) -> None:
     kept(tmp_path, "two", finished=True)
     with pytest.raises(SearchError) as caught:
         known_command(tmp_path, "three")
-    assert caught.value.rule == "Unfinished: one.\nFinished: two."
+    assert caught.value.value == f"search 'three' is not in {tmp_path}"
+    assert caught.value.rule == "Available: one, two."
     assert known_command(tmp_path, "tw").name == "two"  # by its beginning
-    with pytest.raises(SearchError, match="This folder contains no searches"):
+    with pytest.raises(SearchError, match=r"Available: none\."):
         known_command(tmp_path / "empty", "three")
 
 
@@ -148,7 +149,7 @@ def test_a_damaged_file_is_named_and_hides_no_other(
         assert "`plait sweep`" in caught.value.remedy
     with pytest.raises(SearchError) as unknown:
         known_command(tmp_path, "three")
-    assert unknown.value.rule == f"Unfinished: two.\nCannot be read: {file}."
+    assert unknown.value.rule == "Available: one, two."
     assert resume(["--root", str(tmp_path)]) == 0
     assert f"Cannot be read: {file}" in capsys.readouterr().out
 
@@ -234,4 +235,4 @@ def test_the_command_says_what_is_wrong(
     monkeypatch.chdir(tmp_path)
     kept(tmp_path / "plait-runs", "mine")
     assert main(["resume", "yours"]) == 2
-    assert "Unfinished: mine." in capsys.readouterr().err
+    assert "plait-runs\n  Available: mine." in capsys.readouterr().err

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from plait.cli.parser import Parser, check_least
-from plait.cli.results import no_such_search
-from plait.core.errors import EXIT_DONE, ConfigError, StorageError, choices
+from plait.core.errors import EXIT_DONE, ConfigError, PlaitError, StorageError, choices
 from plait.search.locks import trains_here
 from plait.search.recorded import RecordedCommand, known_command, quoted, read_command
-from plait.utils.paths import begun_name, command_on, search_folder, search_names
+from plait.utils.paths import begun_name, command_on, no_such_search, search_folder, search_names
 from plait.utils.progress import say
 from plait.utils.spelling import did_you_mean
 
@@ -143,7 +142,7 @@ def _mode(root: Path, name: str) -> str:
         return "unknown: its study does not answer"
 
 
-def _no_such_search(root: Path, words: Sequence[str]) -> ConfigError:
+def _no_such_search(root: Path, words: Sequence[str]) -> PlaitError:
     """The error for an unknown name of a search, or for a command without a name."""
     name, names = words[0], running(root)
     if name in VERBS:
@@ -154,7 +153,7 @@ def _no_such_search(root: Path, words: Sequence[str]) -> ConfigError:
             "The name of a search comes first.",
             f"Type {' or '.join(meant)}." if meant else f"No search in {root} is running.",
         )
-    return no_such_search("plait control", root, name)
+    return no_such_search(name, root, search_names(root))
 
 
 def read_words(

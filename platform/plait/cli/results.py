@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from plait.cli.parser import STORE_KEY, Parser
-from plait.core.errors import EXIT_DONE, ConfigError, choices
+from plait.core.errors import EXIT_DONE, ConfigError
 from plait.core.settings import TrackingSettings
-from plait.utils.paths import search_folder, search_names
+from plait.utils.paths import no_such_search, search_folder, search_names
 from plait.utils.progress import say
-from plait.utils.spelling import did_you_mean
 
 
 def ui(arguments: Sequence[str]) -> int:
@@ -90,7 +88,7 @@ def forget(arguments: Sequence[str]) -> int:
     parser.add_root()
     known = parser.parse_args(arguments)
     if not search_folder(known.root, known.name).is_dir():
-        raise no_such_search("plait forget", known.root, known.name)
+        raise no_such_search(known.name, known.root, search_names(known.root))
     say(READING)
     from plait.search.delete import find_remains  # Optuna and MLflow are slow to import
 
@@ -113,15 +111,3 @@ def _agreed(name: str) -> bool:
             "Confirm with --yes.",
         )
     return input("Delete it? [y/N] ").strip().lower() in ("y", "yes")
-
-
-def no_such_search(command: str, root: Path, name: str) -> ConfigError:
-    """The error for an unknown name of a search below ``root``, with the known names."""
-    there = search_names(root)
-    begun = [each for each in there if each.startswith(name)]
-    meant = f"Several names begin with it: {choices(begun)}. " if begun[1:] else did_you_mean(name, there)
-    return ConfigError(
-        f"{command} {name}: there is no search with this name in {root}",
-        f"{meant}Available: {choices(there) or 'none'}.",
-        "Are its runs in another folder? Add tracking.root=FOLDER.",
-    )

@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from plait.cli.parser import Parser
-from plait.cli.results import no_such_search
 from plait.core.errors import EXIT_DONE, ConfigError
 from plait.tracking.spans import write_trace
 from plait.utils.files import disk_errors, write_text
-from plait.utils.paths import as_path, begun_name, file_name, search_folder, search_names
+from plait.utils.paths import as_path, begun_name, file_name, no_such_search, search_folder, search_names
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -31,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
     known.name = begun_name(known.name, search_names(known.root))
     folder = search_folder(known.root, known.name)
     if not folder.is_dir():
-        raise no_such_search("plait trace", known.root, known.name)
+        raise no_such_search(known.name, known.root, search_names(known.root))
     text = write_trace(folder)
     if text is None:
         raise ConfigError(

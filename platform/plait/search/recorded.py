@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from plait.config.build import key_of
-from plait.core.errors import SearchError, StorageError
+from plait.core.errors import StorageError
 from plait.utils.files import OWNER_ONLY, disk_errors, write_text
-from plait.utils.paths import begun_name, search_folder, search_names
+from plait.utils.paths import begun_name, no_such_search, search_folder, search_names
 
 FILE = "command.json"
 URI = "tracking.uri"
@@ -119,7 +119,7 @@ def known_command(root: Path, name: str) -> RecordedCommand:
     """
     whole = begun_name(name, _with_command(root))
     if (found := read_command(root, whole)) is None:
-        raise SearchError(f"{name!r}: no such search in {root}", *_what_there_is(root))
+        raise no_such_search(name, root, _with_command(root))
     return found
 
 
@@ -137,15 +137,3 @@ def unreadable_commands(root: Path) -> list[Path]:
 
 def _with_command(root: Path) -> list[str]:
     return [name for name in search_names(root) if (search_folder(root, name) / FILE).exists()]
-
-
-def _what_there_is(root: Path) -> tuple[str, str]:
-    commands, unreadable = recorded_commands(root), unreadable_commands(root)
-    if not commands and not unreadable:
-        return "This folder contains no searches.", "Set the folder with tracking.root=FOLDER."
-    unfinished = [command.name for command in commands if not command.finished]
-    lines = [f"Unfinished: {', '.join(unfinished) or 'none'}."]
-    if finished := [command.name for command in commands if command.finished]:
-        lines.append(f"Finished: {', '.join(finished)}.")
-    lines += [f"Cannot be read: {path}." for path in unreadable]
-    return "\n".join(lines), "Use one of these names, or set the folder with tracking.root=FOLDER."

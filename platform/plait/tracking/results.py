@@ -25,7 +25,7 @@ from plait.tracking.ui import page_tag, search_page
 from plait.utils.addresses import redact
 from plait.utils.counts import counted, listed
 from plait.utils.files import disk_errors
-from plait.utils.paths import begun_name, cache_dir, command_on
+from plait.utils.paths import begun_name, cache_dir, command_on, no_such_search
 from plait.utils.progress import say
 
 OTHER_FOLDER = "Choose a folder in a writable one."
@@ -340,12 +340,12 @@ def _find(settings: TrackingSettings, name: str | None) -> tuple[Store, Run]:
     if name and (whole := begun_name(name, there)) != name:
         return _find(settings, whole)
     where = f"{locate(settings)}, experiment {settings.experiment!r}"
+    if name:
+        raise no_such_search(name, where, there)
     raise SearchError(
-        f"search {name!r} is not in {where}" if name else f"no search in {where}",
+        f"no search in {where}",
         "The search must exist in this store.",
-        f"Available: {listed(there, SHOWN)}. Are its runs in another folder? Add tracking.root=FOLDER."
-        if there
-        else "Start one with `plait sweep`, or name the folder of its searches (tracking.root=FOLDER).",
+        "Start one with `plait sweep`, or name the folder of its searches (tracking.root=FOLDER).",
     )
 
 

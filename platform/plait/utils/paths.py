@@ -6,15 +6,18 @@ import errno
 import os
 import shlex
 from argparse import ArgumentTypeError
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from urllib.parse import quote, unquote
 
-from plait.core.errors import StorageError
+from plait.core.errors import SearchError, StorageError, choices
 from plait.core.settings import TrackingSettings
+from plait.utils.counts import listed
+from plait.utils.spelling import did_you_mean
 
 PACKAGE = Path(__file__).resolve().parents[1]
 LONGEST_NAME = 255  # bytes of a file's name in common file systems
+MOST_NAMES = 20  # of searches listed in an error
 
 
 def user_path(path: str | Path) -> Path:
@@ -110,3 +113,14 @@ def command_on(root: Path, verb: str, *words: str) -> str:
     """A command of Plait's on the searches in ``root``, from the present folder."""
     own = [] if root == TrackingSettings().root else [f"tracking.root={root}"]
     return shlex.join(["plait", verb, *words, *own])
+
+
+def no_such_search(name: str, where: object, there: Sequence[str]) -> SearchError:
+    """The error for a name that none of the searches ``there`` has; ``where``: in which folder or store."""
+    begun = [each for each in there if each.startswith(name)]
+    meant = f"Several names begin with it: {choices(begun)}. " if begun[1:] else did_you_mean(name, there)
+    return SearchError(
+        f"search {name!r} is not in {where}",
+        f"{meant}Available: {listed(there, MOST_NAMES) or 'none'}.",
+        "Are its runs in another folder? Add tracking.root=FOLDER.",
+    )
