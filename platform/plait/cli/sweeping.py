@@ -8,7 +8,6 @@ are interpolations of ``search``; a plain value in place of one was set by the u
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,7 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from plait.config.build import Config, check_keys, job_of, plain, settings_of
 from plait.config.overrides import read_request, spaces
-from plait.core.errors import ConfigError, StorageError, choices
+from plait.core.errors import ConfigError, choices
 from plait.core.jobs import JobSpec
 from plait.core.space import Space
 from plait.data.loading import check_jobs
@@ -42,6 +41,7 @@ from plait.search.samplers import check_sampler
 from plait.search.stopping import check_stopping
 from plait.search.trials import SearchCommand, Trial
 from plait.utils.addresses import redact
+from plait.utils.files import check_writable, disk_errors
 from plait.utils.paths import conf_dir, user_path
 from plait.utils.progress import say
 
@@ -61,6 +61,10 @@ KEYS = {
     "sampler.seed": "seed",
 }
 BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
+WRITES = (  # rule and remedy of a folder that cannot be written
+    "Plait writes each trial's configuration there.",
+    "Free some space, or choose another folder with hydra.sweep.dir=FOLDER.",
+)
 
 
 def sweep(
@@ -457,18 +461,7 @@ def check_folder(folder: Path, root: Path) -> None:
     root = user_path(root).absolute()
     if folder.is_relative_to(root) and root.is_relative_to(nearest):
         return
-    if not nearest.is_dir():
-        raise _not_written(folder, f"{nearest} is not a folder")
-    if not os.access(nearest, os.W_OK):
-        raise _not_written(folder, "Permission denied")
-
-
-def _not_written(folder: Path, reason: str) -> StorageError:
-    return StorageError(
-        f"{folder}: {reason}",
-        "Plait writes each trial's configuration there.",
-        "Free some space, or choose another folder with hydra.sweep.dir=FOLDER.",
-    )
+    check_writable(folder, str(folder), *WRITES)
 
 
 def _contents(config: DictConfig) -> dict[str, Any]:
@@ -495,12 +488,10 @@ def save_all(folder: Path, files: dict[str, object]) -> None:
     Raises:
         StorageError: the folder cannot be written, or the disk is full.
     """
-    try:
+    with disk_errors(folder, *WRITES):
         folder.mkdir(parents=True, exist_ok=True)
         for name, contents in files.items():
             (folder / f"{name}.yaml").write_text(redact(_to_yaml(contents)), encoding="utf-8")
-    except OSError as error:
-        raise _not_written(folder, error.strerror or str(error)) from error
 
 
 def merge(sweeper: Mapping[str, Any], search: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:

@@ -45,7 +45,7 @@ from plait.utils.addresses import (
     with_driver,
 )
 from plait.utils.file_locks import NOT_OURS, file_lock
-from plait.utils.files import disk_errors
+from plait.utils.files import check_writable, disk_errors
 from plait.utils.line_log import LineLog, check_kind
 from plait.utils.paths import user_path
 
@@ -111,13 +111,8 @@ def existing_storage(storage: str | None, root: Path) -> BaseStorage | None:
     """
     if (missing := missing_file(storage, root)) is None:
         return open_storage(storage, root)
-    folder = next(each for each in missing.absolute().parents if each.exists())
-    if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
-        raise StorageError(
-            f"search.storage: {missing}",
-            f"The study is kept there, but {folder} is not writable.",
-            "Set a writable path: search.storage=PATH.",
-        )
+    folder, remedy = missing.absolute().parent, "Set a writable path: search.storage=PATH."
+    check_writable(folder, f"search.storage: {missing}", "The study is kept there.", remedy)
     return None
 
 

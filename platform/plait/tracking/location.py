@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -13,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 from plait.core.errors import StorageError
 from plait.core.settings import TrackingSettings
 from plait.utils.addresses import check_login, redact, with_driver
-from plait.utils.files import disk_errors
+from plait.utils.files import check_writable
 from plait.utils.paths import user_path
 
 VARIABLE = "MLFLOW_TRACKING_URI"
@@ -114,13 +113,9 @@ def check_folder(folder: Path, key: str, *, make: bool = True) -> None:
         StorageError: it cannot be made or written, or its disk is full.
     """
     rule = "Plait writes its database, artifacts and adapters there."
-    with disk_errors(f"{key}={folder}", rule, f"Free some space, or set {key} to a writable folder."):
-        if make:
-            folder.mkdir(parents=True, exist_ok=True)
-        there = next(each for each in (folder, *folder.parents) if each.exists())
-        with tempfile.TemporaryFile(dir=there) as file:
-            file.write(b"plait")
-        free = shutil.disk_usage(there).free
+    remedy = f"Free some space, or set {key} to a writable folder."
+    there = check_writable(folder, f"{key}={folder}", rule, remedy, make=make)
+    free = shutil.disk_usage(there).free
     if free < LEAST_FREE_BYTES:
         raise StorageError(
             f"{key}={folder}: {free / 2**20:.0f} MiB free",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -26,6 +27,28 @@ def disk_errors(path: Path | str, rule: str, remedy: str = "") -> Iterator[None]
         yield
     except OSError as error:
         raise StorageError(f"{path}: {error.strerror or error}", rule, remedy) from error
+
+
+def check_writable(folder: Path, value: str, rule: str, remedy: str, *, make: bool = False) -> Path:
+    """Check that a file can be written into a folder.
+
+    Args:
+        value, rule, remedy: of the error; the system's reason follows ``value``.
+        make: make the folder if it is not there; otherwise check the nearest folder above it that is.
+
+    Returns:
+        The folder that was checked.
+
+    Raises:
+        StorageError: it cannot be made or written, or its disk is full.
+    """
+    with disk_errors(value, rule, remedy):
+        if make:
+            folder.mkdir(parents=True, exist_ok=True)
+        there = next(each for each in (folder, *folder.parents) if each.exists())
+        with tempfile.TemporaryFile(dir=there) as file:
+            file.write(b"plait")
+    return there
 
 
 def to_disk(path: Path) -> None:
