@@ -1,5 +1,6 @@
 """The command itself: verbs, exit statuses, errors, completion, and what is not imported."""
 
+import errno
 import gc
 import os
 import signal
@@ -10,6 +11,7 @@ import tomllib
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -20,6 +22,7 @@ from plait.cli.main import _interrupted, main
 from plait.cli.verbs import OWN, find, verbs
 from plait.core.errors import ConfigError
 from plait.utils.paths import sweeps_dir
+from plait.utils.progress import say
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -288,24 +291,42 @@ def test_a_program_ends_after_its_threads_and_handlers_without_taking_modules_ap
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
-def test_output_that_a_full_disk_loses_is_an_error() -> None:
-    """Unbuffered output fails where it is printed; what waits in a buffer must not be lost silently."""
+def printing(words: str, output: int) -> tuple[int, str]:
+    """The status and the errors of a command, given a descriptor for its output."""
     paths = [str(ROOT / name) for name in ("platform", "kernels", "dashboards")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    environment.pop("PYTHONUNBUFFERED", None)
+    environment.pop("PYTHONUNBUFFERED", None)  # which fails where it is printed
+    command = [sys.executable, "-m", "plait", *words.split()]
+    done = subprocess.run(
+        command, stdout=output, stderr=subprocess.PIPE, text=True, check=False, env=environment
+    )
+    return done.returncode, done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
+@pytest.mark.parametrize("words", ["--help", "leaderboard --help"])
+def test_output_that_a_full_disk_loses_is_an_error(words: str) -> None:
+    """What waits in a buffer must not be lost silently."""
     with Path("/dev/full").open("wb") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "plait", "--help"],
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-            env=environment,
-        )
-    assert done.returncode == 2
-    assert "No space left on device" in done.stderr
-    assert "Traceback" not in done.stderr
+        status, said = printing(words, full.fileno())
+    assert status == 2
+    assert said.splitlines()[0] == "plait: the output: No space left on device"
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("words", ["--help", "leaderboard --help"])
+def test_a_reader_that_has_left_ends_a_command_silently(words: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    assert printing(words, writer) == (141, "")
+    os.close(writer)
+
+
+def test_a_line_that_cannot_be_said_ends_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a log of standard error fills its disk."""
+    monkeypatch.setattr(sys, "stderr", Mock(write=Mock(side_effect=OSError(errno.ENOSPC, "full"))))
+    say("Waiting ...")
+    assert main(["nonsense"]) == 2
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """A search outlives the reader of its output."""
 
+import io
 import subprocess
 import sys
 from collections.abc import Callable
@@ -52,6 +53,20 @@ def test_a_width_of_0_is_no_reason_to_show_nothing(
     shown = capsys.readouterr().out
     assert "a line" in shown
     assert "cell" in shown
+
+
+class Left(io.StringIO):
+    """A pipe whose reader has ended."""
+
+    def write(self, _: str) -> int:
+        raise BrokenPipeError
+
+
+def test_a_table_whose_reader_has_ended_is_left_to_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which ends silently, as with any other output: rich would end it as failed."""
+    monkeypatch.setattr(sys, "stdout", Left())
+    with pytest.raises(BrokenPipeError):
+        literal_console().print("a line")
 
 
 def test_a_search_continues_when_its_output_is_closed() -> None:

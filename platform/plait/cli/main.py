@@ -83,7 +83,11 @@ def _main(given: list[str]) -> int:
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # an ASCII terminal must not end a search
     try:
-        status = _dispatch(given)
+        try:
+            status = _dispatch(given)
+        except SystemExit:  # of a parser that has printed its help
+            print(end="", flush=True)
+            raise
         print(end="", flush=True)  # here a full disk is still noticed
         return status
     except PlaitError as error:
@@ -114,6 +118,9 @@ def refusal(error: Exception) -> PlaitError:
             "Paths of a command are relative to it, but it was deleted or moved.",
             "Change to a folder that exists; `cd .` is enough where it was made again.",
         )
+    if isinstance(error, OSError) and _output_fails():
+        rule = "What a command prints must be written."
+        return StorageError(f"the output: {error.strerror}", rule, "Free some space, or print elsewhere.")
     if isinstance(error, OSError) and error.strerror:
         named = f"{error.filename}: " if error.filename is not None else ""
         return StorageError(f"{named}{error.strerror}", "A file could not be read or written.", where)
@@ -125,6 +132,15 @@ def refusal(error: Exception) -> PlaitError:
         remedy = "Set HOME, or PLAIT_CACHE and PLAIT_KERNELS_CACHE."
         return StorageError(str(error), "Plait's caches are kept in it.", remedy)
     raise error
+
+
+def _output_fails() -> bool:
+    """Whether the output cannot be written: then what was printed is still in its buffer."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        return True
+    return False
 
 
 def _without_folder() -> bool:
@@ -209,10 +225,11 @@ def report(error: PlaitError) -> int:
 
     if os.environ.get(FULL_ERROR) == "1":
         traceback.print_exception(error)
-    print(f"plait: {redact(_short(error.value))}", file=sys.stderr)
-    for part in (error.rule, error.remedy):
-        for line in redact(_short(part)).splitlines():
-            print(f"  {line}", file=sys.stderr)
+    with suppress(OSError):  # the status says it, too
+        print(f"plait: {redact(_short(error.value))}", file=sys.stderr)
+        for part in (error.rule, error.remedy):
+            for line in redact(_short(part)).splitlines():
+                print(f"  {line}", file=sys.stderr)
     return error.exit_status
 
 

@@ -28,13 +28,21 @@ def leave_terminal() -> None:
                 os.dup2(nowhere, descriptor)
 
 
+class _LiteralConsole(Console):
+    """A console that leaves it to the command what to do if the reader of a pipe has ended."""
+
+    def on_broken_pipe(self) -> None:
+        """Pass on the error that rich is handling; by itself it would end the program as failed."""
+        raise
+
+
 def literal_console(width: int | None = None) -> Console:
     """A console on the standard output.
 
     Args:
         width: in characters; None: the terminal's, or 80.
     """
-    console = Console(width=width, markup=False, emoji=False)
+    console = _LiteralConsole(width=width, markup=False, emoji=False)
     console.width = console.width or USUAL_WIDTH
     return console
 
