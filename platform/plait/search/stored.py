@@ -134,7 +134,6 @@ class Standing:
                 "name": Trial(trial.number).name,
                 "state": trial.state,
                 "host": trial.host,
-                "step": trial.step,
                 "reported": trial.reported,
                 "metric": trial.metric if trial.reported is not None else "",
                 "reported_step": trial.step if trial.reported is not None else None,
