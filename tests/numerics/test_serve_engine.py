@@ -629,6 +629,20 @@ def test_kernels_are_told_what_divides_all_places(sizes: tuple[int, int], elemen
     assert CellLayout([[Site("q", 0, *sizes)]], elements, {"q": 0}).align == align
 
 
+def test_placements_of_very_many_kinds_of_adapters_are_not_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("plait.serve.cells.MOST_KINDS", 2)
+    layout = CellLayout([[Site("q", 0, 8, 6)]], 90, {"q": 0})
+    first, second, third = (
+        layout.placement(SimpleNamespace(rank=rank, sites=frozenset("q")))  # type: ignore[arg-type]
+        for rank in (1, 20, 3)
+    )
+    again = [layout.placement(SimpleNamespace(rank=rank, sites=frozenset("q"))) for rank in (3, 20, 1)]  # type: ignore[arg-type]
+    assert again[0] is third
+    assert again[1] is second
+    assert again[2] is not first
+    assert (again[2].offsets((5,), 90, joined=True) == first.offsets((5,), 90, joined=True)).all()
+
+
 @pytest.mark.parametrize("rank", [1, 3, 64])
 @pytest.mark.parametrize("elements", [12, 25, 40, 90, 1000])
 def test_vectors_never_share_an_element_and_stay_in_their_pages(rank: int, elements: int) -> None:

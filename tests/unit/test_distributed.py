@@ -1146,4 +1146,9 @@ def test_a_system_that_lists_no_links_has_no_limit_set(monkeypatch: pytest.Monke
         raise psutil.AccessDenied
 
     monkeypatch.setattr(psutil.Process, "net_connections", denied)
-    limit_links(12.0)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as link,
+    ):
+        limit_links(12.0)
+        assert link.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 0

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import closing
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from trace_files import overlaps, tracks_of
@@ -74,6 +76,30 @@ def test_the_newest_spans_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (track,) = tracks_of(text or "").values()
     assert [span["args"]["jobs"] for span in track] == [[f"a#{at}"] for at in range(93, 100)]
     assert json.loads(text or "")["otherData"]["left_out"] > 0
+
+
+def test_two_processes_that_find_the_file_full_move_it_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one would put the new file, with a line or two, in the place of the full one."""
+    monkeypatch.setattr(kept, "MOST_BYTES", 100)
+    full = "x" * 200 + "\n"
+    (tmp_path / SPANS_FILE).write_text(full)
+    stat, others = Path.stat, []
+
+    def look(path: Path, **options: bool) -> os.stat_result:
+        found = stat(path, **options)
+        if not others and path.name == SPANS_FILE:  # now the other process finds it full, too
+            others.append(Thread(target=keep, args=(tmp_path, taken(1, Span("step", 1.0, 2.0)))))
+            others[0].start()
+            others[0].join(0.2)
+        return found
+
+    monkeypatch.setattr(Path, "stat", look)
+    keep(tmp_path, taken(0, Span("microbatch", 1.0, 2.0)))
+    others[0].join()
+    assert (tmp_path / BEFORE_FILE).read_text() == full
+    assert len((tmp_path / SPANS_FILE).read_text().splitlines()) == 2
 
 
 def test_a_full_disk_ends_no_search(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import groupby
 from typing import Any, Protocol
 
@@ -35,6 +36,7 @@ from plait_kernels.pooled import (
 from plait_kernels.uploads import table, upload
 
 LEAST_PAGE, MOST_PAGE = 16, 64  # tokens of a page
+MOST_KINDS = 256  # of adapters, by rank and sites, whose placements are kept
 Weights = Mapping[str, tuple[Tensor, ...]]
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 Vector = tuple[int, int, int]  # a site's number, a side (0: A, 1: B), and its features
@@ -247,7 +249,10 @@ class CellLayout:
     layers: Sequence[Sequence[Site]]
     elements: int
     inputs: Mapping[str, int]
-    _placements: dict[tuple[int, frozenset[str]], Placement] = field(default_factory=dict)
+    _placements: Callable[[int, frozenset[str]], Placement] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._placements = lru_cache(MOST_KINDS)(self._placed)
 
     @property
     def align(self) -> int:
@@ -263,10 +268,7 @@ class CellLayout:
         Raises:
             InputError: a vector of it is larger than a page.
         """
-        key = (adapter.rank, adapter.sites)
-        if key not in self._placements:
-            self._placements[key] = self._placed(*key)
-        return self._placements[key]
+        return self._placements(adapter.rank, adapter.sites)
 
     def _placed(self, rank: int, sites: frozenset[str]) -> Placement:
         kind = np.full((sum(map(len, self.layers)), 2), -1)

@@ -7,7 +7,9 @@ earlier one: the newest spans are kept. No search depends on them: what a full d
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -66,10 +68,17 @@ class SpanLog:
             for each in event.replicas
         ]
         line = {"spans": rows, "jobs": list(jobs), "worker": self._worker, "zero": self._zero}
+        self._rotate()
         with suppress(OSError):
-            if self._path.exists() and self._path.stat().st_size > MOST_BYTES:
-                self._path.replace(self._before)
             append_line(self._path, json.dumps(line).encode() + b"\n")
+
+    def _rotate(self) -> None:
+        """Move the file aside if it is full, unless another process has just done so."""
+        with suppress(OSError), self._path.open("ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            still = os.path.samestat(os.fstat(file.fileno()), self._path.stat())
+            if still and file.tell() > MOST_BYTES:
+                self._path.replace(self._before)
 
 
 _HEAD = ("replica", "host", "pid", "device", "offset", "error")
