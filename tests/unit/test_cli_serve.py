@@ -54,8 +54,9 @@ def test_folders_are_models_of_the_base_that_they_name(
 
 @pytest.mark.parametrize("verb", ["chat", "serve", "generate", "eval"])
 def test_the_chat_template_is_that_with_which_the_search_trained(
-    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """If its file is gone, only texts without messages are made."""
     record = JobRecord("trial-0000", trial=0, state=JobState.FINISHED)
     found = SimpleNamespace(name="mine", records=[record], best=record)
     config = {"data": {"chat_template": str(tmp_path / "own.jinja")}}
@@ -73,12 +74,19 @@ def test_the_chat_template_is_that_with_which_the_search_trained(
     monkeypatch.setattr("plait.tracking.trained.base_model", lambda *_: ModelSettings())
     monkeypatch.setattr(f"plait.cli.{module}.fetched_adapters", lambda *_: {"trial-0000": tmp_path})
     monkeypatch.setattr(f"plait.cli.{module}.load_base", load)
-    more = {"generate": ["--prompt", "a"], "serve": ["--port", str(free_port())]}.get(verb, [])
+    usual = {"generate": ["--prompt", "a", "--chat"], "serve": ["--port", str(free_port())]}
+    more = usual.get(verb, [])
     if verb == "eval":
         monkeypatch.setattr(pytest.importorskip("plait.serve.harness"), "load_tasks", lambda *_, **__: None)
         more = ["--tasks", "a", "--chat"]
     assert main([verb, "mine", *more]) == 2
     assert given == ["{{ messages }}"]
+    (tmp_path / "own.jinja").unlink()
+    capsys.readouterr()
+    assert main([verb, "mine", *more]) == 2
+    assert "Put the file with which the search was trained there" in capsys.readouterr().err
+    assert main([verb, "mine", *(word for word in more if word != "--chat")]) == 2
+    assert given[1:] == ([None] if verb in ("generate", "eval") else [])
 
 
 def test_a_pool_that_is_larger_than_the_free_memory_is_refused(

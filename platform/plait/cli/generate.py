@@ -66,11 +66,13 @@ def main(arguments: Sequence[str]) -> int:
     records = named or leading(search, known.best or SHOWN)
     config = recorded_config(search, settings)
     folders = fetched_adapters(search, records, settings)
-    base, loaded = load_base(base_model(search, settings), folders, template=own_template(config))
+    of_chat = config.get("data", {}).get("template") == "chat"  # as the search rendered its rows
+    as_chat = known.chat or (of_chat and not known.plain)
+    template = own_template(config) if as_chat else None  # its file may be gone
+    base, loaded = load_base(base_model(search, settings), folders, template=template)
     if known.validation:
         prompts += _validation_prompts(known.validation, config, base, records)
-    of_chat = config.get("data", {}).get("template") == "chat"  # as the search rendered its rows
-    if known.chat or (of_chat and not known.plain):
+    if as_chat:
         prompts = _as_messages(prompts, base)
     adapters = [*([] if known.no_base else [None]), *loaded.names]
     trials = {record.name: record for record in records}

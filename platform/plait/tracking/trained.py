@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from plait.adapters.facts import CONFIG, WEIGHTS
 from plait.config.fields import build
-from plait.core.errors import StorageError
+from plait.core.errors import ConfigError, StorageError
 from plait.core.plans import recorded_choices
 from plait.core.settings import AUTO, ModelSettings, TrackingSettings
 from plait.data.tokenising import read_template
@@ -91,7 +91,11 @@ def own_template(config: Mapping[str, Any]) -> str | None:
         ConfigError: its file cannot be read.
     """
     given = config.get("data", {}).get("chat_template")
-    return None if given is None else read_template(given)
+    try:
+        return None if given is None else read_template(given)
+    except ConfigError as error:
+        remedy = "Put the file with which the search was trained there, or run this where it is."
+        raise ConfigError(error.value, error.rule, remedy) from error
 
 
 def base_model(search: SearchResult, settings: TrackingSettings) -> ModelSettings:
