@@ -322,6 +322,7 @@ def test_a_swept_key_with_quotes_is_still_an_override() -> None:
         (["sweep", "optim=adam,sgd"], ["optim is swept", "Plait trains with AdamW"]),
         (["sweep", "train.lr=loguniform(1e-4,1e-3)"], ["train.lr=tag(log,interval(1e-4,1e-3))?"]),
         (["sweep", "train.lr=log(interval(1e-4,1e-3))"], ["train.lr=tag(log,interval(1e-4,1e-3))?"]),
+        (["sweep", "train.lr=log(1e-4,1e-3)"], ["train.lr=tag(log,interval(1e-4,1e-3))?"]),
         (
             ["sweep", "model=tiny", "adapter.rank=1,2", "search.metric=accuracy"],
             ["Did you mean eval/accuracy?"],

@@ -36,7 +36,7 @@ def test_a_format_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[s
 
 
 def test_a_mistyped_option_is_answered_with_the_likely_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["leaderboard", "--fromat", "csv"]) == 2
+    assert main(["leaderboard", "mine", "--fromat", "csv: text"]) == 2
     assert "Did you mean --format? " in capsys.readouterr().err
 
 

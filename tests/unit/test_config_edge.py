@@ -145,6 +145,13 @@ def test_errors_name_the_wrong_value_and_the_rule(config: dict[str, Any], found:
     assert said in f"{error.rule} {error.remedy}"
 
 
+@pytest.mark.parametrize(
+    "config", [{"train": {"betas": [0.9, 0.99, 0.999]}}, {"adapter": {"target_modules": [["q", "k"], ["v"]]}}]
+)
+def test_a_list_where_a_list_is_right_is_not_answered_with_several_values(config: dict[str, Any]) -> None:
+    assert "several" not in wrong(config).remedy
+
+
 def test_an_error_lists_the_right_keys() -> None:
     error = wrong({"adapter": {"rnak": 8}})
     assert all(f"adapter.{field.name}" in error.remedy for field in fields(AdapterSpec))

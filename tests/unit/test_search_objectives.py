@@ -201,7 +201,7 @@ def test_what_accuracy_needs_depends_on_the_data(spec: DataSpec, remedy: str) ->
     ("given", "named"),
     [
         ({"stopping": StoppingSettings(kind="median", metric="eval/accuracy")}, "search.stopping.metric="),
-        ({"constraints": {"eval/accuracy": ">= 0.5"}}, "search.constraints="),
+        ({"constraints": {"eval/accuracy": ">= 0.5"}}, "search.constraints: eval/accuracy >= 0.5 with"),
     ],
 )
 def test_accuracy_that_is_not_measured_is_said_with_the_setting_that_names_it(
@@ -210,6 +210,13 @@ def test_accuracy_that_is_not_measured_is_said_with_the_setting_that_names_it(
     with pytest.raises(ConfigError) as caught:
         check_measured(SearchSettings(**given), [DataSpec.of("reasoning_gym")])
     assert caught.value.value.startswith(named)
+
+
+def test_a_constraint_that_is_not_measured_is_not_answered_with_a_metric_alone() -> None:
+    search = SearchSettings(metric="train/loss", constraints={"eval/loss": "<= 3"})
+    with pytest.raises(ConfigError) as caught:
+        check_measured(search, [DataSpec.of("reasoning_gym", validation=0)])
+    assert caught.value.remedy == "Set data.validation=0.1, or leave it out."  # a constraint is a mapping
 
 
 @pytest.mark.parametrize(

@@ -234,7 +234,10 @@ def _unknown_function(override: str) -> ConfigError | None:
         return None
     meant = did_you_mean(called[2], known)
     if (way := ELSEWHERE.get(called[2])) and called[3].endswith(")"):
-        meant = f"Did you mean {called[1]}={way.format(called[3][:-1])}? "
+        given = called[3][:-1]
+        if called[2] == "log" and "(" not in given:  # two numbers, not an interval
+            way = ELSEWHERE["loguniform"]
+        meant = f"Did you mean {called[1]}={way.format(given)}? "
     remedy = f"{meant}Available: {choices(known)}. Quote a value that is not a function call: KEY=\"'a(b)'\"."
     return ConfigError(override, f"There is no function {called[2]}.", remedy)
 

@@ -55,7 +55,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise it, with the usage as the rule."""
-        words = message.rpartition(":")[2].split() if message.startswith("unrecognized") else []
+        words = message.partition(":")[2].split() if message.startswith("unrecognized") else []
         meant = "".join(did_you_mean(word, self._option_string_actions) for word in words[:1])
         raise ConfigError(message, self.format_usage().strip(), f"{meant}`{self.prog} --help` explains them.")
 

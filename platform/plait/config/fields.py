@@ -205,7 +205,8 @@ def _describe(hint: Any) -> str:
 
 def _wrong(key: str, value: object, wanted: str) -> ConfigError:
     remedy = WRITTEN.get(wanted, "")
-    if isinstance(value, (list, tuple)) and len(value) > 1 and key.startswith(SEARCHED):
+    listed = "[" in key or wanted.startswith("a list")  # a list is right, but not this one
+    if isinstance(value, (list, tuple)) and len(value) > 1 and key.startswith(SEARCHED) and not listed:
         remedy = f"To try several values, leave out the brackets: {key}={as_written(value)[1:-1]}"
     if wanted == "text" and isinstance(value, (int, float)):
         written = str(value).lower() if isinstance(value, bool) else value

@@ -124,7 +124,7 @@ def check_measured(search: SearchSettings, data: Iterable[DataSpec]) -> None:
         for objective in search.objectives:
             _check_measured(objective.metric, spec, "search.metric")
         for limit in search.limits:
-            _check_measured(limit.metric, spec, "search.constraints")
+            _check_measured(limit.metric, spec, "search.constraints", str(limit))
         if search.stopping.active:
             metric = rung_metric(search).metric
             _check_measured(metric, spec, f"search{'.stopping' * bool(search.stopping.metric)}.metric")
@@ -141,17 +141,18 @@ def _metrics(search: SearchSettings) -> list[str]:
     return [*(each.metric for each in search.objectives), *(each.metric for each in search.limits)]
 
 
-def _check_measured(metric: str, spec: DataSpec, key: str) -> None:
-    """``key``: the setting that names the metric."""
+def _check_measured(metric: str, spec: DataSpec, key: str, limit: str = "") -> None:
+    """``key``: the setting that names the metric; ``limit``: what it says of it, if it is a constraint."""
+    given = f"{key}: {limit}" if limit else f"{key}={metric}"
     if metric.startswith("eval/") and parse_options(spec).validation == 0:
         raise ConfigError(
-            f"{key}={metric} with data.validation=0",
+            f"{given} with data.validation=0",
             "This metric needs validation rows.",
-            f"Set data.validation=0.1 or {key}=train/loss.",
+            "Set data.validation=0.1, " + ("or leave it out." if limit else f"or {key}=train/loss."),
         )
     if metric == names.EVAL_ACCURACY and generation_limit(spec) is None:
         raise ConfigError(
-            f"{key}={metric} with data.source={spec.source}",
+            f"{given} with data.source={spec.source}",
             "Accuracy needs generated answers and a verifier that scores them.",
             _to_generate(spec.source),
         )
