@@ -17,8 +17,8 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -186,12 +186,13 @@ def take(recorded: str, dtype: torch.dtype) -> None:
 
 
 def _recorded(text: str) -> dict[str, Choice]:
-    """Choices by layer; none if another release wrote them."""
-    try:
-        found: Mapping[str, Any] = json.loads(text or "{}")
-        return {name: made_choice(value) for name, value in found.items()}
-    except (ValueError, TypeError, AttributeError):
-        return {}
+    """Choices by layer, but for those of a release with other tiles."""
+    found: dict[str, Choice] = {}
+    with suppress(ValueError, AttributeError):
+        for name, value in json.loads(text or "{}").items():
+            with suppress(TypeError, AttributeError):
+                found[name] = made_choice(value)
+    return found
 
 
 def _found(widths: Widths, device: torch.device, dtype: torch.dtype, tokens: int) -> Choice:

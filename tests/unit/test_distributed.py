@@ -772,12 +772,16 @@ def test_processes_on_devices_of_one_kind_take_the_same_tiles() -> None:
     same = {"fast": {"q": 1, "down": 2, "up": 4}}
     assert json.loads(fleet.facts.chosen["tiles"]) == same
     assert [json.loads(each.tiles) for _, each in alike.asked if isinstance(each, TakeTiles)] == [same] * 2
-    unlike = Told({Build: [built("fast", q=1), built("slow", q=3)], Measure: [Answer(rate=1.0)] * 2})
+    unlike = Told({Build: [built("fast", q=1), built("slow", q=5)], Measure: [Answer(rate=1.0)] * 2})
     before = json.dumps({"slow": {"q": 5}})
     fleet = Fleet(unlike, DataCatalogue(random_data), SETTINGS.engine, None, SETTINGS.cluster, before)
     assert json.loads(fleet.facts.chosen["tiles"]) == {"fast": {"q": 1}, "slow": {"q": 5}}
     asked = [type(each) for _, each in unlike.asked]
     assert asked.index(TakeTiles) < asked.index(Build), "what is known need not be measured"
+    newer = Told({Build: [built("fast", q=1), built("fast", q=2)]})
+    before = json.dumps({"fast": {"q": "of another release", "v": 6}})
+    fleet = Fleet(newer, DataCatalogue(random_data), SETTINGS.engine, None, SETTINGS.cluster, before)
+    assert json.loads(fleet.facts.chosen["tiles"]) == {"fast": {"q": 1, "v": 6}}
     assert "tiles" not in told({})[0].facts.chosen
 
 
@@ -786,7 +790,7 @@ def test_a_process_takes_the_tiles_of_its_kind_of_device(monkeypatch: pytest.Mon
     monkeypatch.setattr(autotuning, "_known", taken)
     replica = object.__new__(process.Replica)
     replica._device, replica._dtype = torch.device("cpu"), torch.bfloat16
-    own = {"64>32+16": asdict(Choice(down=Tiles(16)))}
+    own = {"64>32+16": asdict(Choice(down=Tiles(16))), "64>8": {"of": "another release"}}
     text = json.dumps({device_kind("cpu"): own, "another": {"64>64": asdict(Choice())}})
     replica.answer(TakeTiles(text))
     assert taken == {((64, (32, 16)), torch.bfloat16): Choice(down=Tiles(16))}

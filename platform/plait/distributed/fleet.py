@@ -138,12 +138,12 @@ class Fleet:
 
     def _with_tiles(self, before: str, shared: WorkerFacts, built: Sequence[WorkerFacts]) -> WorkerFacts:
         """The facts with the tiles that all take: on one kind of device a layer's bits are the same in every
-        process, those of the first one that has the layer."""
+        process, those of the first one that has the layer. It has those from before, if it can read them."""
         tiles: dict[str, dict[str, object]] = json.loads(before or "{}")
-        for facts in built:
+        for facts in reversed(built):
             own: dict[str, object] = json.loads(facts.chosen.get("tiles", "{}"))
             if own:
-                tiles[facts.kinds[0]] = own | tiles.get(facts.kinds[0], {})
+                tiles[facts.kinds[0]] = tiles.get(facts.kinds[0], {}) | own
         if not tiles:
             return shared
         text = json.dumps(tiles, sort_keys=True)
