@@ -72,7 +72,8 @@ def tune(
         measure: returns seconds of one stage with a choice; infinity if it cannot run.
         start: the choice to improve.
         candidates: candidates by stage.
-        fits: whether a stage runs with a choice whatever the adapters' ranks; asked of the fastest.
+        fits: whether a stage runs with a choice whatever the adapters' ranks. The fastest that does is taken;
+            where none does, the fastest of all: on a small device narrow adapters may still run.
 
     Raises:
         KernelError: no candidate of a stage runs.
@@ -81,14 +82,14 @@ def tune(
     for stage, others in candidates.items():
         changes: list[dict[str, Any]] = [{field: tiles} for field, tiles in others]
         options = [chosen, *(replace(chosen, **change) for change in changes)]
-        found = next((each for each in _fastest_first(measure, stage, options) if fits(each, stage)), None)
-        if found is None:
+        running = _fastest_first(measure, stage, options)
+        if not running:
             raise KernelError(
                 f"stage {stage!r}: none of its {len(options)} tile sizes runs on this device",
                 "a kernel runs with one of its tile sizes",
                 "choose the backend grouped, or set PLAIT_KERNELS_TUNE=0 to see the first one's own error",
             )
-        chosen = found
+        chosen = next((each for each in running if fits(each, stage)), running[0])
     return chosen
 
 

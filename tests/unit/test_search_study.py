@@ -7,6 +7,7 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import optuna
 import pytest
@@ -21,7 +22,7 @@ from plait.core.settings import SearchSettings
 from plait.engine.checkpoints import HEADER
 from plait.search.identity import ROWS, Identity, check_material, check_problem, sign
 from plait.search.orders import Orders
-from plait.search.storage import from_anywhere, missing_file, open_storage
+from plait.search.storage import LIMITS, from_anywhere, limit_server, missing_file, open_storage
 from plait.search.study import StudyTrials
 from plait.search.suggest import derived_seed, distributions, make_sampler, one_torch_thread
 from plait.search.trials import Trial
@@ -590,3 +591,13 @@ def test_a_request_enqueues_one_additional_trial_once() -> None:
     assert asked.values["adapter.rank"] == 16
     assert asked.values.keys() == {"adapter.rank", "train.lr"}
     assert trials.ask() is None
+
+
+def test_a_server_that_does_not_know_a_limit_keeps_its_own() -> None:
+    """PostgreSQL before 12 has no tcp_user_timeout; a failed statement would end all that follow."""
+    connection = MagicMock(Error=sqlite3.Error)
+    cursor = connection.cursor.return_value.__enter__.return_value
+    cursor.execute.side_effect = [*[None] * (len(LIMITS) - 1), sqlite3.Error("no such setting")]
+    limit_server(connection, None)
+    assert connection.commit.call_count == len(LIMITS) - 1
+    connection.rollback.assert_called_once_with()

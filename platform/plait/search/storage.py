@@ -220,7 +220,8 @@ def _database(url: str) -> BaseStorage:
             with_driver(url), engine_kwargs={"connect_args": arguments, "pool_pre_ping": True}
         )
         if server:
-            _limit_server(opened.engine)
+            sqlalchemy.event.listen(opened.engine, "connect", limit_server)
+            opened.engine.dispose()  # connections that were made before
         return opened
     except (ImportError, NoSuchModuleError) as error:
         raise StorageError(
@@ -247,18 +248,19 @@ def _database(url: str) -> BaseStorage:
         ) from error
 
 
-def _limit_server(engine: sqlalchemy.Engine) -> None:
-    """Have PostgreSQL notice, too, that this host is gone: otherwise a host that loses its power or its
-    network keeps the study's lock for two hours, as long as the system waits with a first probe."""
-    values = {f"tcp_{name.removeprefix('tcp_')}": value for name, value in LIMITS.items()}
+def limit_server(connection: Any, _: object) -> None:
+    """Have PostgreSQL notice, too, that this host is gone.
 
-    def begun(connection: Any, _: object) -> None:
-        with connection.cursor() as cursor:
-            cursor.execute("; ".join(f"SET {name} = {value}" for name, value in values.items()))
-        connection.commit()
-
-    sqlalchemy.event.listen(engine, "connect", begun)
-    engine.dispose()  # connections that were made before
+    Otherwise a host that loses its power or its network keeps the study's lock for two hours, as long as the
+    system waits with a first probe. A server that does not know one of these settings keeps its own.
+    """
+    for name, value in LIMITS.items():
+        try:
+            with connection.cursor() as cursor:
+                cursor.execute(f"SET tcp_{name.removeprefix('tcp_')} = {value}")
+            connection.commit()
+        except connection.Error:  # the driver's class, which each connection has (PEP 249)
+            connection.rollback()
 
 
 def _make_folder(folder: Path) -> None:

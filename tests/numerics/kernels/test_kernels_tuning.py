@@ -52,6 +52,12 @@ def test_the_fastest_must_run_with_adapters_of_every_width(monkeypatch):
     assert found.up_gradient == next_one
 
 
+def test_where_no_tile_runs_at_every_width_the_fastest_is_taken():
+    fast = CANDIDATES["down"][1][1]
+    found = tune(lambda chosen, _: 1.0 if chosen.down == fast else 2.0, fits=lambda *_: False)
+    assert found == replace(DEFAULT, down=fast)
+
+
 def test_choices_are_kept_in_a_file(tmp_path):
     path = tmp_path / "folder" / "tuned.json"
     first, second = DEFAULT, Choice(down=Tiles(16), fused_backward=Tiles(32, 64))
