@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from shutil import copytree
-from time import process_time
 from types import SimpleNamespace
 from typing import Any
 
@@ -164,33 +163,6 @@ def test_joint_answers_and_results_are_those_of_lm_eval_with_peft(
         texts = [each for sample in alone["samples"]["sums"] for each in requests_of(sample)]
         assert model.generate_until(texts) == likelihoods(alone["samples"]["sums"])
         assert any(model.generate_until(texts))
-
-
-def test_sixteen_adapters_take_at_most_half_of_the_processor_time_of_sixteen_runs(
-    laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda _: None)  # it runs commands for seconds
-    base, folders = laboratory.base, list(laboratory.folders.values())
-    many = {f"adapter{number}": folders[number % len(folders)] for number in range(16)}
-    plain = transformers_model(laboratory.settings, cache=laboratory.folder)
-    model = PeftModel.from_pretrained(plain, folders[-1]).eval()
-
-    def together() -> None:
-        tasks = load_tasks(["choices"], laboratory.tasks, shots=None, limit=None, chat=False)
-        engine = Engine(base, FolderAdapters(base, many), pool_tokens=8192, smallest_pages=True)
-        assert len(dict(evaluate(base, engine, tasks, list(many)))) == 16
-
-    def alone() -> None:
-        own = HFLM(pretrained=model, tokenizer=base.tokeniser, batch_size=8)
-        manager = TaskManager(include_path=str(laboratory.tasks), include_defaults=False)
-        simple_evaluate(own, tasks=["choices"], task_manager=manager, bootstrap_iters=0)
-
-    def seconds(work: Callable[[], None]) -> float:
-        began = process_time()
-        work()
-        return process_time() - began
-
-    assert min(seconds(together) for _ in range(2)) <= 0.5 * 16 * min(seconds(alone) for _ in range(3))
 
 
 class Asked:

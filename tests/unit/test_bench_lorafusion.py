@@ -132,7 +132,7 @@ def test_other_numbers_of_samples_are_tried_for_mlora(tmp_path: Path) -> None:
     eight = bubble_ratio(h100(), (), options | {"samples": 8, "other_samples": []}).figures
     expected = next(figure.ours for figure in eight if figure.name == "mLoRA, packed")
     assert idle["mLoRA, packed; 8 samples a microbatch"] == expected != idle["mLoRA, packed"]
-    with pytest.raises(ConfigError, match=r"other_samples=\(0,\).*\n.*at least 1"):
+    with pytest.raises(ConfigError, match=r"other_samples=\[0\].*\n.*at least 1"):
         bubble_ratio(h100(), (), options | {"other_samples": [0]})
 
 

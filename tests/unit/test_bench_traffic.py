@@ -44,7 +44,7 @@ def test_what_is_let_go_of_at_random_is_between() -> None:
 def test_a_cache_without_room_and_empty_tiles_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"mebibytes=0.*\n.*above 0"):
         Cached(mebibytes=0, processors=1, tile=TILE, group=1)
-    with pytest.raises(ConfigError, match=r"tile=\(2, 0\).*\n.*at least 1"):
+    with pytest.raises(ConfigError, match=r"tile=\[2,0\].*\n.*at least 1"):
         Cached(mebibytes=1, processors=1, tile=(2, 0), group=1)
 
 

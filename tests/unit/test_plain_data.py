@@ -103,11 +103,11 @@ def test_a_fields_rule_is_checked_and_reported_with_value_and_default() -> None:
         ({"even": 3}, "dial.even=3\ndial.even must be even."),
         (
             {"pair": (0.0, nan)},
-            "dial.pair=(0.0, nan)\ndial.pair must be at least (0, 0) and finite.\nThe default is [1.0,2.0].",
+            "dial.pair=[0.0,nan]\ndial.pair must be at least (0, 0) and finite.\nThe default is [1.0,2.0].",
         ),
         (
             {"pair": (1, LARGEST + 1)},
-            f"dial.pair=(1, {LARGEST + 1})\ndial.pair must be at least (0, 0) and at most {LARGEST}.\n"
+            f"dial.pair=[1,{LARGEST + 1}]\ndial.pair must be at least (0, 0) and at most {LARGEST}.\n"
             "The default is [1.0,2.0].",
         ),
     ):
